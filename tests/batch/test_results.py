@@ -142,9 +142,8 @@ def test_prompt_logprobs_and_stop_reason_are_vllms() -> None:
     choice = body_of(TEXT, output)["choices"][0]
     assert choice["prompt_logprobs"] == [None, {"7": {"logprob": -1.5, "rank": 2, "decoded_token": "g"}}]
     assert choice["stop_reason"] == "x"
-    assert (
-        body_of(CHAT, output)["prompt_logprobs"] == choice["prompt_logprobs"]
-    )  # beside the choices of a chat
+    # beside the choices of a chat
+    assert body_of(CHAT, output)["prompt_logprobs"] == choice["prompt_logprobs"]
 
 
 @pytest.mark.parametrize("defaults", [{}, {"tool_parser": "hermes", "reasoning_parser": "think"}])

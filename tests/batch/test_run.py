@@ -176,10 +176,8 @@ def test_ordered_output_holds_a_bounded_number_of_results() -> None:
     lines = counted(endless(b'{"prompt": "a"}'), read)
     totals = BatchRun(engine, lines, sink, header=HEADER, ordered=True).run()
     assert read[0] == ORDERED_WINDOW * 6
-    assert sink.getvalue() == b"" and (totals.written, totals.unwritten) == (
-        0,
-        read[0],
-    )  # no line before the first
+    # no line before the first
+    assert sink.getvalue() == b"" and (totals.written, totals.unwritten) == (0, read[0])
 
 
 def test_bad_lines_do_not_hold_up_live_requests() -> None:

@@ -370,7 +370,6 @@ def test_a_dry_run_estimates_from_the_last_run(
     assert "time                 about 0 s at " in told and " tok/s, as in the run of 20" in told
     last = LastRun.of(embedded_model_directory())
     assert last is not None and (last.answers, last.generated_tokens) == (20, 40)
-    LastRun(answers=15, generated_tokens=9, seconds=1.0).keep(
-        embedded_model_directory()
-    )  # too few to say anything
+    # too few to say anything
+    LastRun(answers=15, generated_tokens=9, seconds=1.0).keep(embedded_model_directory())
     assert LastRun.of(embedded_model_directory()) == last

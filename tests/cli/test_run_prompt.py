@@ -33,9 +33,8 @@ def test_a_prompt_is_completed_in_the_shell(
 
 
 def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine) -> None:
-    assert (
-        invoke("run", "--max-tokens", "9", "--prompt", "hi").stderr == CUT
-    )  # the embedded model completes code
+    # the embedded model completes code
+    assert invoke("run", "--max-tokens", "9", "--prompt", "hi").stderr == CUT
     engine.as_they_are.clear()
     short = ("run", "--max-tokens", "9", "--prompt", "hi", "--model", MODEL)
     said = invoke(*short)

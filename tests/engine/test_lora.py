@@ -145,9 +145,8 @@ def test_adapters_come_and_go_while_others_run(engine: XlaBatchEngine, loras: li
     engine.step()
     with pytest.raises(InvalidRequestError, match="has requests that run"):
         engine.remove_lora(1)
-    engine.submit(
-        PROMPTS[1], PARAMS, request_id="new", lora_request=loras[3]
-    )  # the one used longest ago goes
+    # the one used longest ago goes
+    engine.submit(PROMPTS[1], PARAMS, request_id="new", lora_request=loras[3])
     assert engine.list_loras() >= {1, 4} and len(engine.list_loras()) == 3
     found = ended(engine)
     assert found["3/1"] == expected["3/1"]
@@ -350,9 +349,8 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_else_suffers(
 
 def test_the_largest_that_load_have_results(engine: XlaBatchEngine, tmp_path: Path) -> None:
     """As large as A and B may be by the bound on their product, in every module of every layer."""
-    largest = (
-        0.99 * (2.0**48 / (TINY.intermediate_size * 16)) ** 0.5
-    )  # inputs of the widest product; rank * scale
+    # inputs of the widest product; rank * scale
+    largest = 0.99 * (2.0**48 / (TINY.intermediate_size * 16)) ** 0.5
     names = (f"base_model.model.{module}.lora_" for module in modules_of(llama_checkpoint()))
     shapes = modules_of(llama_checkpoint()).values()
     signs = np.random.default_rng(0).choice([-1, 1], (96, 96))

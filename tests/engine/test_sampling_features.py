@@ -125,9 +125,8 @@ def test_a_request_of_many_sequences_is_taken_back_whole(tiny: XlaBatchEngine) -
 def test_sequences_are_queued_together_or_not_at_all(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine(replace(TINY_ENGINE, max_waiting=4, self_check=False))
     engine.submit([1], SamplingParams(max_tokens=2))
-    with pytest.raises(
-        QueueFullError, match="12 sequences were not taken: 0 wait"
-    ):  # the one has a slot to come
+    # the one has a slot to come
+    with pytest.raises(QueueFullError, match="12 sequences were not taken: 0 wait"):
         engine.submit([2], SamplingParams(n=12))
     assert engine.num_waiting == 1
     with pytest.raises(InvalidRequestError, match="never holds more than 12"):

@@ -110,9 +110,8 @@ def test_no_proposer_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine,
         drafted = after.drafted_tokens - before.drafted_tokens
         accepted = after.accepted_tokens - before.accepted_tokens
         assert 0 <= accepted <= drafted
-        if (
-            who == "oracle"
-        ):  # exact, but that a drafted token that stops its request is not counted as accepted
+        # exact, but that a drafted token that stops its request is not counted as accepted
+        if who == "oracle":
             for each in found.values():
                 end = each.outputs[0]
                 by_token = end.finish_reason == "stop" and not isinstance(end.stop_reason, str)

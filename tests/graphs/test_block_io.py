@@ -118,11 +118,8 @@ def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> 
     assert pooled.prefill(2, first) == slots.prefill(2, first)
     pooled.lend(5, [*blocks[:2], blocks[4]])
     assert pooled.prefill(5, second, CHUNK) == slots.prefill(5, second)
-    for slot, index, block, steps in (
-        (5, 3, 5, 12),
-        (2, 4, 6, 16),
-        (5, 4, 7, 12),
-    ):  # before the last one is full
+    # before the last one is full
+    for slot, index, block, steps in ((5, 3, 5, 12), (2, 4, 6, 16), (5, 4, 7, 12)):
         pooled.lend(slot, [blocks[block]], index)
         assert pooled.decode([2, 5], steps) == slots.decode([2, 5], steps)
 

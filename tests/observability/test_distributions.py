@@ -77,9 +77,8 @@ def test_the_sequences_of_a_request_have_times_of_their_own(tiny: XlaBatchEngine
     assert metrics is not None and len(metrics.token_times) == 36
     assert [len(times) for times in metrics.sequence_token_times] == [12, 12, 12]
     gaps = metrics.inter_token_latencies
-    assert (
-        len(gaps) == 33 and sum(gap > 0 for gap in gaps) >= 30
-    )  # 0 between the two tokens of the first step
+    # 0 between the two tokens of the first step
+    assert len(gaps) == 33 and sum(gap > 0 for gap in gaps) >= 30
     assert sorted(gaps) == sorted(b - a for times in metrics.sequence_token_times for a, b in pairwise(times))
 
 

@@ -261,9 +261,8 @@ def test_what_any_two_prompts_have_in_common_is_told(monkeypatch: pytest.MonkeyP
     """Else a simulated slot holds less of a prompt than the real one, and another is reused."""
     draw, prefixes = random.Random(2), _Prefixes()
     prompts: list[list[int]] = [[]]
-    told: list[list[tuple[int, int]]] = [
-        []
-    ]  # made of tokens that stand for where a prompt parted from all others
+    # made of tokens that stand for where a prompt parted from all others
+    told: list[list[tuple[int, int]]] = [[]]
     for number in range(1, 300):
         stem = draw.choice(prompts)[: draw.choice((0, 15, 16, 17, 40, 90))]
         prompts.append(stem + [draw.randrange(3) for _ in range(draw.randint(1, 40))])

@@ -157,9 +157,8 @@ def test_figures_of_a_table_by_hand() -> None:
     nll, base = np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.5, 2.5])
     found = Comparison.of(nll, base, np.array([0.0, 0.1, 0.4]), np.array([True, True, False]))
     assert found.log_ratio.value == pytest.approx(1 / 3)
-    assert found.log_ratio.error == pytest.approx(
-        1 / 6
-    )  # standard deviation 0.2887 of 0, 0.5, 0.5; by sqrt(3)
+    # standard deviation 0.2887 of 0, 0.5, 0.5; by sqrt(3)
+    assert found.log_ratio.error == pytest.approx(1 / 6)
     assert found.ratio.value == pytest.approx(1.395612)
     assert found.kld_quantiles["50%"] == pytest.approx(0.1) and found.kld_quantiles["max"] == 0.4
     assert found.kld_quantiles["90%"] == pytest.approx(0.34)

@@ -88,9 +88,8 @@ def test_the_switch_between_programs_changes_no_bit(
         engine.runner.few_choices = FEW
         ran.clear()
         found = ending_one_by_one(engine, lag, lag)
-        if (
-            config.speculative_config is None
-        ):  # else every step may check drafts, on as few lanes as there are rows
+        # else every step may check drafts, on as few lanes as there are rows
+        if config.speculative_config is None:
             assert all(ran[f"decode[rows={rows},"] > 0 for rows in FEW), ran
         engine.runner.few_choices = ()
         ran.clear()

@@ -125,9 +125,8 @@ def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_u
     for at in (0, 1, 0, 2):
         driven.submit(request(f"r{len(driven.plans)}", prompts[at], max_tokens=1))
         driven.drain()
-    driven.submit(
-        request("wide", (12,) * 13, max_tokens=1)
-    )  # takes the two blank blocks and both of prompt 1
+    # takes the two blank blocks and both of prompt 1
+    driven.submit(request("wide", (12,) * 13, max_tokens=1))
     driven.drain()
     found = []
     for at in (0, 2, 1):

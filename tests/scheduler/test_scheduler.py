@@ -224,11 +224,8 @@ def test_empty_plan_takes_no_step_number_and_needs_no_commit() -> None:
     [
         ([], [1, 1], "1 first tokens; the result has 0"),
         ([Sample(1)], [], r"decodes slots \[0, 1\]; the result has 0 slots"),
-        (
-            [Sample(1)],
-            [1, NO_TOKEN],
-            "no sample for 'a'",
-        ),  # a live row fell silent: its request would never end
+        # a live row without a sample: its request would never end
+        ([Sample(1)], [1, NO_TOKEN], "no sample for 'a'"),
     ],
 )
 def test_result_that_does_not_fit_is_an_error_and_loses_nobody(

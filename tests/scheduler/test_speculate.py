@@ -25,9 +25,10 @@ from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.commit import Committer
 from xla_engine.scheduler.steps.speculate import Speculating
 
+# shrinking a schedule takes minutes
 QUICK = settings(
     deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
-)  # shrinking a schedule takes minutes
+)
 token_ids = st.integers(0, VOCABULARY - 1)
 speculations = st.none() | st.builds(Speculation, width=st.integers(1, 6), lanes=st.integers(1, 5))
 

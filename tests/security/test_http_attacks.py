@@ -59,9 +59,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         patched.setattr(launch, "KEEP_ALIVE_S", 3600)  # uvicorn's own timer, which data cancel
         service = Service(AsyncLLM.from_engine(XlaBatchEngine.from_pretrained(None, ENGINE)), limits)
         found = Running(service, max_connections=PLACES)
-    found.server.servers[0].sockets[0].setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-    )  # the kernel holds little
+    # the kernel holds little
+    found.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     yield found
     found.stop()
 

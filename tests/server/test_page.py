@@ -106,11 +106,8 @@ def test_a_browser_shows_slots_and_queue(server: Running, http: httpx.Client, tm
     with ThreadPoolExecutor(2) as pool:
         try:
             busy = [pool.submit(keep_busy) for _ in range(2)]
-            for budget in (
-                3000,
-                10000,
-                30000,
-            ):  # milliseconds of the page's time, which stands still while it asks
+            # milliseconds of the page's time, which stands still while it asks
+            for budget in (3000, 10000, 30000):
                 options = [f"--virtual-time-budget={budget}", "--dump-dom", f"{server.url}/"]
                 done = subprocess.run(
                     [*command, *options], capture_output=True, text=True, timeout=120, check=True

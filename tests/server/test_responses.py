@@ -73,9 +73,8 @@ def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream:
     whole = client.responses.create(**{**ASK, "input": [*before, {"role": "user", "content": "and sub"}]})
     assert plain(second) == plain(whole) and second.previous_response_id == first.id and whole.store is False
     client.responses.delete(first.id)
-    third = client.responses.create(
-        **{**ASK, "previous_response_id": second.id}
-    )  # the second holds all it needs
+    # the second holds all it needs
+    third = client.responses.create(**{**ASK, "previous_response_id": second.id})
     assert third.usage.input_tokens > second.usage.input_tokens  # type: ignore[union-attr]
     for gone in (first.id, whole.id):
         with pytest.raises(openai.NotFoundError):

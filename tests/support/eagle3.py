@@ -66,9 +66,8 @@ def head_tensors(config: dict[str, Any], seen: int, layer: str = "midlayer.") ->
         )
         for name, shape in shapes.items()
     }
-    tensors["fc.weight"] = (tensors["fc.weight"] * BF16.type(0.05)).astype(
-        BF16
-    )  # so that tokens count as well
+    # so that tokens count as well
+    tensors["fc.weight"] = (tensors["fc.weight"] * BF16.type(0.05)).astype(BF16)
     known = config["draft_vocab_size"]
     if known < vocabulary:
         ids = np.sort(draw.permutation(vocabulary)[:known])

@@ -41,10 +41,8 @@ class Life:
         require(self.reason is not None, f"never ended: {self}")
         if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
             require((self.samples, self.reason) == (samples, reason), f"{self}, not {samples}, {reason}")
-        elif (self.samples, self.reason) != (
-            samples,
-            reason,
-        ):  # an ERROR may be its own, or the caller's word
+        elif (self.samples, self.reason) != (samples, reason):
+            # an ERROR may be this request's own, or the caller's
             require(self.samples == samples[: len(self.samples)], f"{self} should begin {samples}")
             still_to_come = len(samples) - len(self.samples) + (reason is FinishReason.ERROR)
             require(still_to_come > 0, f"taken back after its end: {self}")

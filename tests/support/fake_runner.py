@@ -263,9 +263,8 @@ class FakeRunner:
         require(chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}")
         alone = self.config.cut_invariant and chunk.is_first and end == len(row.prompt) == chunk.start + 1
         most = self.requests[chunk.request_id].max_cached_tokens if self.config.cut_invariant else None
-        grids = {
-            start % self.config.chunk_size for start in (0, most or 0)
-        }  # behind what may be cached at most
+        # behind what may be cached at most
+        grids = {start % self.config.chunk_size for start in (0, most or 0)}
         require(chunk.start % self.config.chunk_size in grids or alone, f"{chunk} is off the chunk grid")
         require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
         require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")

@@ -20,12 +20,8 @@ from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 
 SENTINEL_EVERY = 500
-SENTINEL = {
-    "prompt": "def f(x):\n",
-    "seed": 5,
-    "max_tokens": 6,
-    "logprobs": 0,
-}  # must always get the same bits
+# must always get the same bits
+SENTINEL = {"prompt": "def f(x):\n", "seed": 5, "max_tokens": 6, "logprobs": 0}
 MAX_LINE_BYTES = 2**20
 
 _WORDS = [

@@ -158,9 +158,8 @@ def check(way: Way, folder: Path) -> int:
         way.prepare(place)
         if survives(begin, place, KillingFileSystem(moment), moment):
             return moment
-        survives(
-            way.again, place, KillingFileSystem(moment % 7), moment + 1
-        )  # it is killed while it goes on, too
+        # it is killed while it goes on, too
+        survives(way.again, place, KillingFileSystem(moment % 7), moment + 1)
         if not survives(way.again, place, FastFileSystem(), moment + 2) or way.results(place) != expected:
             print(f"DIFFERENT {way} killed at moment {moment}")
 

@@ -190,9 +190,8 @@ def test_beams_are_the_likeliest_sequences(embedded: XlaBatchEngine) -> None:
 def test_queued_prompts_run_when_they_are_waited_for() -> None:
     model, params = LLM(), SamplingParams(temperature=0, max_tokens=4)
     names = model.enqueue(PROMPTS[:2], params) + model.enqueue(PROMPTS[2], [params], priority=[3])
-    assert model.generate("y =", params, use_tqdm=False)[
-        0
-    ].finished  # they may run meanwhile, and are not lost
+    # they may run meanwhile, and are not lost
+    assert model.generate("y =", params, use_tqdm=False)[0].finished
     found = model.wait_for_completion()
     assert [each.request_id for each in found] == names and model.wait_for_completion() == []
     expected = model.generate(PROMPTS, params, use_tqdm=False)

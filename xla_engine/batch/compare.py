@@ -1,4 +1,4 @@
-"""Two result files held against each other."""
+"""Compare two result files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHOWN_IDS = 5  # first differing ids in a report, per kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What is kept of one result line; None where the line does not tell.
+    """The parts of a result line that are compared; None if the line lacks them.
 
-    text: a hash of the texts and finish reasons of all choices. tokens, bits: hashes of their token ids and logprobs.
-    fingerprint: of the engine.
+    text: hash of the texts and finish reasons of all choices. tokens, bits: hashes of their token ids and logprobs.
+    fingerprint: the engine's.
     """
 
     text: str
@@ -35,12 +35,12 @@ class _Result:
 class Comparison:
     """Two result files, A and B, matched by custom_id.
 
-    same: requests whose tokens agree, whatever their logprobs.
-    by_text: requests that were compared by their text, because a file has no token ids for them.
-    bits_unknown: requests with the same tokens and without logprobs to compare.
-    errors: ids with an error and no result, in A and in B.
+    same: requests whose tokens agree, whether or not their logprobs do.
+    by_text: requests compared by text because at least one file has no token ids for them.
+    bits_unknown: requests with equal tokens but no logprobs to compare.
+    errors: number of ids with an error and no result, in A and in B.
     differing: ids by kind of difference, in the order of the files.
-    fingerprints: of the engines that made A and B.
+    fingerprints: of the engines that wrote A and B.
     """
 
     same: int = 0
@@ -93,8 +93,8 @@ def _shown(custom_id: str) -> str:
 def compare_files(a: Path | str, b: Path | str) -> Comparison:
     """Match the lines of two result files by custom_id and compare tokens and logprob bits.
 
-    Hashes are compared where a line has them; else they are made of its token ids and logprobs; and where one of
-    two lines tells no token ids, text and finish reason decide. Raises CompareError for a broken file, OSError.
+    Uses the hashes in a line if it has them, and otherwise hashes its token ids and logprobs. If either line has no
+    token ids, compares texts and finish reasons instead. Raises CompareError for a broken file, and OSError.
     """
     results_a, errors_a = _read_results(a)
     results_b, errors_b = _read_results(b)
@@ -120,7 +120,7 @@ def compare_files(a: Path | str, b: Path | str) -> Comparison:
     report.differing["only in B"] += [custom_id for custom_id in results_b if custom_id not in results_a]
     for kind, mine, other in (("only in A", errors_a, errors_b), ("only in B", errors_b, errors_a)):
         known = results_b if kind == "only in A" else results_a
-        # An error on one side where the other has a result is listed with that result already.
+        # An id with an error here and a result there was already listed with that result.
         report.differing[kind] += [name for name in mine if name not in other and name not in known]
     return report
 
@@ -130,7 +130,7 @@ def _fingerprints(results: Mapping[str, _Result]) -> frozenset[str]:
 
 
 def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]]:
-    """Results by custom_id, and the ids that have nothing but an error, in the order of the file."""
+    """Results by custom_id, and the ids that have only an error, in the order of the file."""
     results: dict[str, _Result] = {}
     errors: dict[str, None] = {}
     number = 0
@@ -167,7 +167,7 @@ def _records(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _as_choices(body: Mapping[str, Any]) -> list[Any]:
-    """The choices of an answer; a response's items but for their ids are the text of one."""
+    """The choices of an answer. A response becomes one choice whose text is its items without their ids."""
     if "output" not in body:
         return list(body["choices"])
     items = [{**item, "id": None, "call_id": None} for item in body["output"]]
@@ -199,7 +199,7 @@ def _content(choice: Mapping[str, Any]) -> str:
 
 
 def _listed(choices: Sequence[Mapping[str, Any]]) -> tuple[list[int] | None, list[float] | None]:
-    """Token ids and logprobs of all choices one after the other; None where a choice does not tell."""
+    """Token ids and logprobs of all choices, concatenated; None if any choice lacks them."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     for choice in choices:

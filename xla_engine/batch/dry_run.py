@@ -1,4 +1,4 @@
-"""Check every line of a batch file as the engine would, without weights and without a device."""
+"""Check every line of a batch file as the engine would, without loading weights or using a device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from xla_engine.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, kw_only=True)
 class DryReport:
-    """What the lines of a file ask for.
+    """Statistics of the lines of a file.
 
     ok: lines that can run. failed: lines that cannot, by error code.
-    prompt_tokens: of the lines that can run, as the model will see them.
-    new_tokens: what these generate if none stops early.
-    longest: prompt and new tokens of the longest request.
-    last_run: of this model on this machine, on which estimates rest; None where there is none.
-    expected_tokens: new tokens if each answer is as long as the last run's were on average, or its limit if that is
-        less.
+    prompt_tokens: of the lines that can run, after tokenization.
+    new_tokens: the most that these lines can generate.
+    longest: prompt tokens plus new tokens of the longest request.
+    last_run: the last run of this model on this machine, the basis of estimates; None if there is none.
+    expected_tokens: new tokens if each answer has the mean length of the last run, or its limit if that is lower.
     """
 
     ok: int = 0
@@ -81,7 +80,7 @@ class DryRun:
         described = describe(files, config, None if tokenizer is None else tokenizer.plain_ids)
         config, model = described.options, described.config
         if config.max_model_len is None and model.max_position_embeddings > DEFAULT_MAX_MODEL_LEN:
-            from xla_engine.runner import backends, sizing  # a device is asked for its memory
+            from xla_engine.runner import backends, sizing  # queries a device's memory
 
             dtype = "float32" if config.dtype == "float32" else "bfloat16"
             stored = None
@@ -107,7 +106,7 @@ class DryRun:
         defaults: Mapping[str, Any] | None = None,
         on_error: Callable[[LineError], None],
     ) -> DryReport:
-        """Check all lines; `on_error` sees each line that would fail, in order."""
+        """Check all lines; `on_error` is called for each line that would fail, in order."""
         report, reader = DryReport(last_run=self._last_run), LineReader(defaults)
         for line in lines:
             request = reader.read(line)
@@ -125,7 +124,7 @@ class DryRun:
             self._validator.check_options(**request.options)
             self._validator.dry_breakers(params)
             limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
-        except Exception as error:  # as in a run: one bad request harms no other
+        except Exception as error:  # as in a run, a bad request fails alone
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)

@@ -1,4 +1,4 @@
-"""What stands around the body of an OpenAI Batch line."""
+"""The envelope of an OpenAI Batch line: everything around its body."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ URLS = (COMPLETIONS_URL, CHAT_URL, RESPONSES_URL, *POOLING_URLS)
 
 
 def custom_id_in(record: Mapping[str, Any]) -> str | None:
-    """The caller's name of a line; None where it has none. Raises InvalidRequestError."""
+    """The custom_id of a line; None if it has none. Raises InvalidRequestError."""
     if "custom_id" in record and "id" in record:
         raise InvalidRequestError('both "custom_id" and "id" given; keep one')
     value = record.get("custom_id", record.get("id"))
@@ -58,7 +58,7 @@ def envelope(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def take_model(body: dict[str, Any]) -> str | None:
-    """Take the name of the model out of a body. Raises InvalidRequestError."""
+    """Remove the model's name from a body and return it. Raises InvalidRequestError."""
     model = body.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise InvalidRequestError(f"model must be a string, not {model!r}")

@@ -1,4 +1,4 @@
-"""The fields of a line that are no sampling fields, and what OpenAI's bodies spell out without asking for anything."""
+"""Fields of a request that are not sampling parameters: no-op defaults, labels, and other names of fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 from xla_engine.text.parsers.chats import HINTS, TEMPLATE_FIELDS
 from xla_engine.utils.json_line import kind
 
-# OpenAI bodies spell out defaults: an unsupported field may be there with the value that asks for nothing.
+# OpenAI bodies spell out defaults, so an unsupported field is accepted if its value has no effect.
 NEUTRAL: Mapping[str, Any] = {
     "n": 1,
     "best_of": 1,
@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, Any] = {
     "reasoning_effort": None,
     "web_search_options": None,
 }
-# For the caller's own use, for a service's accounts and caches, or for streams: they change no token.
+# Fields for the caller's own use, for a service's accounts and caches, or for streams. They change no token.
 LABELS = frozenset(
     {
         "metadata",
@@ -80,9 +80,9 @@ _KNOWN = {entry.name for entry in fields(SamplingParams)}.union(UNSUPPORTED, NEU
 
 
 def without_neutral(sampling: Mapping[str, Any], *, nulls: bool) -> dict[str, Any]:
-    """Sampling fields without those that ask for nothing: labels, and defaults of fields that are not supported.
+    """Drop fields that have no effect: labels, and unsupported fields with their default values.
 
-    nulls: leave out a null of any known field, too, which in OpenAI's bodies stands for the default.
+    nulls: also drop nulls of known fields; in OpenAI's bodies, null means the default.
     """
 
     def asks_for_nothing(name: str, value: object) -> bool:
@@ -99,7 +99,8 @@ def without_neutral(sampling: Mapping[str, Any], *, nulls: bool) -> dict[str, An
 
 
 def check_labels(body: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError unless labels have OpenAI's types and sizes: answers and lists repeat some of them."""
+    """Raise InvalidRequestError unless labels have OpenAI's types and sizes. (Answers and lists repeat some of
+    them.)"""
     metadata = body.get("metadata")
     if metadata is not None:
         if not isinstance(metadata, dict):
@@ -124,7 +125,7 @@ def check_labels(body: Mapping[str, Any]) -> None:
     for label in ("parallel_tool_calls", "store"):
         if not isinstance(value := body.get(label), bool | None):
             raise InvalidRequestError(f"{label} must be true or false, not {kind(value)}")
-    prediction = body.get("prediction")  # of the answer, which makes no token another
+    prediction = body.get("prediction")  # a predicted output; it changes no token
     if prediction is not None and not (isinstance(prediction, dict) and prediction.get("type") == "content"):
         raise InvalidRequestError('prediction must be an object with the type "content"')
     if (tier := body.get("service_tier")) is not None and tier not in _SERVICE_TIERS:
@@ -132,7 +133,7 @@ def check_labels(body: Mapping[str, Any]) -> None:
 
 
 def take_cap(body: dict[str, Any]) -> None:
-    """Write OpenAI's newer name of `max_tokens` as the older one."""
+    """Rename `max_completion_tokens` to `max_tokens`."""
     most = body.pop("max_completion_tokens", None)
     if most is not None:
         if body.get("max_tokens") is not None:
@@ -141,7 +142,7 @@ def take_cap(body: dict[str, Any]) -> None:
 
 
 def take_guided(body: dict[str, Any]) -> None:
-    """Write vLLM's `guided_json` and the like as `structured_outputs`. Raises InvalidRequestError."""
+    """Turn vLLM's older `guided_json` and the like into `structured_outputs`. Raises InvalidRequestError."""
     for name in _GUIDED:
         if (value := body.pop(name, None)) is not None:
             if body.get("structured_outputs") is not None:
@@ -150,10 +151,10 @@ def take_guided(body: dict[str, Any]) -> None:
 
 
 def take_echo(body: dict[str, Any]) -> tuple[bool, bool]:
-    """Take `echo` out of a body: whether the prompt is part of the answer, and whether something is generated.
+    """Remove `echo` from a body. Returns whether the answer includes the prompt, and whether tokens are generated.
 
-    A prompt to be scored and not continued (`max_tokens` 0) gets one token, which the answer leaves out. With
-    `logprobs` the prompt's are asked for.
+    With `max_tokens` 0 the prompt is only scored: one token is generated and left out of the answer. With
+    `logprobs`, prompt logprobs are requested too.
     """
     echo = body.pop("echo", None)
     if not isinstance(echo, bool | None):

@@ -1,4 +1,4 @@
-"""Engines that ran on this machine, by their digest: what a result's `system_fingerprint` stands for."""
+"""Identities of the engines that ran on this machine, by digest: the `system_fingerprint` of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_engine.runner.native_library.cache import private_directory, read_own, 
 
 
 def remember(identity: EngineIdentity) -> None:
-    """Keep an identity among the compiled programs; where that cannot be written, nothing is kept."""
+    """Store an identity in the cache directory. Does nothing if the directory is not writable."""
     path = _place(identity.digest())
     if not path.exists():
         with contextlib.suppress(OSError):
@@ -21,7 +21,7 @@ def remember(identity: EngineIdentity) -> None:
 
 
 def recall(digest: str | None) -> EngineIdentity | None:
-    """The engine of a digest; None for one that is not known here."""
+    """The identity of an engine by its digest; None if it is unknown on this machine."""
     if digest is None or not (digest.isascii() and digest.isalnum()):
         return None
     try:

@@ -1,4 +1,4 @@
-"""How fast the last run of a model went on this machine: what an estimate of the next one rests on."""
+"""Throughput of a model's last run on this machine, from which the next run's time is estimated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from xla_engine.environment import compile_cache_directory
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 
-_ENOUGH = 16  # answers: a shorter run says little of a rate
+_ENOUGH = 16  # answers; a shorter run is too short to estimate from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastRun:
-    """Of one model: answers, all of their tokens, and seconds from the first line read to the last one written."""
+    """A model's last run: answers, all their tokens, and seconds from the first line read to the last one written."""
 
     answers: int
     generated_tokens: int
@@ -30,11 +30,11 @@ class LastRun:
 
     @property
     def mean_tokens(self) -> float:
-        """Of an answer."""
+        """Mean tokens of an answer."""
         return self.generated_tokens / self.answers
 
     def keep(self, model: Path | str) -> None:
-        """Remember it, where it is long enough to say something and can be written."""
+        """Store the run if it was long enough and the cache directory is writable."""
         if self.answers >= _ENOUGH and self.generated_tokens and self.seconds > 0:
             text = json.dumps({**asdict(self), "day": time.strftime("%Y-%m-%d")})
             with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class LastRun:
 
     @classmethod
     def of(cls, model: Path | str) -> LastRun | None:
-        """The last one of a model; None where there is none."""
+        """The last run of a model; None if there is none."""
         try:
             return cls(**json.loads(read_own(_place(model))))
         except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""The lines of an input file, as they are needed: bytes, then requests."""
+"""Read the lines of an input file lazily: bytes, then requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xla_engine.batch.line_index import LineIndex
 from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_line
 
 MAX_LINE_BYTES = 8 * 2**20
-COUNTED_BYTES = 256 * 2**20  # a larger file is not read beforehand for its number of lines
+COUNTED_BYTES = 256 * 2**20  # lines of larger files are not counted beforehand
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One input line: its number from 1, its size in bytes, its bytes, or None when it was too long.
+    """One input line: its number from 1, its size in bytes, and its bytes, or None if it was too long.
 
-    problem: why the row of a table that it stands for makes no request; None for every other line.
+    problem: for a table row that is not a valid request, the reason; None for every other line.
     """
 
     number: int
@@ -33,8 +33,8 @@ class Line:
 def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
     """Yield the non-blank lines of a file. LF and CRLF end a line; a UTF-8 byte order mark may start it.
 
-    A longer line is skipped while it is read: hardly more than `max_line_bytes` of it are ever held. Raises
-    OSError where the file cannot be read on, for a damaged gzip file too.
+    A line longer than `max_line_bytes` is skipped piece by piece, so memory stays bounded. Raises OSError if the
+    file cannot be read further, also for a damaged gzip file.
     """
     number = 0
     while chunk := _readline(source, max_line_bytes + 2):
@@ -54,7 +54,7 @@ def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterat
 
 
 def count_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> int | None:
-    """How many lines `read_lines` will yield; None for what is too large or cannot be read twice."""
+    """The number of lines that `read_lines` will yield; None if the file is too large or cannot be read twice."""
     if isinstance(source, gzip.GzipFile) or not source.seekable():
         return None
     start = source.tell()
@@ -68,9 +68,9 @@ def count_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> int |
 
 
 class LineReader:
-    """Makes requests of lines, and refuses ids that an earlier line has.
+    """Parses lines into requests, and rejects an id that an earlier line has used.
 
-    defaults: sampling fields for lines that do not say otherwise.
+    defaults: sampling fields for lines that do not set them.
     """
 
     def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
@@ -78,7 +78,7 @@ class LineReader:
         self._first_use = LineIndex()  # 64 bits of a custom_id's hash -> 32 more and its line
 
     def read(self, line: Line) -> LineRequest | LineError:
-        """The request of a line, or why it has none. Never raises for anything in the line."""
+        """The request of a line, or its error. Never raises for anything in the line."""
         if line.raw is None:
             message = f"the line has {line.size} bytes, more than the limit; raise --max-line-bytes"
             return line_error(line.number, "line_too_long", message)

@@ -1,4 +1,4 @@
-"""One file that a run writes results to: opened without harm to what is in it, locked, continued or begun."""
+"""The file that a run writes results to: opened without changing it, locked, then continued or emptied."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import BinaryIO
 from xla_engine.batch.resume import CountedSink, FileSystem, FinishedLines, Sink, is_packed, sink_of
 from xla_engine.errors import OutputError
 
-CHECK_EVERY_S = 1.0  # how often a run looks whether its file is still there
+CHECK_EVERY_S = 1.0  # how often a run checks that its file still exists
 
 
 class Mode(Enum):
-    """What a run does with results that are there: refuse, replace them, go on, go on and run failed lines again."""
+    """What a run does with existing results: refuse, overwrite, resume, or resume and rerun failed lines."""
 
     NEW = "new"
     OVERWRITE = "overwrite"
@@ -29,9 +29,9 @@ class Mode(Enum):
 class OutputFile:
     """A result file, open from before the engine is loaded until after the last line.
 
-    path: `-` is standard output; a name that ends in `.gz` packs. Nothing in the file changes before `begin`, but
-    for a torn end and, with `Mode.RETRY`, error lines: `claim` takes these out of a file of results. A new file that
-    stays empty is removed. Raises OutputError and OSError.
+    path: `-` is standard output; a name that ends in `.gz` is compressed. Until `begin`, the file changes in one
+    way only: `claim` removes a torn end and, with `Mode.RETRY`, error lines. A new file that stays empty is
+    removed. Raises OutputError and OSError.
     """
 
     def __init__(self, path: str, mode: Mode, file_system: FileSystem | None = None) -> None:
@@ -50,7 +50,7 @@ class OutputFile:
         self._open(self._path)
 
     def claim(self, done: FinishedLines) -> None:
-        """Lock the file, and add to `done` what it says is done where the mode asks for it."""
+        """Lock the file and, if the mode resumes, add its finished lines to `done`."""
         if self._path is None:
             return
         resumed = self._mode in (Mode.RESUME, Mode.RETRY)
@@ -67,13 +67,14 @@ class OutputFile:
             return
         path = self._path.resolve()
         done.read(path, self._file_system, drop_errors=self._mode is Mode.RETRY)
-        if not os.path.samestat(os.fstat(self.file.fileno()), path.stat()):  # rewritten without its errors
+        # the file was rewritten without its error lines
+        if not os.path.samestat(os.fstat(self.file.fileno()), path.stat()):
             self.file.close()
             self._open(path)
             self._lock(path)
 
     def begin(self) -> Sink:
-        """Empty the file, or go to its end, and take lines."""
+        """Empty the file or seek to its end, and return a sink for lines."""
         if self._regular and self._mode is Mode.OVERWRITE:
             self._file_system.truncate(self.file, 0)
         if self._regular:
@@ -87,7 +88,7 @@ class OutputFile:
         return sink
 
     def close(self) -> None:
-        """Write what is held, and give the file back. More than one call does no harm."""
+        """Flush and unlock the file. Idempotent."""
         sink, self._sink = self._sink, None
         try:
             if sink is not None:
@@ -104,7 +105,7 @@ class OutputFile:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(OSError, OutputError):  # the error on its way out is the one to report
+        with contextlib.suppress(OSError, OutputError):  # report the original error
             self.close()
 
     def _open(self, path: Path) -> None:
@@ -126,9 +127,9 @@ class OutputFile:
 
 
 class _WatchedSink:
-    """A sink that looks now and then, and when it closes, whether its file is still there with all that it wrote.
+    """A sink that checks, now and then and on close, that its file still exists with everything written to it.
 
-    Raises OutputError where it is not.
+    Raises OutputError if it does not.
     """
 
     def __init__(self, sink: CountedSink, file: BinaryIO, path: Path) -> None:
@@ -166,16 +167,16 @@ class _WatchedSink:
 
 
 def same_file(first: BinaryIO, second: BinaryIO) -> bool:
-    """Whether two open files are one plain file of the system."""
+    """Whether two open files are the same regular file."""
     try:
         one, other = os.fstat(first.fileno()), os.fstat(second.fileno())
-    except OSError:  # not a file of the system
+    except OSError:  # not a regular file
         return False
     return stat.S_ISREG(one.st_mode) and os.path.samestat(one, other)
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Take the file for this process until it closes it or dies; true where the system has no such lock."""
+    """Lock the file until the process closes it or dies. Returns true on systems without such locks."""
     try:
         import fcntl
     except ImportError:

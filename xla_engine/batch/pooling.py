@@ -1,5 +1,4 @@
-"""Lines and bodies that ask for vectors, classes, scores or ranks: OpenAI's embeddings, and vLLM's classify, score and
-rerank.
+"""Requests for embeddings, classes, scores or ranks: OpenAI's embeddings, and vLLM's classify, score and rerank.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "any", "input": ["one", "two"]}}
 {"custom_id": "b", "method": "POST", "url": "/v1/rerank",
@@ -31,7 +30,7 @@ RERANK_URL = "/v1/rerank"
 CLASSIFY_URL = "/classify"
 POOLING_URL = "/pooling"
 POOLING_URLS = (EMBEDDINGS_URL, SCORE_URL, RERANK_URL, CLASSIFY_URL, POOLING_URL)
-MAX_INPUTS = 2048  # texts of one body, as with OpenAI
+MAX_INPUTS = 2048  # texts in one body, OpenAI's limit
 
 _NAMES = {
     EMBEDDINGS_URL: ("input", "dimensions", "encoding_format"),
@@ -45,10 +44,10 @@ _SHARED = ("use_activation", "priority", "deadline_s", "queue_timeout_s", "cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequest:
-    """What the answer to a request that pools looks like.
+    """The form of the answer to a pooling request.
 
     url: one of POOLING_URLS. encoding_format: of vectors, "float" or "base64" (of little-endian float32).
-    documents: as given, of a rerank. top_n: of them, how many are wanted; None is all.
+    documents: of a rerank, as given. top_n: how many of them to return; None returns all.
     """
 
     url: str
@@ -58,13 +57,13 @@ class PoolingRequest:
 
     @property
     def prefix(self) -> str:
-        """What the answer's id begins with."""
+        """The prefix of the answer's id."""
         return "embd-" if self.url == EMBEDDINGS_URL else f"{self.url.rpartition('/')[2]}-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParts:
-    """A body taken apart. prompts: texts or token ids; of a score or a rerank, queries with their documents."""
+    """A parsed body. prompts: texts or token ids; for score and rerank, pairs of query and document."""
 
     request: PoolingRequest
     params: PoolingParams
@@ -73,7 +72,7 @@ class PoolingParts:
 
 
 def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
-    """Read the body of one of POOLING_URLS, without `model`. Raises InvalidRequestError."""
+    """Parse the body of one of POOLING_URLS, without `model`. Raises InvalidRequestError."""
     given = {name: value for name, value in body.items() if value is not None and name != "user"}
     known = (*_NAMES[url], *_SHARED)
     for name in given:
@@ -105,7 +104,7 @@ def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
             raise InvalidRequestError(f"query must be text, not {kind(given['query'])}")
         if not isinstance(given.get("return_documents", True), bool):
             raise InvalidRequestError("return_documents must be true or false")
-        ranked(documents, [0.0] * len(documents), top := given.get("top_n"))  # is it a count
+        ranked(documents, [0.0] * len(documents), top := given.get("top_n"))  # checks top_n
         request = PoolingRequest(url=url, documents=documents, top_n=top)
     else:
         names = [name for name in ("text_1", "text_2") if name in given]
@@ -134,7 +133,10 @@ def pooling_body(
     created: int,
     labels: Sequence[str | None] = (),
 ) -> dict[str, Any]:
-    """The answer as JSON values. outputs: one per text or pair, in order. name: its id. labels: names of classes."""
+    """The answer as JSON values.
+
+    outputs: one for each text or pair, in order. name: the answer's id. labels: names of classes.
+    """
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     found = [output.pooled or () for output in outputs]
     body: dict[str, Any] = {"id": name, "object": "list", "created": created, "model": model}

@@ -1,4 +1,4 @@
-"""Batch lines in: pure functions from bytes to requests.
+"""Parse batch input lines: pure functions from bytes to requests.
 
 Three kinds of input line may be mixed in one file. A plain line holds a prompt, or the messages of a chat, and
 `SamplingParams` fields:
@@ -13,9 +13,9 @@ completions request, with OpenAI's names for its fields:
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "any", "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 32}}
 
-Lines for models that pool have the urls of `xla_engine.batch.pooling`.
+Lines for pooling models have the urls of `xla_engine.batch.pooling`.
 
-Without `max_tokens`, a prompt gets 16 tokens and a chat all that fit, as with OpenAI and vLLM.
+Without `max_tokens`, a completion has at most 16 tokens and a chat as many as fit, as with OpenAI and vLLM.
 
 The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
 """
@@ -47,7 +47,7 @@ from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind, load_object
 from xla_engine.utils.shown import shown
 
-MAX_MESSAGE = 500  # characters of an error message; the rest of a hostile value is not echoed
+MAX_MESSAGE = 500  # characters of an error message, so that a hostile value is not echoed in full
 MAX_PROMPTS = 128  # in one line
 MAX_SEQUENCES = 1024  # of one line: prompts times n
 
@@ -57,19 +57,19 @@ Prompt = str | tuple[int, ...] | Chat | TextPair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineRequest:
-    """One input line that can be submitted to the engine, which may still refuse it.
+    """One valid input line. The engine may still reject it.
 
     line: number in the file, from 1.
     custom_id: the line's own, or `line-<n>`.
-    prompts: text, token ids or a chat; more than one only where a completions body lists several.
-    model: the name the line asked for, to be repeated; None where it named none.
+    prompts: text, token ids or a chat; more than one only if a completions body lists several.
+    model: the model name in the line, which the answer repeats; None if it has none.
     echo: whether the text begins with the prompt.
-    generates: false where the prompt is all that was asked for: the one token that is generated is left out.
-    options: `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt` where given, for `submit` to check.
-    default_limit: whether the texts end after `DEFAULT_MAX_TOKENS` because nobody said otherwise.
-    reading: how the answer to a chat is parted into content, reasoning and calls.
-    pooling: of a line that asks for vectors or scores, what its answer looks like; else None.
-    response: the body of a line that asks for a response, whose answer repeats some of it; else None.
+    generates: false if only the prompt is scored; the one token that is generated anyway is left out.
+    options: the given ones of `priority`, `deadline_s`, `queue_timeout_s` and `cache_salt`; `submit` checks them.
+    default_limit: whether `max_tokens` is `DEFAULT_MAX_TOKENS` because the line set none.
+    reading: how a chat's answer is split into content, reasoning and tool calls.
+    pooling: the form of the answer to a pooling request; None for other requests.
+    response: the body of a Responses request, because its answer repeats some fields; None for other requests.
     """
 
     line: int
@@ -93,9 +93,9 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """Why an input line has no result. `code` is for machines, `message` for people.
+    """Why an input line has no result. `code` is for programs, `message` for people.
 
-    partial: texts of a request that ran out of time, as far as they were generated.
+    partial: the texts that a request had generated when it ran out of time.
     """
 
     line: int
@@ -113,7 +113,7 @@ def line_error(line: int, code: str, message: str, custom_id: str | None = None)
 
 
 def explain(error: Exception) -> tuple[str, str]:
-    """Code and message of what went wrong with a request."""
+    """The code and message of a request's exception."""
     if isinstance(error, XlaEngineError):
         return error.code, str(error)
     return XlaEngineError.code, f"{type(error).__name__}: {error}"
@@ -122,31 +122,32 @@ def explain(error: Exception) -> tuple[str, str]:
 def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
     """Read one non-blank input line.
 
-    line: its number from 1. defaults: sampling fields that apply where the line does not say otherwise;
-    `chat_template`, the source of a template to use in place of the checkpoint's; and `tool_parser` and
-    `reasoning_parser`, names of formats in which the model writes calls and reasoning, without which they stay text;
-    and `chat_system`, which makes a chat of each plain line's prompt, with this system message unless it is empty.
+    line: its number from 1.
+    defaults: sampling fields that apply if the line does not set them, and also
+        `chat_template`: source of a template that replaces the checkpoint's;
+        `tool_parser`, `reasoning_parser`: names of the formats in which the model writes tool calls and reasoning;
+            without them both stay part of the text;
+        `chat_system`: turns each plain line's prompt into a chat with this system message, which may be empty.
 
-    Never raises for anything in `raw`: what is wrong comes back as a `LineError` with code
-    `invalid_json_line` or `invalid_request`. The engine checks prompt length and token ids against
-    the model.
+    Never raises for anything in `raw`: returns a `LineError` with code `invalid_json_line` or `invalid_request`
+    instead. The engine later checks prompt length and token ids against the model.
     """
     record = parse_object(raw, line)
     return record if isinstance(record, LineError) else parse_record(record, line, defaults)
 
 
 def parse_object(raw: bytes, line: int) -> dict[str, Any] | LineError:
-    """The JSON object of a line, or why it has none."""
+    """The JSON object of a line, or its error."""
     try:
         return load_object(raw)
     except ValueError as error:
         return line_error(line, "invalid_json_line", str(error))
-    except Exception as error:  # not foreseen: this line must not end the run all the same
+    except Exception as error:  # even an unforeseen error must not end the run
         return line_error(line, *explain(error))
 
 
 def custom_id_of(raw: bytes | None, line: int) -> str:
-    """The custom_id that the output of a line has, found without reading the rest of it; None is a line too long."""
+    """The custom_id that a line's output will have, without parsing the rest. raw: None if the line was too long."""
     record = line_error(line, "line_too_long", "") if raw is None else parse_object(raw, line)
     if isinstance(record, LineError):
         return record.custom_id
@@ -159,7 +160,7 @@ def custom_id_of(raw: bytes | None, line: int) -> str:
 def parse_record(
     record: Mapping[str, Any], line: int, defaults: Mapping[str, Any] | None = None
 ) -> LineRequest | LineError:
-    """`parse_line` of a line that has been read as JSON already."""
+    """`parse_line` for a line that is already parsed as JSON."""
     custom_id = None
     defaults = dict(defaults or {})
     template, dialect = defaults.pop("chat_template", None), Dialect.take(defaults)
@@ -190,7 +191,7 @@ def parse_record(
             )
     except InvalidRequestError as error:
         return line_error(line, error.code, str(error), custom_id)
-    except Exception as error:  # not foreseen: this line must not end the run all the same
+    except Exception as error:  # even an unforeseen error must not end the run
         return line_error(line, *explain(error), custom_id)
     name = custom_id or f"line-{line}"
     return LineRequest(
@@ -238,12 +239,12 @@ def _with_template(prompt: Prompt, source: str | None) -> Prompt:
     return Chat(messages=prompt.messages, options={**prompt.options, "chat_template": source})
 
 
-# prompts, model, sampling fields, and how a chat's answer is read
+# prompts, model, sampling fields, and how a chat's answer is parsed
 _Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading | None]
 
 
 def _as_chat(body: dict[str, Any], system: str) -> None:
-    """Make a chat of a line's prompt, and begin a chat that has no system message with `system`."""
+    """Turn a line's prompt into a chat, and prepend `system` to a chat without a system message."""
     if isinstance(prompt := body.get("prompt"), list):
         raise InvalidRequestError(
             "the prompt is a list of token ids, of which --chat can make no message; give text"
@@ -293,7 +294,7 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
 
 
 def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat API's names for `logprobs` as `SamplingParams` has them."""
+    """Translate the chat API's logprobs fields to those of `SamplingParams`."""
     wanted, top = body.pop("logprobs", None), body.pop("top_logprobs", None)
     if not isinstance(wanted, (bool, type(None))):
         raise InvalidRequestError(f"logprobs of a chat must be true or false, not {wanted!r}")
@@ -305,14 +306,14 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_prompt_is_there(body: Mapping[str, Any]) -> None:
-    """A misspelt "prompt" is told apart from a missing one."""
+    """Raise if "prompt" is missing, with a different message if it seems misspelt."""
     wrong = next((name for name in body if did_you_mean(name, ("prompt", "messages"))), None)
     if "prompt" not in body and wrong is not None:
         raise InvalidRequestError(f'no "prompt", but {wrong!r}{did_you_mean(wrong, ("prompt", "messages"))}')
 
 
 def _check_is_no_row(body: Mapping[str, Any]) -> None:
-    """A line that is the row of a table is told how rows are read."""
+    """Raise if the line looks like a table row, and say how rows are read."""
     other = next(
         (name for name in body if name not in LINE_FIELDS and isinstance(body[name], str | list)), None
     )

@@ -1,7 +1,7 @@
-"""Batch lines out: pure functions from results to bytes, in the OpenAI Batch format.
+"""Write batch output lines: pure functions from results to bytes, in the OpenAI Batch format.
 
-The `id` of an output line is made of the input line's number and a hash of its bytes, so an output file tells by
-itself which lines of which input are done (`xla_engine.batch.resume` reads it back).
+The `id` of an output line contains the input line's number and a hash of its bytes, so an output file alone tells
+which lines of which input are done (`xla_engine.batch.resume` reads it).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from xla_engine.text.parsers.chats import begins_thinking, part_message
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.utils.json_line import dump_line
 
-_CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose code is another word
+_CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose error code differs
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
 
 
 def line_digest(raw: bytes | None, size: int, salt: bytes = b"") -> int:
-    """64 bits that stand for an input line, or for its size where it was too long to hold.
+    """A 64-bit hash of an input line, or of its size if the line was too long to keep.
 
-    salt: at most 16 bytes that change them all; a hash of whatever else the results depend on.
+    salt: at most 16 bytes; a hash of everything else that the results depend on.
     """
     data = b"%d" % size if raw is None else raw
     return int.from_bytes(blake2b(data, digest_size=8, salt=salt).digest(), "big")
 
 
 def salt_of(defaults: Mapping[str, Any] | None) -> bytes:
-    """Sampling defaults as the salt of `line_digest`."""
+    """The salt of `line_digest` for the given sampling defaults."""
     return blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
 
 
@@ -56,13 +56,13 @@ def parse_record_id(value: object) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultHeader:
-    """What all results of a run have in common.
+    """The fields that all results of a run share.
 
-    created: Unix seconds, one value for the whole run, so that it is the only field two runs can differ in.
-    model: the name of the loaded model, for lines that named none.
+    created: Unix seconds, one value for the whole run; the only field in which two runs can differ.
+    model: name of the loaded model, for lines that name none.
     system_fingerprint: digest of the engine's identity.
-    hashes: bodies also say it in `xla_engine`, with hashes of tokens and logprob bits.
-    tokenizer: for the text of tokens beside their logprobs; None writes `token_id:<id>`.
+    hashes: add an `xla_engine` object with the fingerprint and with hashes of tokens and logprob bits.
+    tokenizer: gives the text of tokens with logprobs; None writes `token_id:<id>`.
     labels: the names of a classifier's classes.
     """
 
@@ -75,7 +75,7 @@ class ResultHeader:
 
 
 def output_error(request: LineRequest, output: RequestOutput) -> LineError | None:
-    """Why a finished request has no result; None when it has one, having ended by "stop" or "length"."""
+    """Why a finished request has no result; None if it ended with "stop" or "length", and so has one."""
     reasons = [completion.finish_reason for completion in output.outputs] or ["error"]
     reason = next((reason for reason in reasons if reason not in ("stop", "length")), None)
     if reason is None:
@@ -87,7 +87,7 @@ def output_error(request: LineRequest, output: RequestOutput) -> LineError | Non
 
 
 def asked_for(request: LineRequest, output: RequestOutput) -> RequestOutput:
-    """A result without the token that was generated only because the engine generates at least one."""
+    """Remove the token of a request that generates none: the engine always generates at least one."""
     if request.generates:
         return output
     completions = [
@@ -109,10 +109,10 @@ def asked_for(request: LineRequest, output: RequestOutput) -> RequestOutput:
 def result_line(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> bytes:
-    """The output line of a request, all of whose prompts ended by "stop" or "length".
+    """The output line of a request whose prompts all ended with "stop" or "length".
 
-    outputs: one per prompt; choices are numbered through. name: its `record_id`. A logprob that is not finite
-    becomes null.
+    outputs: one for each prompt; choices are numbered consecutively. name: the line's `record_id`. Logprobs that
+    are not finite become null.
     """
     body = result_body(request, outputs, f"{answer_prefix(request)}{request.line}", header)
     response = {"status_code": 200, "request_id": f"req_{request.line}", "body": body}
@@ -120,7 +120,7 @@ def result_line(
 
 
 def answer_prefix(request: LineRequest) -> str:
-    """What the id of a completion, a chat completion or what is pooled begins with."""
+    """The prefix of the id of a completion, chat completion or pooling answer."""
     if request.pooling is not None:
         return request.pooling.prefix
     if request.response is not None:
@@ -131,7 +131,7 @@ def answer_prefix(request: LineRequest) -> str:
 def result_body(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> dict[str, Any]:
-    """The completion or chat completion itself, as JSON values; `name` is its id. Else as `result_line`."""
+    """The completion or chat completion as JSON values. name: its id. See `result_line`."""
     if request.pooling is not None:
         model = request.model or header.model
         return pooling_body(request.pooling, outputs, name, model, header.created, header.labels)
@@ -143,7 +143,7 @@ def result_body(
     per_prompt = len(outputs[0].outputs)
     for number, output in enumerate(outputs):
         if shows_prompt_logprobs(request, output):
-            place = body if request.is_chat else body["choices"][number * per_prompt]  # as vLLM has them
+            place = body if request.is_chat else body["choices"][number * per_prompt]  # where vLLM puts them
             place["prompt_logprobs"] = prompt_logprobs(output, slice(None))
     if header.hashes and header.system_fingerprint is not None:
         completions = [completion for output in outputs for completion in output.outputs]
@@ -154,7 +154,7 @@ def result_body(
 def _response_body(
     request: LineRequest, output: RequestOutput, name: str, header: ResultHeader
 ) -> dict[str, Any]:
-    """The response to a line, whose output has ended by "stop" or "length". name: its id."""
+    """The response to a line whose output ended with "stop" or "length". name: its id."""
     assert request.response is not None and request.reading is not None
     (completion,), model = output.outputs, request.model or header.model
     builder = ResponseBuilder(name, body=request.response, model=model, created=header.created)
@@ -207,12 +207,12 @@ def result_choices(
 
 
 def shows_prompt_logprobs(request: LineRequest, output: RequestOutput) -> bool:
-    """Whether the answer has `prompt_logprobs` in vLLM's form; with `echo` they stand among the choice's own."""
+    """Whether the answer has vLLM's `prompt_logprobs`; with `echo` they are in the choice's logprobs instead."""
     return output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None)
 
 
 def error_line(error: LineError, name: str) -> bytes:
-    """The output line of an input line without a result; `line` and `partial` are ours, the rest OpenAI's."""
+    """The output line of a failed input line. `line` and `partial` extend OpenAI's format."""
     detail = {"code": error.code, "message": error.message, "line": error.line}
     if error.partial:
         detail["partial"] = list(error.partial)
@@ -226,7 +226,7 @@ def _choice(
     head: dict[str, Any] | None,
     tokenizer: TokenText | None,
 ) -> dict[str, Any]:
-    """One choice without its index; `stop_reason` is vLLM's. head: the block of a prompt that is repeated."""
+    """One choice without its index; `stop_reason` is vLLM's. head: logprobs block of the echoed prompt, if any."""
     content: dict[str, Any]
     if request.is_chat:
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
@@ -243,9 +243,9 @@ def _choice(
 
 
 class Offsets:
-    """Characters of text before each token of a stream; a token that only begins a character stands where that will.
+    """Computes `text_offset`, the number of characters before each token.
 
-    begin: that of the first token.
+    A token that only begins a character has the offset of that character. begin: offset of the first token.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: TokenText | None, *, begin: int = 0) -> None:
@@ -253,7 +253,7 @@ class Offsets:
         self._length = begin
 
     def take(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Those of the tokens that come next; None without a tokenizer."""
+        """The offsets of the next tokens; None without a tokenizer."""
         if self._text is None:
             return None
         offsets = []
@@ -266,9 +266,10 @@ class Offsets:
 def text_logprobs(
     completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None, offsets: Offsets
 ) -> dict[str, Any] | None:
-    """The completions API's block of parallel lists, and `token_ids` beside them.
+    """The completions API's logprobs block of parallel lists, with `token_ids` added.
 
-    `top_logprobs` has the chosen token beside the most likely ones; of two tokens with one text the likelier.
+    `top_logprobs` has the most likely tokens and the chosen one. If two tokens have the same text, the likelier is
+    kept.
     """
     if completion.logprobs is None:
         return None
@@ -291,9 +292,9 @@ def prompt_block(
     part: slice = slice(None),
     offsets: Offsets | None = None,
 ) -> dict[str, Any]:
-    """`text_logprobs` of the prompt's tokens; null for the first one, which nothing predicts.
+    """`text_logprobs` of the prompt's tokens; null for the first token, which nothing predicts.
 
-    part: positions of some. offsets: where those before have left it.
+    part: the positions to include. offsets: continues after the positions before.
     """
     ids = output.prompt_token_ids[part]
     scores = (output.prompt_logprobs or (None,) * len(output.prompt_token_ids))[part]
@@ -312,7 +313,7 @@ def prompt_block(
 
 
 def prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
-    """The prompt as it was given, or what its token ids spell."""
+    """The prompt's text as given, or decoded from its token ids."""
     if output.prompt is not None or tokenizer is None:
         return output.prompt or ""
     text = tokenizer.incremental()
@@ -326,7 +327,7 @@ def _top_texts(found: Mapping[int, Logprob], tokenizer: TokenText | None) -> dic
 def chat_logprobs(
     completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
 ) -> dict[str, Any] | None:
-    """The chat API's block of one record per token, and `token_ids` beside it."""
+    """The chat API's logprobs block with one record for each token, and `token_ids` added."""
     if completion.logprobs is None:
         return None
     tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
@@ -341,7 +342,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(output: RequestOutput, part: slice) -> list[dict[str, Any] | None]:
-    """Those of some positions in vLLM's form: by id, and null for the first token."""
+    """Prompt logprobs of some positions in vLLM's format: by token id, and null for the first token."""
     return [
         None if found is None else dict(map(_named, found.items()))
         for found in (output.prompt_logprobs or ())[part]
@@ -354,7 +355,7 @@ def _named(item: tuple[int, Logprob]) -> tuple[str, dict[str, Any]]:
 
 
 def _likeliest(found: Mapping[int, Logprob], lowest_rank: float = math.inf) -> list[tuple[int, float]]:
-    """Ids and logprobs, best first, without impossible tokens."""
+    """Token ids and logprobs, most likely first, without impossible tokens."""
     ranked = sorted(found.items(), key=lambda item: item[1].rank)
     return [
         (token_id, entry.logprob)
@@ -369,7 +370,7 @@ def _token(token_id: int, logprob: float | None, tokenizer: TokenText | None) ->
 
 
 def _token_text(token_id: int, tokenizer: TokenText | None) -> str:
-    """A token's text, or its bytes where they are only part of a character, as OpenAI writes them."""
+    """A token's text, or its bytes in OpenAI's notation if they are part of a character."""
     if tokenizer is None:
         return f"token_id:{token_id}"
     raw = tokenizer.token_bytes(token_id)
@@ -384,7 +385,7 @@ def _finite(value: float) -> float | None:
 
 
 def _hashes(fingerprint: str, completions: Sequence[CompletionOutput]) -> Mapping[str, str | None]:
-    """Of all choices together, in order."""
+    """The fingerprint, and hashes over all choices in order."""
     token_ids = [token_id for completion in completions for token_id in completion.token_ids]
     logprobs = [value for completion in completions for value in completion.logprobs or ()]
     wanted = completions[0].logprobs is not None

@@ -1,9 +1,9 @@
-"""Files of result lines that grow by whole lines, and what a file that is there already says is done.
+"""Append whole result lines to a file, and read which input lines an existing file has finished.
 
-A process may die at any moment. What it leaves is a file of whole lines and at most one torn piece at its end: of a
-line, or, in a gzip file, of a member of some 64 KiB of lines. `FinishedLines.read` checks every line first: the `id`
-of each names the input line it answers and a hash of its bytes. Only a file that holds nothing but results is changed:
-the torn piece is cut off.
+A process may die at any moment. It then leaves whole lines and at most one torn piece at the end of the file: part of
+a line, or, in a gzip file, part of a member of about 64 KiB of lines. `FinishedLines.read` first checks every line,
+whose `id` gives the number of its input line and a hash of its bytes. If the file holds only results, the torn piece
+is cut off; any other file is left as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from xla_engine.batch.results import parse_record_id
 from xla_engine.errors import ResumeError
 from xla_engine.utils.new_file import open_new
 
-MEMBER_BYTES = 1 << 16  # of lines in a gzip member: what a killed run may have to do again
+# uncompressed size of a gzip member: at most this much work is lost if the run is killed
+MEMBER_BYTES = 1 << 16
 _BLOCK = 1 << 20
 _BEGINNING = b'{"id": "batch_req_'  # of every result line
 
 
 class FileSystem:
-    """The operations that change a file. Tests put one in its place that dies at each of them."""
+    """The operations that change a file. Tests replace it with one that dies at each of them."""
 
     def write(self, file: BinaryIO, data: bytes) -> None:
         file.write(data)
@@ -41,19 +42,19 @@ class FileSystem:
         os.replace(source, target)
 
     def sync(self, file: BinaryIO) -> None:
-        with contextlib.suppress(OSError, ValueError):  # pipes and consoles cannot
+        with contextlib.suppress(OSError, ValueError):  # pipes and consoles cannot sync
             os.fsync(file.fileno())
 
 
 class Sink(Protocol):
-    """Takes whole lines. After `close`, or after each `write` unless it packs, they are the system's."""
+    """Takes whole lines. They are handed to the operating system by each `write`, or by `close` if compressed."""
 
     def write(self, data: bytes) -> None: ...
     def close(self) -> None: ...
 
 
 class CountedSink(Sink, Protocol):
-    """written: bytes that went into the file."""
+    """written: bytes written to the file."""
 
     @property
     def written(self) -> int: ...
@@ -75,8 +76,10 @@ class PlainSink:
 
 
 class GzipSink:
-    """Packs lines into gzip members of `MEMBER_BYTES`, each written at once; cut by size alone, so that two runs with
-    the same lines make the same bytes."""
+    """Compresses lines into gzip members of `MEMBER_BYTES`, and writes each member at once.
+
+    Members are cut by size alone, so two runs with the same lines write the same bytes.
+    """
 
     def __init__(self, plain: PlainSink) -> None:
         self._plain = plain
@@ -113,9 +116,9 @@ def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> Counted
 
 
 class FinishedLines:
-    """Input lines that have their output, by number.
+    """Input lines that already have an output, by line number.
 
-    results, errors: how many of either. created, system_fingerprint: of the first result, None without one.
+    results, errors: the number of each. created, system_fingerprint: of the first result; None without one.
     ordered_from: every ordered output that was read ends at this line or a later one.
     """
 
@@ -130,14 +133,14 @@ class FinishedLines:
         return len(self._digests)
 
     def digest(self, number: int) -> int | None:
-        """The digest of the line that was answered, None for a line without an answer."""
+        """The digest of a finished line; None if the line is not finished."""
         return self._digests.get(number)
 
     def read(self, path: Path, file_system: FileSystem, *, drop_errors: bool = False) -> None:
-        """Add the lines of a file that a run has left, which may be torn at its end or absent.
+        """Add the lines of an earlier run's file, which may be absent or torn at its end.
 
-        drop_errors: take the error lines out of the file, to be run again. Raises ResumeError for a file that no run
-        of this program wrote, which is left as it is, and OSError.
+        drop_errors: remove error lines from the file, so that they run again. Raises ResumeError for a file that no
+        run wrote, and leaves it unchanged. Raises OSError.
         """
         if not path.exists():
             return
@@ -182,10 +185,10 @@ class FinishedLines:
 
 
 def result_lines(path: Path | str, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, packed if named .gz, and the number of each line; blank lines are skipped.
+    """Yield the line number and object of each non-blank JSON line of a file, which is gzip if named .gz.
 
-    size: bytes of lines to read, unpacked; None for all. Raises ValueError, naming the line, for one that is no object
-    with a custom_id, and OSError.
+    size: uncompressed bytes to read; None for all. Raises ValueError, naming the line, for a line that is not an
+    object with a custom_id, and OSError.
     """
     for number, line in enumerate(_lines(path, size), 1):
         if not line.strip():
@@ -201,9 +204,9 @@ def result_lines(path: Path | str, size: int | None = None) -> Iterator[tuple[in
 
 
 def cut_torn_end(path: Path, end: int, file_system: FileSystem) -> None:
-    """Shorten a file to its whole lines or gzip members, which end at byte `end`.
+    """Truncate a file to its whole lines or gzip members, which end at byte `end`.
 
-    Raises ResumeError where what is behind them is not the beginning of a result.
+    Raises ResumeError if the rest is not the beginning of a result.
     """
     with open(path, "r+b") as file:
         if end == file.seek(0, os.SEEK_END):
@@ -223,7 +226,7 @@ def _no_result(path: Path, why: str) -> str:
 
 
 def _whole_part(path: Path) -> tuple[int, int]:
-    """Where the last whole line or gzip member ends, and how many bytes of lines, unpacked, are before."""
+    """Where the last whole line or gzip member ends, and how many uncompressed bytes come before."""
     with open(path, "rb") as file:
         if is_packed(path):
             return _whole_members(file, path)
@@ -232,7 +235,7 @@ def _whole_part(path: Path) -> tuple[int, int]:
 
 
 def _whole_lines(file: BinaryIO) -> int:
-    """Size of the file up to and with its last newline."""
+    """Size of the file up to and including its last newline."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _BLOCK)
@@ -245,7 +248,7 @@ def _whole_lines(file: BinaryIO) -> int:
 
 
 def _whole_members(file: BinaryIO, path: Path) -> tuple[int, int]:
-    """Size of the file up to the end of its last complete gzip member, and of what is packed in it."""
+    """Size of the file up to the end of its last complete gzip member, compressed and uncompressed."""
     end = size = position = unpacked = 0
     member = zlib.decompressobj(wbits=31)
     data = file.read(_BLOCK)
@@ -264,7 +267,7 @@ def _whole_members(file: BinaryIO, path: Path) -> tuple[int, int]:
 
 
 def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
-    """Lines of a file, unpacked; of the first `size` bytes only, if given."""
+    """Lines of a file, decompressed; only of the first `size` bytes if given."""
     with gzip.open(path) if is_packed(path) else open(path, "rb") as file:
         while (size is None or size > 0) and (line := file.readline()):
             size = None if size is None else size - len(line)
@@ -272,7 +275,7 @@ def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
 
 
 def _rewrite_without_errors(path: Path, file_system: FileSystem) -> None:
-    """Replace the file by one without its error lines, at once: a process that dies leaves one or the other."""
+    """Replace the file atomically by one without error lines: a process that dies leaves one or the other."""
     kept = path.with_name(f".{path.name}.kept")
     with open_new(kept, path.stat().st_mode & 0o777) as file:
         sink = sink_of(file, packed=is_packed(path), file_system=file_system)

@@ -1,8 +1,8 @@
-"""Run a file of requests through an engine: every input line gives exactly one output line.
+"""Run a file of requests through an engine. Every input line gets exactly one output line.
 
-Lines are read as slots need them and results are written as they come, so a file of any length runs in
-bounded memory (besides some 30 bytes per line, which find duplicate ids). A line that cannot run gives an
-error line and harms no other.
+Lines are read as slots become free and results are written as they finish, so a file of any length runs in bounded
+memory (except for about 30 bytes a line, which detect duplicate ids). A line that cannot run gets an error line and
+does not affect other lines.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from xla_engine.engine.protocol import LineEngine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
 
-SHOWN_ERRORS = 5  # line errors kept for the summary; all of them are in the output file
-ORDERED_WINDOW = 16  # ordered output: lines read and not yet written, per request in flight
+SHOWN_ERRORS = 5  # line errors shown in the summary; the output file has all of them
+ORDERED_WINDOW = 16  # ordered output: lines read but not yet written, per request in flight
 
 
 class Writer(Protocol):
-    """Takes whole lines and keeps each, so that a killed run leaves every finished line behind."""
+    """Takes whole lines and writes each at once, so that a killed run keeps every finished line."""
 
     def write(self, data: bytes, /) -> object: ...
 
 
 @dataclass(slots=True)
 class _Job:
-    """A line under way: what it asked for, the id of its output line, and the results of its prompts so far."""
+    """A line in flight: its request, the id of its output line, and the results of its prompts so far."""
 
     request: LineRequest
     name: str
@@ -55,16 +55,16 @@ class _Job:
 class BatchRun:
     """Runs lines through an engine and writes their results.
 
-    At most `2 * max_num_seqs` lines are under way at any time: enough to refill every slot at once, few
-    enough to read the file as it is needed. With `ordered`, results wait for those of earlier lines, and reading
-    waits while `ORDERED_WINDOW` times as many lines are read and not written.
+    At most `2 * max_num_seqs` lines are in flight: enough to refill all slots at once, while the file is still read
+    lazily. With `ordered`, results wait for those of earlier lines, and reading pauses while `ORDERED_WINDOW` times
+    as many lines are read but not written.
 
-    engine: an `XlaBatchEngine`; requests that it has from elsewhere are left alone.
+    engine: an `XlaBatchEngine`; requests from other callers are left alone.
     lines: from `read_lines`.
-    sink: takes output lines. errors: takes those of lines without a result; None puts them into `sink`.
-    header: what all results have in common.
-    defaults: sampling fields for lines that do not say otherwise.
-    done: lines that have their output from an earlier run, to be passed over.
+    sink: takes output lines. errors: takes error lines; None writes them to `sink`.
+    header: the fields that all results share.
+    defaults: sampling fields for lines that do not set them.
+    done: lines that an earlier run finished, which are skipped.
     on_turn: called after every engine step.
     """
 
@@ -95,19 +95,17 @@ class BatchRun:
         self._max_in_flight = 2 * engine.max_num_seqs
         self._live: dict[str, tuple[_Job, int]] = {}  # by engine request id: the job and which of its prompts
         self._jobs: dict[int, _Job] = {}  # by line
-        self._order: deque[int] = deque()  # ordered output: lines read and not yet written
-        self._held: dict[
-            int, tuple[Writer, bytes]
-        ] = {}  # ordered output: results that wait for an earlier line
+        self._order: deque[int] = deque()  # ordered output: lines read but not yet written
+        # ordered output: results waiting for an earlier line
+        self._held: dict[int, tuple[Writer, bytes]] = {}
         self._exhausted = self._reading = self._draining = False
 
     def run(self) -> RunTotals:
-        """Run until every line has its output, the user interrupts, or the engine dies.
+        """Run until every line has its output, the user interrupts, or the engine fails.
 
-        However it ends, no request of this run stays in the engine and what finished is in the file (with `ordered`,
-        up to the first line that is not finished). An interrupted request gets no line: it has no result, and a
-        later run may ask for it again. When the engine dies, the requests it held get error lines. Raises OSError
-        when the output cannot be written.
+        In each case no request of this run stays in the engine, and all finished lines are written (with `ordered`,
+        up to the first unfinished line). An interrupted request gets no line, so a later run can repeat it. If the
+        engine fails, its requests get error lines. Raises OSError if the output cannot be written.
         """
         try:
             while self._fill():
@@ -120,25 +118,25 @@ class BatchRun:
         return self.totals
 
     def interrupt(self) -> None:
-        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        """For a signal handler: stop reading and finish the lines in flight; the second call stops at once."""
         if self._draining or self._reading:
             raise KeyboardInterrupt
         self._draining = True
 
     @property
     def draining(self) -> bool:
-        """Whether the run was told to read no more lines."""
+        """Whether the run has been interrupted and reads no more lines."""
         return self._draining
 
     def custom_id(self, request_id: str) -> str | None:
-        """The caller's name for an engine request of this run."""
+        """The custom_id of an engine request of this run."""
         job, _ = self._live.get(whole_request(request_id), (None, 0))
         return None if job is None else job.request.custom_id
 
     def _fill(self) -> bool:
-        """Submit lines until enough are in flight; true while there is more to do.
+        """Submit lines until enough are in flight. Returns true while there is more to do.
 
-        One call looks at a bounded number of lines, so that a stretch of bad ones does not hold up live rows.
+        A call reads a bounded number of lines, so that a run of bad lines does not delay live requests.
         """
         for _ in range(self._max_in_flight):
             if self._exhausted or len(self._jobs) >= self._max_in_flight:
@@ -154,7 +152,7 @@ class BatchRun:
     def _next_line(self) -> Line | None:
         try:
             self._reading = True
-            if self._draining:  # asked here, where an interrupt is caught
+            if self._draining:  # checked here, because interrupts are caught here
                 raise KeyboardInterrupt
             line = next(self._lines, None)
         except KeyboardInterrupt:
@@ -184,7 +182,7 @@ class BatchRun:
             self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
 
     def _is_done(self, number: int, digest: int) -> bool:
-        """Whether an earlier run answered the line. An input that is not that run's ends this one."""
+        """Whether an earlier run finished the line. Ends this run if that run had a different input."""
         known = self._done.digest(number)
         if known is not None and known != digest:
             message = f"line {number} or the sampling defaults are not those that the output was made with"
@@ -201,23 +199,25 @@ class BatchRun:
         self._jobs[request.line] = job
         try:
             for index, prompt in enumerate(request.prompts):
-                # Ids are ours; the caller's is data. Kept first, so that an interrupt inside submit still aborts it.
+                # The engine's id is ours; the custom_id is only data. Register it before submit, so that an
+                # interrupt during
+                # submit still aborts the request.
                 request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
                 self._live[request_id] = (job, index)
                 submit_prompt(self._engine, request, prompt, request_id, partial(self._refused, request_id))
         except EngineClosedError as error:
             self._engine_died(error)
-        except Exception as error:  # one bad request harms no other
+        except Exception as error:  # a bad request fails alone
             self._refused(request_id, error)
 
     def _refused(self, request_id: str, error: Exception) -> None:
-        """End a line of which the engine does not take a prompt, at once or later."""
+        """Fail a line after the engine rejects one of its prompts, in `submit` or later."""
         job, _ = self._live.pop(request_id, (None, 0))
         if job is not None:
             self._fail(job, line_error(job.request.line, *explain(error), job.request.custom_id))
 
     def _turn(self) -> None:
-        """One engine step and its results."""
+        """Run one engine step and take its results."""
         try:
             outputs = self._engine.step(only_finished=True)
             if self._live and not outputs and not self._engine.has_unfinished:
@@ -232,7 +232,7 @@ class BatchRun:
             self._on_turn()
 
     def _take(self, output: RequestOutput) -> None:
-        """One prompt of a line has ended."""
+        """Take the result of one prompt of a line."""
         job, index = self._live[output.request_id]
         if (error := output_error(job.request, output)) is not None:
             del self._live[output.request_id]
@@ -241,7 +241,7 @@ class BatchRun:
         job.outputs[index] = asked_for(job.request, output)
         if all(job.outputs):
             self._finish(job, [done for done in job.outputs if done is not None])
-        del self._live[output.request_id]  # last, so that an interrupt leaves no line half done
+        del self._live[output.request_id]  # last, so that an interrupt leaves no line half finished
 
     def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
         self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._header))
@@ -251,7 +251,7 @@ class BatchRun:
             self.totals.count(output, default_limit=job.request.default_limit)
 
     def _fail(self, job: _Job, error: LineError) -> None:
-        """End a line without a result, and abort what the engine still holds of it."""
+        """Fail a line, and abort its other prompts."""
         for request_id in [name for name, (other, _) in self._live.items() if other is job]:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
@@ -260,7 +260,7 @@ class BatchRun:
         del self._jobs[job.request.line]
 
     def _engine_died(self, error: Exception) -> None:
-        """Stop reading, and end every request that the engine held with an error line."""
+        """Stop reading, and write an error line for every request in the engine."""
         self.totals.failure = error
         self._exhausted = True
         self._live.clear()
@@ -289,7 +289,7 @@ class BatchRun:
     def _abort_live(self) -> None:
         self.totals.unwritten = len(self._jobs) + len(self._held)
         for request_id in self._live:
-            with contextlib.suppress(Exception):  # the run is over already; nothing may hide why
+            with contextlib.suppress(Exception):  # the run is over; do not hide the reason
                 self._engine.abort(request_id)
         self._live.clear()
         self._jobs.clear()

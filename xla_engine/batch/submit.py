@@ -1,4 +1,4 @@
-"""How a line's prompts reach the engine."""
+"""Submit the prompts of a line to the engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def submit_prompt(
     params: SamplingParams | None = None,
     collector: OutputCollector | None = None,
 ) -> None:
-    """Queue one prompt of a line. Raises whatever keeps the engine from taking it, or says it to `on_refused` in a
-    later turn.
+    """Queue one prompt of a line. Raises if the engine rejects it; a later rejection is passed to `on_refused`.
 
-    params: in place of the line's. collector: as in `LineEngine.submit`.
+    params: replaces the line's sampling parameters. collector: as in `LineEngine.submit`.
     """
     adapter = engine.adapter_named(request.model)
     options: Mapping[str, Any] = request.options
@@ -40,11 +39,11 @@ def submit_prompt(
         request_id=request_id,
         on_refused=on_refused,
         collector=collector,
-        add_special_tokens=not is_chat,  # a chat template writes them itself
+        add_special_tokens=not is_chat,  # a chat template writes special tokens itself
         **options,
     )
 
 
 def whole_request(request_id: str) -> str:
-    """The request that a scheduler's request belongs to, which is one of its n sequences where n is above 1."""
+    """The id of the request that a scheduler's request belongs to: with n above 1, one of its n sequences."""
     return request_id.partition("[")[0]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TokenText(Protocol):
-    """What the text of single tokens is asked of: the tokenizer."""
+    """The part of the tokenizer that gives the text of single tokens."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer: ...

@@ -1,4 +1,4 @@
-"""Totals of a run and the summary that is printed at its end."""
+"""Totals of a run, and the summary printed at its end."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from xla_engine.utils.quantiles import Quantiles
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """What a run has done so far.
+    """Counts and times of a run so far.
 
     ok: lines with a result.
-    failed: lines without one, by error code.
-    first_errors: a few of these, in the order of the input.
-    finish_reasons: of the sequences of these lines, with how often each came.
+    failed: lines without a result, by error code.
+    first_errors: the first few errors, in the order of the input.
+    finish_reasons: counts over the sequences of the lines with a result.
     cut_by_default: sequences that ended at the default `max_tokens`.
     prompt_tokens, generated_tokens: of the lines with a result.
-    ttft: seconds to the first token, of the same lines.
-    inter_token: seconds between tokens, of the same lines.
+    ttft: seconds to the first token, of the lines with a result.
+    inter_token: seconds between tokens, of the lines with a result.
     first_token_at: seconds on the run's clock; None before the first token.
-    resumed: lines passed over because an earlier run had answered them.
+    resumed: lines skipped because an earlier run had finished them.
     interrupted: whether the user stopped the run.
-    failure: why the run ended early: the engine died, the input could not be read on, or the output was another run's.
-    written: output lines, errors among them.
-    unwritten: after an interrupt, the lines that were read and have no output.
+    failure: why the run ended early: the engine failed, the input became unreadable, or the output was another run's.
+    written: output lines, including errors.
+    unwritten: after an interrupt, the lines that were read but have no output.
     """
 
     ok: int = 0
@@ -50,7 +50,7 @@ class RunTotals:
 
     @property
     def done(self) -> int:
-        """Lines that came to their end in this run."""
+        """Lines that ended in this run."""
         return self.ok + self.failed.total()
 
     def count(self, output: RequestOutput, *, default_limit: bool = False) -> None:
@@ -74,10 +74,10 @@ class RunTotals:
 def summary_lines(
     totals: RunTotals, stats: EngineStats, *, wall: float, cold_start: float | None, parts: str = ""
 ) -> list[str]:
-    """The lines printed when a run is over.
+    """The lines printed at the end of a run.
 
-    wall: seconds from the first line read to the last one written. cold_start: seconds from the start of the
-    process to the first token, None when there was none. parts: what that time went to.
+    wall: seconds from the first line read to the last one written. cold_start: seconds from process start to the
+    first token; None without one. parts: a breakdown of that time.
     """
     rate = totals.generated_tokens / max(wall, 1e-9)
     codes = _counts(totals.failed)
@@ -117,7 +117,7 @@ def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:
 
 
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
-    """Tokens found in the prefix cache, and preemptions; no line for what did not happen."""
+    """Prefix cache hits and preemptions; no line for a count of zero."""
     lines = []
     if stats.cached_tokens:
         lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))

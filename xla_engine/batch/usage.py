@@ -1,4 +1,4 @@
-"""The tokens that an answer tells of: of the prompts, the cached ones, the new ones, and what they were."""
+"""The token counts that an answer reports: prompt, cached, new and reasoning tokens, and drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_engine.text.parsers.scan import Reasoning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """cached: prompt tokens that were not computed. drafted, accepted: guesses of speculation, and the right ones."""
+    """cached: prompt tokens read from the prefix cache. drafted, accepted: draft tokens, and the accepted ones."""
 
     prompt: int = 0
     cached: int = 0
@@ -25,7 +25,7 @@ class Usage:
 
     @classmethod
     def of(cls, outputs: Iterable[RequestOutput], *, new: int, reasoning: int) -> Usage:
-        """That of a call with one output for each prompt."""
+        """The usage of a call with one output for each prompt."""
         found = list(outputs)
         return cls(
             prompt=sum(len(each.prompt_token_ids) for each in found),
@@ -37,7 +37,7 @@ class Usage:
         )
 
     def as_completion(self) -> dict[str, Any]:
-        """In the form of completions and chats."""
+        """The usage object of completions and chats."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.new,
@@ -47,7 +47,7 @@ class Usage:
         }
 
     def as_response(self) -> dict[str, Any]:
-        """In the form of responses."""
+        """The usage object of responses."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached},
@@ -65,21 +65,21 @@ class Usage:
 
 
 class ReasoningTokens:
-    """Counts the tokens of one choice that are reasoning, its opening tag included."""
+    """Counts the reasoning tokens of one choice, including the opening tag."""
 
     def __init__(self, request: LineRequest, tokenizer: TokenText | None, *, thinking: bool) -> None:
-        """thinking: the prompt ended in the opening tag."""
+        """thinking: whether the prompt ended with the opening tag."""
         reading = request.reading
         parser = None if reading is None else reading.reasoning_parser(thinking=thinking)
         self._parser = None if tokenizer is None else parser
         self._text = (
             tokenizer.incremental(request.params.skip_special_tokens) if tokenizer and parser else None
         )
-        self._silent = 0  # tokens since the last that told anything
+        self._silent = 0  # tokens since the last one that produced an event
         self.count = 0
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """Read more tokens; the count so far."""
+        """Read more tokens, and return the count so far."""
         if self._parser is None or self._text is None:
             return 0
         for token_id in token_ids:

@@ -27,13 +27,8 @@ if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.engine.client import EngineClient
 
-_BESIDE = (
-    "model",
-    "files",
-    "start_timeout_s",
-    "data_parallel_size",
-    "lora_modules",
-)  # not fields of `EngineConfig`
+# not fields of `EngineConfig`
+_BESIDE = ("model", "files", "start_timeout_s", "data_parallel_size", "lora_modules")
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 
 
@@ -390,9 +385,8 @@ def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
 
     fields: dict[str, Any] = {}
     if options["generation_config"] == "model":
-        options["files"] = open_model(
-            options["model"] or embedded_model_directory()
-        )  # for `load_engine`, too
+        # for `load_engine`, too
+        options["files"] = open_model(options["model"] or embedded_model_directory())
         fields = sampling_defaults(options["files"])
     fields |= {name: value for name, value in given.items() if value is not None}
     SamplingParams.from_mapping(fields)

@@ -17,11 +17,8 @@ from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 DEATHS_IN_A_ROW = 5  # ends of an engine without a finished request between them; then it is not started again
-OWN_SHARE = (
-    "memory_utilization",
-    "swap_space",
-    "max_waiting",
-)  # options in which the engines differ; no bit does
+# options in which the engines differ; no bit does
+OWN_SHARE = ("memory_utilization", "swap_space", "max_waiting")
 
 log = logging.getLogger(__name__)
 

@@ -50,9 +50,8 @@ class Turns:
         self.finished = {str(reason): 0 for reason in FinishReason}
         self.recoveries = 0
         self._turning, self._driver, self._turns = False, 0, 0
-        self._unsettled = (
-            False  # an interrupt came in the middle of a turn: what was said is perhaps not all known
-        )
+        # an interrupt came in the middle of a turn: what was said is perhaps not all known
+        self._unsettled = False
         self.closed: str | None = None
         self.draining = False
         self._pid = os.getpid()

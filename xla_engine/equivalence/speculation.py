@@ -89,9 +89,8 @@ class _AsRecorded:
         self._widths = [step.width for step in record.steps]
         self._first_step = first_step
         self._next = 0
-        self._rows: list[
-            dict[str, tuple[int, list[int]]]
-        ] = []  # of each step: where drafts stand, and the drafts
+        # of each step: where drafts stand, and the drafts
+        self._rows: list[dict[str, tuple[int, list[int]]]] = []
         cases = (*record.schedule.cases, *record.schedule.neighbours)
         prompts = {case.request_id: len(case.prompt_token_ids) for case in cases}
         sampled: dict[str, int] = {}

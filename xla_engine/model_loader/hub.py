@@ -16,11 +16,8 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.file import SUFFIX
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
-_UNWANTED = [
-    "*/*.safetensors",
-    "[!1-9]*/*.json",
-    "consolidated*",
-]  # copies for other programs; 1_Pooling is none
+# copies for other programs; 1_Pooling is none
+_UNWANTED = ["*/*.safetensors", "[!1-9]*/*.json", "consolidated*"]
 
 
 def snapshot(name: str) -> Path:

@@ -168,9 +168,8 @@ def _original(kind: str, rope: Fields, config: Fields) -> int:
         return config.integer("max_position_embeddings", high=_LARGEST, default=2048)
     if kind == "longrope" and inside is None:
         return config.integer(_ORIGINAL, low=2, high=_LARGEST)
-    return rope.integer(
-        _ORIGINAL, low=2 if kind == "longrope" else 1, high=_LARGEST
-    )  # longrope divides by its log
+    # longrope divides by its log
+    return rope.integer(_ORIGINAL, low=2 if kind == "longrope" else 1, high=_LARGEST)
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:

@@ -25,9 +25,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _open: Any = safe_open  # the library's stub leaves its methods without types
-_SHARD_NAME = re.compile(
-    r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}\.safetensors"
-)  # no separators, drives or parents
+# no separators, drives or parents
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
 
@@ -64,9 +63,8 @@ def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, Tenso
         raise CheckpointError(f"{file}: not a regular file. Download the checkpoint again")
     with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
         (header_length,) = struct.unpack("<Q", stream.read(8))
-        header = parse_json(
-            stream.read(header_length), file
-        )  # refuses repeated names; the library keeps the last
+        # refuses repeated names; the library keeps the last
+        header = parse_json(stream.read(header_length), file)
         for name in handle.keys():  # noqa: SIM118  a handle is not a mapping
             if name in tensors:
                 other = tensors[name].file.name

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_LEAST = (
-    -16.0
-)  # log-probabilities of the base below this are left out of a divergence, as in llama-perplexity
+# log-probabilities of the base below this are left out of a divergence, as in llama-perplexity
+_LEAST = -16.0
 KLD_SHARES = (0.001, 0.01, 0.05, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999)
 DELTA_SHARES = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
 

@@ -40,9 +40,8 @@ _NEEDED = {  # features of a target, and what it means if one is missing
     "n": ("n", "the target does not take n"),
     "score": ("score", "the target returns no log-probabilities of prompts of token ids"),
 }
-_NOTHING = Difference(
-    position=None, left="", right="", delta=None, gap=None
-)  # seen where there should be one
+# seen where there should be one
+_NOTHING = Difference(position=None, left="", right="", delta=None, gap=None)
 
 
 def check(

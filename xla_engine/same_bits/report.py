@@ -10,10 +10,8 @@ from typing import Any
 from xla_engine.same_bits.differences import Difference
 
 SAME, DIFFERS, NOT_VISIBLE = "same", "differs", "not visible"
-_DECISIVE = (
-    "repeat",
-    "co-batch",
-)  # without these, nothing was compared that a server could get wrong by load
+# without these, nothing was compared that a server could get wrong by load
+_DECISIVE = ("repeat", "co-batch")
 
 
 class DifferenceFound(AssertionError):

@@ -69,9 +69,8 @@ def answer_pieces(
             del choice["logprobs"]
             if call.return_token_ids:
                 choice["token_ids"] = completion.token_ids
-            is_first = (
-                completion is output.outputs[0] and not request.is_chat
-            )  # which tells of the prompt, too
+            # which tells of the prompt, too
+            is_first = completion is output.outputs[0] and not request.is_chat
             if is_first and call.return_token_ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
             yield between + _encode(choice)[:-1] + b',"logprobs":'

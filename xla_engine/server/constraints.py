@@ -8,9 +8,8 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.fair_worker import FairWorker
 from xla_engine.server.shares import Shares
 
-MAX_WAITING = (
-    256  # constraints that wait or are compiled, a second each at most; each key may have half of them
-)
+# constraints that wait or are compiled, a second each at most; each key may have half of them
+MAX_WAITING = 256
 
 
 class Constraints:

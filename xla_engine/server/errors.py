@@ -90,9 +90,8 @@ def refused(error: LineError, body: Mapping[str, Any]) -> ApiError:
 
 def ended(error: LineError) -> ApiError:
     """The answer to a request that ended without a result."""
-    if error.message.startswith(
-        "structured_outputs"
-    ):  # a constraint whose masks take too long, or that is none
+    # a constraint whose masks take too long, or that is none
+    if error.message.startswith("structured_outputs"):
         return ApiError(400, error.message, code="invalid_request", param="structured_outputs")
     return ApiError(_STATUS_OF_END.get(error.code, 500), error.message, code=error.code)
 

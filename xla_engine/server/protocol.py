@@ -15,9 +15,8 @@ from xla_engine.server.settings import ServerSettings
 MAX_FIELDS = 100  # headers and trailers of one request
 MAX_PIPELINED = 4  # requests of one connection that wait for the answers before them
 REST_S = 5.0  # for the rest of a request that was answered before all of it came
-KEEP_ALIVE_S = (
-    75  # longer than the 60 s of common proxies, which must not find a connection closed under them
-)
+# longer than the 60 s of common proxies, which must not find a connection closed under them
+KEEP_ALIVE_S = 75
 _TOO_LARGE = "431 Request Header Fields Too Large"
 
 

@@ -174,9 +174,8 @@ class Service:
         """
         if isinstance(prompt, Chat):
             text = await self.rendering.render(prompt, key)
-            ready = ReadyPrompt(
-                text, False, text[-32:].rstrip().endswith("<think>")
-            )  # it has all special tokens
+            # it has all special tokens
+            ready = ReadyPrompt(text, False, text[-32:].rstrip().endswith("<think>"))
         else:
             ready = ReadyPrompt(prompt, True)
         if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):

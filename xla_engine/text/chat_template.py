@@ -166,9 +166,8 @@ def _up_to_mark(text: str, final: str) -> str:
             "the chat template changes or drops the last message, so it cannot be continued; "
             "use add_generation_prompt"
         )
-    return (
-        head if tail.startswith(" ") else head.rstrip()
-    )  # a template that trims the message trims this end too
+    # a template that trims the message trims this end too
+    return head if tail.startswith(" ") else head.rstrip()
 
 
 def _render(

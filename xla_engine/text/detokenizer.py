@@ -23,11 +23,8 @@ Decode = Callable[[list[int]], str]
 
 _CACHED_TOKENS = 1 << 18
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # what the library's ByteFallback accepts
-_TOKEN_WISE = (
-    "Replace",
-    "Metaspace",
-    "WordPiece",
-)  # decoder steps that see each token alone, the first apart
+# decoder steps that see each token alone, the first apart
+_TOKEN_WISE = ("Replace", "Metaspace", "WordPiece")
 
 
 class IncrementalDetokenizer(Protocol):

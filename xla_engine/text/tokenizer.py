@@ -17,9 +17,8 @@ from xla_engine.text.trials import why_not_load
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
-_LONG_TEXT = (
-    8192  # characters; the library holds Python's interpreter lock for the whole of a text outside of batches
-)
+# characters; the library holds Python's interpreter lock for the whole of a text outside of batches
+_LONG_TEXT = 8192
 
 
 class Tokenizer:
@@ -40,9 +39,8 @@ class Tokenizer:
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         }
         self._rules = DecodingRules(backend)
-        self._token_bytes = {
-            skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)
-        }  # by whether special tokens are skipped
+        # by whether special tokens are skipped
+        self._token_bytes = {skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)}
         self._strings: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 

@@ -216,9 +216,8 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
     small = tmp_path / "models" / "small"
     assert find_model(str(small), tmp_path) == small
     file = write_gguf(small, tmp_path / "small.gguf", kind=Kind.BF16, arch="qwen3" if norm else "llama")
-    written = load_checkpoint(
-        find_model(str(file), tmp_path)
-    )  # the same for peers, whatever way the file stores it
+    # the same for peers, whatever way the file stores it
+    written = load_checkpoint(find_model(str(file), tmp_path))
     assert written.config == config
     for leaf, values in load_checkpoint(small).weights.items():
         assert np.array_equal(values, written.weights[leaf]), leaf

@@ -129,9 +129,8 @@ def test_good_engines_are_compared_round_by_round(run: Any) -> None:
     assert found["ragged", "xla-engine, ended by stop ids"]["figures"]["ended_by_stop_id"][0] == 1
     assert found["uniform", "xla-engine"]["streams"]["same"] == 1
     assert record["verify"][0]["ok"]
-    assert (
-        1 < record["engines"]["transformers"]["peak_mib"]["4"] < 100
-    )  # of a bare interpreter, not of its parent
+    # of a bare interpreter, not of its parent
+    assert 1 < record["engines"]["transformers"]["peak_mib"]["4"] < 100
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,8 @@ def test_the_command_answers_with_a_stated_machine(tmp_path: Path) -> None:
     needed = json.loads(figures.read_text())["machines"]["needed"]
     assert f"p99 of first_token 0.25 s: {needed} machines" in done.stdout and "meets the goal" in done.stdout
     again = CliRunner().invoke(main, [*command, "--replicas", "1", "--replicas", "3", "--cost", str(figures)])
-    assert (
-        again.exit_code == 0 and again.stdout.splitlines()[-1].split()[0] == "3"
-    )  # what it wrote can be stated
+    # what it wrote can be stated
+    assert again.exit_code == 0 and again.stdout.splitlines()[-1].split()[0] == "3"
     pytest.importorskip("matplotlib")
     picture = tmp_path / "machines.png"
     drawn = CliRunner().invoke(main, [*command, "--p99-first-token", "0.25", "--plot", str(picture)])

@@ -1,1 +1,1 @@
-"""Tables in and out of a run: Parquet, CSV, JSON and saved Hugging Face datasets."""
+"""Tables as input and output of a run: Parquet, CSV, JSON and saved Hugging Face datasets."""

@@ -1,4 +1,4 @@
-"""Where the files of a table lie: local paths, folders and patterns, and fsspec's URLs."""
+"""Find the files of a table: local paths, folders, glob patterns, and fsspec URLs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KINDS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-OUTPUTS = ("parquet", "csv", "tsv")  # kinds of tables that a run writes; others get result lines
+OUTPUTS = ("parquet", "csv", "tsv")  # table formats that a run can write; any other output is JSON lines
 
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """One file: its name for people, its kind, and how its bytes are opened for reading."""
+    """One file: its display name, its kind, and a function that opens its bytes."""
 
     name: str
     kind: str
@@ -39,7 +39,7 @@ class TableFile:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """Its content, unpacked."""
+        """Open the content, decompressed."""
         with self.raw() as file:
             if not self.name.endswith(".gz"):
                 yield file
@@ -49,17 +49,17 @@ class TableFile:
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec has to find it."""
+    """Whether the path is an fsspec URL."""
     return "://" in path
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file by its name, packed or not; None for another."""
+    """The kind of a file by its name, with or without `.gz`; None for an unknown kind."""
     return KINDS.get(PurePosixPath(path.removesuffix(".gz")).suffix.lower())
 
 
 def is_table(path: str) -> bool:
-    """Whether an input is a table by its name alone: not a file of request lines."""
+    """Whether an input is, by its name, a table rather than a file of request lines."""
     if path == "-":
         return False
     if not is_url(path) and Path(path).is_dir():
@@ -68,9 +68,9 @@ def is_table(path: str) -> bool:
 
 
 def table_files(source: str) -> list[TableFile]:
-    """The files of a table in order: of their names, or of a saved Hugging Face dataset's own list.
+    """The files of a table, sorted by name, or in the order that a saved Hugging Face dataset lists them.
 
-    Raises ConfigError where there is none, or one of another kind, and OSError.
+    Raises ConfigError if there is no file or one of an unknown kind, and OSError.
     """
     if is_url(source):
         return _remote(source)
@@ -89,7 +89,7 @@ def _open_local(path: Path) -> BinaryIO:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """The files of what `datasets.Dataset.save_to_disk` wrote; empty for another folder."""
+    """The files that `datasets.Dataset.save_to_disk` wrote to a folder; empty for any other folder."""
     if (folder / "dataset_dict.json").exists():
         raise ConfigError(f"{folder} holds several splits; name the folder of one")
     try:
@@ -100,14 +100,14 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it. Raises ConfigError."""
+    """The fsspec file system of a URL, and the path in it. Raises ConfigError."""
     try:
         import fsspec
     except ImportError as error:
         raise ConfigError(f"{url} needs fsspec: {install('data')}") from error
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a protocol whose package is not installed, or none at all
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
         raise ConfigError(f"{url}: {error}") from error
     return found
 
@@ -147,7 +147,7 @@ def exists(path: str) -> bool:
 
 
 def opened(path: str) -> BinaryIO:
-    """The bytes of a file or of what a URL names. Raises ConfigError and OSError."""
+    """Open a file or URL for reading. Raises ConfigError and OSError."""
     if not is_url(path):
         return open(path, "rb")
     system, place = file_system(path)

@@ -1,4 +1,4 @@
-"""Whether a table is one that a run has finished: a small hidden file beside it says so."""
+"""The hidden marker file next to an output table that records that a run finished it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = 1 << 20
 
 
 class DigestedLines:
-    """Lines as they pass, and a digest of all that did and of the sampling defaults."""
+    """Passes lines through, and keeps a digest of them and of the sampling defaults."""
 
     def __init__(self, lines: Iterable[Line], defaults: Mapping[str, Any]) -> None:
         self._lines = lines
@@ -39,9 +39,9 @@ class DigestedLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What a run says of the table that it has written.
+    """What a run records about a table that it has written.
 
-    table: digest of its bytes. input: of all lines of the input and the sampling defaults. shard: I/N, or empty.
+    table: digest of its bytes. input: digest of all input lines and the sampling defaults. shard: I/N, or empty.
     """
 
     table: str
@@ -49,7 +49,7 @@ class Finished:
     shard: str = ""
 
     def write(self, out: str) -> None:
-        """Put it beside a table. Raises OSError."""
+        """Write the marker file of a table. Raises OSError."""
         place, data = _place(out), dump_line(asdict(self))
         if is_url(place):
             system, path = file_system(place)
@@ -62,7 +62,7 @@ class Finished:
 
     @classmethod
     def of(cls, out: str) -> Finished | None:
-        """What stands beside a table; None where nothing does, or it is about another table. Raises OSError."""
+        """Read the marker file of a table; None if there is none or it is for different content. Raises OSError."""
         if not exists(_place(out)):
             return None
         with opened(_place(out)) as file:
@@ -74,7 +74,7 @@ class Finished:
 
 
 def digest_of(path: str) -> str:
-    """Digest of the bytes of a file or of what a URL names. Raises OSError."""
+    """Digest of the bytes of a file or URL. Raises OSError."""
     digest = blake2b(digest_size=16)
     with opened(path) as file:
         while block := file.read(_BLOCK):
@@ -83,6 +83,6 @@ def digest_of(path: str) -> str:
 
 
 def _place(out: str) -> str:
-    """Hidden, so that no reader of a folder of tables takes it for one."""
+    """The marker's path: a hidden file, so that readers of a folder of tables ignore it."""
     folder, slash, name = out.rpartition("/")
     return f"{folder}{slash}.{name}.finished"

@@ -1,4 +1,4 @@
-"""The lines of a result file in the order of the input, whatever their order in the file."""
+"""Read the lines of a result file in the order of the input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xla_engine.errors import ResumeError
 
 
 class ResultsInOrder:
-    """Result lines by the number of the input line that each answers: 16 bytes of memory a line.
+    """Result lines sorted by the number of their input line. Takes 16 bytes of memory a line.
 
-    A packed file is unpacked into a temporary one first. Raises ResumeError for a file that does not hold whole result
-    lines, or two of one input line, and OSError.
+    A gzip file is first decompressed into a temporary file. Raises ResumeError for a file with anything but whole
+    result lines, or with two results of one input line, and OSError.
     """
 
     def __init__(self, path: Path, check: Callable[[int, dict[str, Any]], None] | None = None) -> None:
-        """check: called with the number and the object of each line; what it raises goes through."""
+        """check: called with the number and the object of each line; its exceptions propagate."""
         self._path = path
         self._file = _unpacked(path) if is_packed(path) else _plain(path)
         try:
@@ -37,7 +37,7 @@ class ResultsInOrder:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each line, its newline included."""
+        """Number and bytes of each line, including its newline."""
         last = 0
         for place in self._order():
             number = self._numbers[place]

@@ -1,4 +1,4 @@
-"""A finished file of result lines as a table: the rows of the input, each with its result beside it."""
+"""Turn a finished file of result lines into a table: the rows of the input, each with its result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
 
 
 def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: RowColumns) -> list[str]:
-    """The columns of the input that the output has, too. Raises ConfigError for one that is not there, or whose name a
-    column of results has."""
+    """The input columns that are copied to the output.
+
+    Raises ConfigError for a column that does not exist, or that has the name of a result column.
+    """
     for name in wanted or ():
         if name not in names:
             raise ConfigError(f"the input has no column {name!r} to keep; it has {', '.join(names)}")
     kept = [name for name in names if wanted is None or name in wanted]
     if columns.id == "custom_id":
-        kept = [name for name in kept if name != "custom_id"]  # the result's own has the same values
+        # The result's custom_id column has the same values.
+        kept = [name for name in kept if name != "custom_id"]
     if taken := [name for name in kept if name in RESULT_COLUMNS]:
         raise ConfigError(
             f"column {taken[0]!r} of the input has the name of a column of results; --keep-columns NAME,NAME takes "
@@ -44,10 +47,10 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
 
 
 def result_row(line: bytes) -> dict[str, Any]:
-    """A result line by `RESULT_COLUMNS`.
+    """A result line as a row of `RESULT_COLUMNS`.
 
-    generated_text, finish_reason: of the first choice. error: "code: message", None where there is a result.
-    response: the whole body as JSON, None where there is none.
+    generated_text, finish_reason: of the first choice. error: "code: message", or None for a result.
+    response: the whole body as JSON, or None for an error.
     """
     record = json.loads(line)
     row: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS)
@@ -74,12 +77,12 @@ def result_row(line: bytes) -> dict[str, Any]:
 
 
 def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]) -> int:
-    """Write what a run left in its file of result lines to a table, which has its name only when it is whole.
+    """Write a run's file of result lines to its output, which gets its final name only when it is complete.
 
-    out: a path or URL, of a table or of result lines. table: the input, None where it was no table.
-    columns: those of the input that the output has.
+    out: path or URL of a table or of a file of result lines. table: the input, or None if it was not a table.
+    columns: the input columns to copy.
 
-    Returns the number of rows. The bytes depend on the results alone, not on how often the run was resumed. Raises
+    Returns the number of rows. The bytes depend only on the results, not on how often the run was resumed. Raises
     OutputError, ConfigError and OSError.
     """
     target = journal.with_name(f".{journal.name}.out") if is_url(out) else _beside(Path(out))
@@ -135,7 +138,7 @@ def _write(
 
 
 def _joined(results: ResultsInOrder, table: Table | None, columns: Sequence[str]) -> Iterator[Any]:
-    """Record batches of the input's columns and those of the results, of the rows that have one."""
+    """Record batches of input columns and result columns, for the rows that have a result."""
     pa = arrow()
     coming = iter(results)
     if table is None or not columns:
@@ -178,7 +181,7 @@ class _Writer(Protocol):
 
 
 class _ParquetWriter:
-    """Row groups of `ROW_GROUP` rows, however the rows come."""
+    """Writes row groups of `ROW_GROUP` rows, whatever the size of the batches."""
 
     def __init__(self, file: BinaryIO, schema: Any) -> None:
         import pyarrow.parquet
@@ -207,7 +210,7 @@ class _ParquetWriter:
 
 
 class _CsvWriter:
-    """Rows of text; lists and objects as JSON, nothing for null."""
+    """Writes rows of text: lists and objects as JSON, null as an empty cell."""
 
     def __init__(self, file: BinaryIO, schema: Any, kind: str) -> None:
         self._text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)

@@ -1,4 +1,4 @@
-"""From the rows of a table to request lines: which column is the prompt, which the id."""
+"""Turn the rows of a table into request lines."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from xla_engine.errors import ConfigError
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import dump_line, kind
 
-Row = Mapping[str, Any] | str  # a row by column, or why there is none
+Row = Mapping[str, Any] | str  # a row by column, or why it cannot be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Which columns make a request.
+    """The columns that form a request.
 
-    prompt: of text, token ids, or a chat's messages. template: text with {column} in it, in place of `prompt`; {{ is a
-        brace. id: becomes the custom_id as text. sampling: sampling fields of the row's request, if they are not null.
+    prompt: holds text, token ids, or the messages of a chat. template: text with {column} in it, used instead of
+    `prompt`; {{ is a literal brace. id: becomes the custom_id, as text. sampling: sampling fields; nulls are ignored.
 
-    A column `sampling_params` (an object, or one as JSON text) holds further fields of the row's request.
+    A column `sampling_params` (an object, or JSON text of one) holds further fields of the row's request.
     """
 
     prompt: str | None = None
@@ -32,8 +32,10 @@ class RowColumns:
     sampling: tuple[str, ...] = ()
 
     def of(self, names: Sequence[str]) -> RowColumns:
-        """These columns in a table that has `names`: where no prompt is named, `messages` or `prompt` is it; where no
-        id is, `custom_id`. Raises ConfigError for a column that is not there."""
+        """Resolve the columns against the column `names` of a table.
+
+        The prompt defaults to `messages` or `prompt`, the id to `custom_id`. Raises ConfigError for a missing column.
+        """
         if self.prompt is not None and self.template is not None:
             raise ConfigError("--prompt-column and --prompt-template both say what the prompt is; give one")
         for name in (self.prompt, self.id, *self.sampling, *template_columns(self.template)):
@@ -53,7 +55,7 @@ class RowColumns:
 
 
 def template_columns(template: str | None) -> list[str]:
-    """The columns that a template names. Raises ConfigError for a template that is none."""
+    """The columns that a template names. Raises ConfigError for an invalid template."""
     try:
         parts = [] if template is None else list(string.Formatter().parse(template))
     except ValueError as error:
@@ -71,7 +73,7 @@ def template_columns(template: str | None) -> list[str]:
 def row_lines(
     rows: Iterable[Row], columns: RowColumns, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Line]:
-    """One line for each row, numbered from 1; rows that make no request say why in `problem`."""
+    """Yield one line for each row, numbered from 1. An invalid row has its error in `problem`."""
     for number, row in enumerate(rows, 1):
         record, problem = ({}, row) if isinstance(row, str) else row_record(row, columns)
         try:
@@ -86,7 +88,7 @@ def row_lines(
 
 
 def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, Any], str | None]:
-    """The fields of a row's request line, and why it makes none."""
+    """The fields of a row's request line, and what is wrong with the row, if anything."""
     record: dict[str, Any] = {}
     problem = None
     if columns.id is not None:
@@ -123,7 +125,7 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
 
 
 def _field(value: Any) -> Any:
-    """A sampling field's value in a column: text, all that CSV knows, may be JSON, and empty text is no value."""
+    """The value of a sampling field. CSV has only text, so text is read as JSON, and empty text as no value."""
     if not isinstance(value, str):
         return value
     try:
@@ -133,7 +135,7 @@ def _field(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of a table without the fields of its objects that are null: tables have every field in every row."""
+    """Drop null fields from objects in a table's value: a table has every field in every row."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):

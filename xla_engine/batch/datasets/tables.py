@@ -1,7 +1,8 @@
-"""Tables as rows and as Arrow batches, both in the order of the file and in bounded memory.
+"""Read tables as rows or as Arrow batches, in file order and in bounded memory.
 
-Parquet and Arrow are read by pyarrow. CSV and JSON are read row by row by the standard library: a row that cannot be
-read must be an error of this row alone, and pyarrow's readers of these formats end at it.
+pyarrow reads Parquet and Arrow. The standard library reads CSV and JSON row by row, because an unreadable row must
+fail
+alone, and pyarrow's readers of these formats stop at it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ BATCH = 1024  # rows read at a time
 
 
 class Table:
-    """All files of an input, one after the other.
+    """All files of an input, in sequence.
 
-    names: the columns, those of the first file first.
+    names: the columns of all files, beginning with those of the first.
     """
 
     def __init__(self, source: str) -> None:
@@ -40,7 +41,7 @@ class Table:
         self.names: list[str] = list(dict.fromkeys(itertools.chain.from_iterable(names)))
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
-        """Every row, or those columns of it; a row that cannot be read is the reason why."""
+        """Yield all rows, or only some columns of them; an unreadable row is yielded as its error message."""
         wanted = self.names if columns is None else [name for name in self.names if name in columns]
         for file in self._files:
             for row in _rows(file, wanted):
@@ -48,13 +49,13 @@ class Table:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows, where the files say so without being read to their ends: Parquet's do."""
+        """The number of rows if file metadata give it (Parquet); None otherwise."""
         if any(file.kind != "parquet" for file in self._files):
             return None
         return sum(map(_count, self._files))
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Every row as Arrow record batches of one schema; a row that cannot be read has nulls."""
+        """Yield all rows as Arrow record batches of one schema; an unreadable row becomes nulls."""
         schema = self._schema(columns)
         for file in self._files:
             yield from _batches(file, schema)
@@ -73,7 +74,7 @@ class Table:
 
 
 def arrow() -> Any:
-    """pyarrow. Raises ConfigError where it is not installed."""
+    """Import pyarrow. Raises ConfigError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:
@@ -86,7 +87,7 @@ def _names(file: TableFile) -> list[str]:
         if file.kind in ("csv", "tsv"):
             with _text(source) as text:
                 return next(_csv(file, text), [])
-        if file.kind == "json":  # each row may have others
+        if file.kind == "json":  # each row may have different fields
             rows = (row for row in _json(source) if not isinstance(row, str))
             return list(dict.fromkeys(itertools.chain.from_iterable(rows)))
         if file.kind == "parquet":
@@ -139,14 +140,14 @@ def _cast(column: Any, kind: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value of a text file as a column of this type takes it: what is no text becomes JSON in a column of text."""
+    """Convert a value of a text file to a column's type; in a text column, other values become JSON."""
     if value is None or isinstance(value, str) or str(kind) not in ("string", "large_string"):
         return value
     return json.dumps(value)
 
 
 def _types(file: TableFile, columns: Sequence[str]) -> dict[str, Any]:
-    """The Arrow types of a file's columns; those of text files by all their values."""
+    """The Arrow types of a file's columns; for text files, inferred from all values."""
     pa = arrow()
     if file.kind in ("parquet", "arrow"):
         with file.open() as source:
@@ -182,7 +183,7 @@ def _parquet(file: TableFile, source: BinaryIO) -> Any:
 
 
 def _ipc(file: TableFile, source: BinaryIO) -> tuple[Any, Iterator[Any]]:
-    """Schema and batches of an Arrow file, or of the stream of batches that `datasets` saves under this name."""
+    """Schema and batches of an Arrow file, or of the Arrow stream that `datasets` saves under this extension."""
     pa = arrow()
     try:
         reader = pa.ipc.open_file(source)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses over chats: from the body of a request to a chat, and from its answer to a response."""
+"""OpenAI's Responses API on top of chats: turns a request's body into a chat, and the answer into a response."""

@@ -1,4 +1,4 @@
-"""From the body of a Responses request to that of a chat, which has the same bits."""
+"""Turn the body of a Responses request into the body of the equivalent chat, which has the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xla_engine.errors import InvalidRequestError
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown
 
-# Fields that name what this server does not keep or do, with the values that ask for nothing.
+# Fields of features that this server lacks, with the values that have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "background": (None, False),
@@ -22,7 +22,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "return_token_ids": (None, False),
 }
-# Parts of items that only other servers' tools and models make: there are none to include.
+# Parts of items that only other servers produce, so that there is nothing to include.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -36,7 +36,7 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 
 
 class FieldError(InvalidRequestError):
-    """A body that is wrong. param: its field, which may be one of an object in it."""
+    """An invalid body. param: the wrong field, possibly nested."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param} {message}")
@@ -44,7 +44,7 @@ class FieldError(InvalidRequestError):
 
 
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat that a Responses request asks for, whose `input` holds all before it. Raises FieldError."""
+    """The body of the equivalent chat. `input` must hold the whole conversation. Raises FieldError."""
     rest = {name: value for name, value in body.items() if name not in ("store", "previous_response_id")}
     if not isinstance(body.get("store"), bool | None):
         raise _wrong("store", f"must be true or false, not {body['store']!r}")
@@ -87,11 +87,11 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["reasoning_effort"] = effort
     if (verbosity := text.get("verbosity")) is not None:
         chat["verbosity"] = verbosity
-    return {**rest, **chat}  # what is left is a chat's field, or refused by its name
+    return {**rest, **chat}  # remaining fields are a chat's, or are rejected later by name
 
 
 def items_of(given: object) -> list[Any]:
-    """The items of an input."""
+    """The items of `input`."""
     return [{"role": "user", "content": given}] if isinstance(given, str) and given else _listed(given)
 
 
@@ -124,7 +124,7 @@ def _messages(given: object) -> list[dict[str, Any]]:
                 content = _text(item.get("output"), where)
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case "reasoning":
-                continue  # of an earlier turn: chat templates drop it, too
+                continue  # reasoning of an earlier turn; chat templates drop it, too
             case kind:
                 raise _wrong(
                     "input", f"{where} has type {kind!r}, which is not supported; give messages and calls"

@@ -1,4 +1,4 @@
-"""A response that grows by a parser's events: its items, and the events that a stream tells of them."""
+"""Build a response from a parser's events: its items, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 from xla_engine.outputs import CompletionOutput
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 
-_TOOL = {
-    "description": None,
-    "parameters": None,
-    "strict": None,
-}  # what a tool has in an answer where it was left out
+# defaults of a tool's fields in an answer
+_TOOL = {"description": None, "parameters": None, "strict": None}
 _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "metadata")
 
 
 class ResponseBuilder:
-    """One response. The streamed events and the unstreamed answer are made by the same steps."""
+    """Builds one response. Streamed and unstreamed answers take the same steps."""
 
     def __init__(self, name: str, *, body: Mapping[str, Any], model: str, created: int) -> None:
         self.output: list[dict[str, Any]] = []
@@ -64,7 +61,7 @@ class ResponseBuilder:
         yield self._event("response.in_progress", response=dict(self._response))
 
     def add(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-        """What a stream tells of more text."""
+        """The events for more text."""
         for event in events:
             match event:
                 case Content(text):
@@ -82,7 +79,7 @@ class ResponseBuilder:
                     yield self._at("response.function_call_arguments.delta", delta=text)
 
     def end(self, *, reason: str | None, usage: dict[str, Any], now: int) -> Iterator[dict[str, Any]]:
-        """The last events. reason: why the text ended, "stop" or "length"."""
+        """The last events. reason: "stop" or "length"."""
         cut = reason == "length"
         if not self.output:
             yield from self._item("message")
@@ -99,7 +96,7 @@ class ResponseBuilder:
     def whole(
         self, parser: Parser, completion: CompletionOutput, *, usage: dict[str, Any], now: int
     ) -> dict[str, Any]:
-        """The response of a whole answer."""
+        """The complete response, for a request that does not stream."""
         for _ in self.add([*parser.feed(completion.text), *parser.finish()]):
             pass
         for _ in self.end(reason=completion.finish_reason, usage=usage, now=now):
@@ -107,18 +104,18 @@ class ResponseBuilder:
         return self.response
 
     def failed(self, code: str, message: str) -> dict[str, Any]:
-        """The last event of a response that cannot go on."""
+        """The last event of a response that fails."""
         error = {"code": code, "message": message}
         self._response |= {"status": "failed", "error": error, "output": self.output}
         return self._event("response.failed", response=self.response)
 
     @property
     def response(self) -> dict[str, Any]:
-        """The response as it stands."""
+        """The response so far."""
         return dict(self._response)
 
     def _item(self, kind: str, *, name: str = "") -> Iterator[dict[str, Any]]:
-        """See that an item of this kind is open."""
+        """Open an item of this kind unless one is open."""
         if self._open is not None and self._open["type"] == kind:
             return
         yield from self._close()
@@ -171,7 +168,7 @@ class ResponseBuilder:
         return parts
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the open item."""
+        """An event about the open item."""
         assert self._open is not None
         return self._event(kind, item_id=self._open["id"], output_index=len(self.output) - 1, **fields)
 
@@ -181,7 +178,7 @@ class ResponseBuilder:
 
 
 def _copied(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item as it stands, which later changes do not change."""
+    """A copy of an item that later changes do not affect."""
     return {
         key: [dict(part) for part in value] if isinstance(value, list) else value
         for key, value in item.items()

@@ -1,1 +1,1 @@
-"""Independent jobs over one input, and their outputs made into one."""
+"""Split one input over independent jobs, and merge their outputs."""

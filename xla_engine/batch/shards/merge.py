@@ -1,4 +1,4 @@
-"""The outputs of all shards of a job as one file, in the order of the input."""
+"""Merge the outputs of all shards of a job into one file, in the order of the input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xla_engine.utils.new_file import open_new
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What was merged: how many lines, of how many shards, and how many of the lines are errors."""
+    """Counts of merged lines, of shards, and of error lines."""
 
     shards: int
     lines: int
@@ -29,15 +29,15 @@ class Merged:
 def merge(
     paths: Sequence[Path], output: Path, *, overwrite: bool = False, any_engine: bool = False
 ) -> Merged:
-    """Write the lines of all shards to one file, in the order of the input, with their bytes as they are.
+    """Write the lines of all shards to one file, byte for byte, in the order of the input.
 
-    So the file equals that of one run with `--ordered` over the whole input, where all were given the same `created`.
-    Nothing is written before every shard was checked, and a merge that is killed leaves no file of this name.
+    The file equals that of one `--ordered` run over the whole input with the same `created`. All shards are checked
+    before anything is written, and a killed merge leaves no output file.
 
-    any_engine: take shards that different engines have made (another device, version or option).
+    any_engine: accept shards from different engines (another device, version or option).
 
-    Raises OutputError where a shard is missing, there twice, not finished or one of another job, ResumeError for a
-    damaged one, and OSError.
+    Raises OutputError if a shard is missing, duplicated, unfinished or from another job, ResumeError if one is
+    damaged, and OSError.
     """
     if output.exists() and not overwrite:
         raise OutputError(f"{output} is there already; --overwrite replaces it")
@@ -64,7 +64,7 @@ def _state(path: Path) -> ShardState:
 
 
 def _check_one_job(paths: Sequence[Path], states: Sequence[ShardState], *, any_engine: bool) -> None:
-    """Raise OutputError unless these are all shards of one job, each once and each finished."""
+    """Raise OutputError unless these are all shards of one job, each exactly once and finished."""
     first_path, first = paths[0], states[0]
     seen: dict[int, Path] = {}
     for path, state in zip(paths, states, strict=True):
@@ -103,7 +103,7 @@ def _check_one_job(paths: Sequence[Path], states: Sequence[ShardState], *, any_e
 
 
 def _open(path: Path, state: ShardState, errors: list[int]) -> ResultsInOrder | None:
-    """The lines of a shard; None where it has none. Counts error lines in `errors[0]`."""
+    """The lines of a shard; None if it has none. Counts error lines in `errors[0]`."""
     if not state.lines and not path.exists():
         return None
     shard = Shard(state.shard, state.of)
@@ -123,7 +123,7 @@ def _open(path: Path, state: ShardState, errors: list[int]) -> ResultsInOrder | 
 
 
 def _write(lines: Iterator[tuple[int, bytes]], output: Path) -> int:
-    """Write lines, which come in order, to a file that has its name only when it is whole."""
+    """Write lines in order to a file that gets its final name only when it is complete."""
     new = output.with_name(f".{output.name}.new")
     count = last = 0
     try:

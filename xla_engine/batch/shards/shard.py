@@ -1,8 +1,9 @@
-"""One of several independent jobs over one input: which lines are its own, and what stands beside its output.
+"""One of several independent jobs over one input: which lines it runs, and the state file next to its output.
 
-A line belongs to the shard that the hash of its custom_id names, so that lines of one id are in one shard, and each
-shard finds repeated ids by itself. Line numbers stay those of the whole input: a request has the same id, the same
-noise and the same result line in whatever shard it runs.
+The hash of a line's custom_id selects its shard. Lines with the same id are therefore in the same shard, which can
+detect duplicates alone. Line numbers are those of the whole input, so a request has the same id, noise and result
+line
+in any shard.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_SHARDS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Number `index`, from 0, of `count` jobs."""
+    """Job `index` (from 0) of `count` jobs."""
 
     index: int
     count: int
@@ -47,15 +48,15 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def owns(self, custom_id: str) -> bool:
-        """Whether the line of this id is for this shard."""
+        """Whether the line with this id belongs to this shard."""
         digest = blake2b(custom_id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count == self.index
 
 
 class ShardLines:
-    """The lines of one shard out of all lines of the input.
+    """Selects the lines of one shard from all lines of the input.
 
-    input_lines: lines of the whole input so far. own_lines: those of this shard.
+    input_lines: lines of the whole input so far. own_lines: lines of this shard so far.
     """
 
     def __init__(self, lines: Iterable[Line], shard: Shard, defaults: Mapping[str, Any] | None) -> None:
@@ -74,20 +75,20 @@ class ShardLines:
 
     @property
     def input_digest(self) -> str:
-        """Stands for all lines so far and the sampling defaults."""
+        """Digest of all lines so far and the sampling defaults."""
         return self._digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardState:
-    """What the file beside a shard's output says.
+    """Content of the state file next to a shard's output.
 
-    shard, of: which of how many.
+    shard, of: the shard's number and the number of shards.
     holds: "all" lines of the shard, or only its "results", or only its "errors".
     finished: whether every line of the shard has its output.
-    lines: of the output. own_lines: of the shard. input_lines: of the whole input.
+    lines: in the output. own_lines: in the shard. input_lines: in the whole input.
     input: digest of the whole input and the sampling defaults.
-    system_fingerprint: of the engine; None where the shard had no line to run.
+    system_fingerprint: the engine's; None if the shard had no line to run.
     """
 
     shard: int
@@ -101,7 +102,7 @@ class ShardState:
     system_fingerprint: str | None = None
 
     def write(self, output: Path | str) -> None:
-        """Put it beside an output, in place of what is there, at once."""
+        """Write or replace the state file of an output atomically."""
         path = state_path(output)
         new = path.with_name(f".{path.name}.new")
         with open_new(new) as file:
@@ -112,12 +113,12 @@ class ShardState:
 
 
 def state_path(output: Path | str) -> Path:
-    """The file that says what an output is a shard of."""
+    """Path of the state file of an output."""
     return Path(f"{output}.shard.json")
 
 
 def read_state(output: Path | str) -> ShardState | None:
-    """What stands beside an output; None where nothing does. Raises OutputError for what is no such file."""
+    """Read the state file of an output; None if there is none. Raises OutputError if it is not a state file."""
     path = state_path(output)
     try:
         fields = json.loads(path.read_bytes())
@@ -129,7 +130,7 @@ def read_state(output: Path | str) -> ShardState | None:
 
 
 def check_continued(output: Path | str, shard: Shard | None) -> None:
-    """Raise OutputError where an output to go on with was begun as another shard, or not as one."""
+    """Raise OutputError if the output to resume was begun as a different shard, or unsharded."""
     begun = read_state(output)
     if begun is None:
         if shard is not None and Path(output).exists() and Path(output).stat().st_size:

@@ -1,1 +1,1 @@
-"""Requests and control lines in, interleaved events out."""
+"""`run --stream`: reads requests and control lines, writes interleaved events."""

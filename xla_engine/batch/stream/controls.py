@@ -1,4 +1,4 @@
-"""Control lines of a stream: what may be asked beside requests, and the events that answer."""
+"""Control lines of a stream (those that are not requests) and the events that answer them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
 
 
 class Refused(Exception):
-    """A line that cannot be obeyed: the code and message of its error event."""
+    """A rejected control line, with the code and message of its error event."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -27,37 +27,34 @@ class Refused(Exception):
 
 
 class Controls:
-    """Answers control lines.
-
-    put: takes the events.
-    """
+    """Executes control lines. put: takes the events."""
 
     def __init__(self, engine: Engine, names: Names, put: Callable[[Mapping[str, Any]], None]) -> None:
         self._engine = engine
         self._names = names
         self._put = put
-        self._turns_left = 0.0  # until the next line is taken
-        self._answer: dict[str, Any] | None = None  # when it is
+        self._turns_left = 0.0  # turns until the next line is read
+        self._answer: dict[str, Any] | None = None  # event to send then
 
     @property
     def holds(self) -> bool:
-        """Whether no line is taken, because of a `step` or `drain` that is not over."""
+        """Whether reading of lines is paused by an unfinished `step` or `drain`."""
         return self._answer is not None
 
     def turn(self) -> None:
-        """A turn of the engine is over."""
+        """Count a finished turn of the engine."""
         self._turns_left -= 1
         if self._answer is not None and "turns" in self._answer:
             self._answer["turns"] += 1
 
     def settle(self) -> None:
-        """Answer a `step` or `drain` that is over."""
+        """Answer a finished `step` or `drain`."""
         if self._answer is not None and (self._turns_left <= 0 or not self._names.live):
             answer, self._answer = self._answer, None
             self._put(answer)
 
     def obey(self, op: object, record: dict[str, Any]) -> None:
-        """Do what a line asks for. record: its other fields. Raises Refused."""
+        """Execute a line. record: its other fields. Raises Refused."""
         match op:
             case "cancel":
                 self._cancel(record)
@@ -82,7 +79,7 @@ class Controls:
     def _cancel(self, record: Mapping[str, Any]) -> None:
         name = self._name(record, 'write {"op": "cancel", "id": ID}', others=())
         request_id = self._names.id_of(name)
-        # Its finish comes with the next turn.
+        # Its finish event comes with the next turn.
         found = request_id is not None and self._engine.abort(request_id)
         self._put({"event": "cancel", "id": name, "found": found})
 
@@ -124,7 +121,7 @@ class Controls:
         )
 
     def _own_name(self, request_id: str) -> str | None:
-        """The id that a line gave to the request of a sequence."""
+        """The caller's id of a sequence's request."""
         sent = self._names.live.get(whole_request(request_id))
         return None if sent is None else sent.name
 
@@ -154,7 +151,7 @@ class Controls:
         self._turns_left, self._answer = turns, {"event": "step", "turns": 0}
 
     def _name(self, record: Mapping[str, Any], usage: str, *, others: tuple[str, ...]) -> str:
-        """The id that a line is about, if it has no fields but `others`."""
+        """The `id` of a line that has no other fields than `others`. Raises Refused."""
         name = record.get("id", record.get("custom_id"))
         given = record.keys() - set(others)
         if not isinstance(name, str) or len(given) != 1 or not given <= {"id", "custom_id"}:

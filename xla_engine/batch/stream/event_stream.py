@@ -1,25 +1,25 @@
-"""`run --stream`: lines of JSON in, events of many requests out as they come, each with its request's id.
+"""`run --stream`: reads JSON lines, writes the events of many requests as they happen, each with its request's id.
 
-In, one object per line: a request as in a batch file (`"op": "submit"` may stand in it), or
+Input, one object a line: a request as in a batch file (optionally with `"op": "submit"`), or
 
     {"op": "cancel", "id": "a"}
     {"op": "extend", "id": "a", "max_tokens": 16}    more tokens for a request that has ended
     {"op": "list"}
     {"op": "stats"}
-    {"op": "step", "turns": 3}                       take the next line after so many turns of the engine
-    {"op": "drain"}                                  take the next line when all requests have ended
+    {"op": "step", "turns": 3}                       read the next line after this many turns of the engine
+    {"op": "drain"}                                  read the next line when all requests have ended
 
-Out, one object per line, for each id in strict order, and numbered:
+Output, one object a line, numbered, and in strict order for each id:
 
     {"event": "delta", "id": "a", "index": 0, "token_ids": [17], "text": "de", "seq": 0}
     {"event": "finish", "id": "a", "finish_reasons": ["length"], "usage": {...}, "seq": 1}
 
-Every request ends with exactly one `finish`, or with one `error` when it could not start. The pieces of text of a
-choice add up to its text; a character that spans tokens comes with its last one. Control lines are answered by an
-event of their name. After `extend` comes one more `finish`. Where the text at the first end was cut inside of what is
-one character or a stop string, a piece with `text_from` comes: it replaces what was sent from there on.
+Every request ends with exactly one `finish`, or with one `error` if it could not start. The text deltas of a choice
+add up to its text; a character that spans tokens comes with the last of them. A control line is answered by an event
+of its name. After `extend` there is one more `finish`. If the earlier end cut the text inside a character or a stop
+string, a delta with `text_from` replaces the text sent from that position on.
 
-When input ends, what is under way is finished, then comes `{"event": "end"}`.
+When the input ends, live requests finish, and `{"event": "end"}` follows.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.utils.json_line import dump_line
 
-MAX_UNFINISHED = 10_000  # requests; further lines stay in the pipe
-MAX_UNSENT = 16 * 2**20  # bytes of events a slow reader leaves before no further request is started
-_IDLE_SECONDS = 0.2  # between looks at the signals while nothing is under way
+MAX_UNFINISHED = 10_000  # live requests; further lines stay in the pipe
+MAX_UNSENT = 16 * 2**20  # bytes of unread events at which no further request is started
+_IDLE_SECONDS = 0.2  # time between checks for signals while no request is live
 
 
 class EventStream:
-    """Answers the requests of one input with events on one output, until the input ends.
+    """Reads requests from one input and writes their events to one output, until the input ends.
 
-    source, sink: open for reading and for writing bytes.
-    defaults: sampling fields for requests that do not say otherwise.
+    source, sink: binary files, open for reading and writing.
+    defaults: sampling fields for requests that do not set them.
     on_turn: called after every engine step.
-    keep_finished: requests that are known by name when they have ended, so that they can go on.
-    max_unfinished, max_unsent: where reading of further lines stops.
+    keep_finished: number of finished requests to remember, so that they can be extended.
+    max_unfinished, max_unsent: limits at which reading pauses.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EventStream:
         self._ended = self._draining = False
 
     def run(self) -> RunTotals:
-        """Serve until the input has ended and every request with it, the reader is gone, or the engine dies."""
+        """Run until the input and all requests have ended, the reader is gone, or the engine fails."""
         threading.Thread(target=self._read, name="xla-engine-stream-in", daemon=True).start()
         try:
             while self._events.failure is None:
@@ -102,7 +102,7 @@ class EventStream:
             self.totals.unwritten = len(self._live)
             for request_id in list(self._live):
                 self._engine.abort(request_id)
-        for live in self._live.values():  # after a second interrupt, or when the reader is gone
+        for live in self._live.values():  # after a second interrupt, or if the reader is gone
             self._finish_without_result(live, "abort")
         self._put({"event": "end", "requests": self.totals.done, "interrupted": self.totals.interrupted})
         self._events.close()
@@ -110,19 +110,19 @@ class EventStream:
         return self.totals
 
     def interrupt(self) -> None:
-        """For a signal handler: read no more lines and finish what is under way; the second time, stop at once."""
+        """For a signal handler: stop reading and finish live requests; the second call stops at once."""
         if self._draining:
             raise KeyboardInterrupt
         self.totals.interrupted = not self._ended
         self._draining = self._ended = True
 
     def custom_id(self, request_id: str) -> str | None:
-        """The caller's name for an engine request of this stream."""
+        """The caller's id of an engine request of this stream."""
         live = self._live.get(whole_request(request_id))
         return None if live is None else live.name
 
     def _read(self) -> None:
-        """The reading thread: lines until the input ends, then None or why it cannot be read on."""
+        """The reader thread: puts lines until the input ends, then None or the error that ended it."""
         try:
             for line in read_lines(self._source, self._max_line_bytes):
                 self._arrived.put(line)
@@ -131,7 +131,7 @@ class EventStream:
             self._arrived.put(error if isinstance(error, OSError) else OSError(str(error)))
 
     def _take_lines(self) -> None:
-        """Take the lines that are there; with nothing under way, wait for one."""
+        """Handle the lines that have arrived; wait for one if no request is live."""
         self._controls.settle()
         while not (self._ended or self._controls.holds) and len(self._live) < self._max_unfinished:
             if self._events.unsent >= self._max_unsent:
@@ -183,14 +183,14 @@ class EventStream:
             raise Refused("invalid_request", "echo is for batch files: a stream answers with new tokens only")
         if len(request.prompts) > 1:
             raise Refused("invalid_request", "a stream takes one prompt per line; give each its own")
-        request_id = f"batch-{request.line}"  # as in a batch file, so that the same line gets the same noise
+        request_id = f"batch-{request.line}"  # as in a batch file, so that a line gets the same noise
         self._names.begin(request.custom_id, request_id)
         (prompt,) = request.prompts
         try:
             submit_prompt(
                 self._engine, request, prompt, request_id, partial(self._not_taken, request, request_id)
             )
-        except Exception as error:  # one bad request harms no other
+        except Exception as error:  # a bad request fails alone
             self._not_taken(request, request_id, error)
             if isinstance(error, EngineClosedError):
                 self._engine_died(error)
@@ -230,7 +230,7 @@ class EventStream:
             event["error"] = output.error
         self._put(event)
         before, live.counted = live.counted, tokens
-        if before is not None:  # it went on after its end
+        if before is not None:  # it was extended after its end
             self.totals.generated_tokens += tokens - before
         elif "error" in reasons:
             self.totals.failed["engine_error"] += 1
@@ -242,7 +242,7 @@ class EventStream:
         index = completion.index
         tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
         sent = live.texts.pop(index, None)
-        if sent is not None:  # it goes on after its end, where some of its text may have been too much
+        if sent is not None:  # it was extended: some of the text sent at its end may have to be replaced
             characters = _common(sent, completion.text)
         token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
         is_behind = sent is not None and characters < len(sent)
@@ -269,7 +269,7 @@ class EventStream:
         self._put(event)
 
     def _engine_died(self, error: Exception) -> None:
-        """Every request that was under way ends here."""
+        """End all live requests."""
         self.totals.failure, self._ended = error, True
         _, message = explain(error)
         for live in self._live.values():
@@ -303,6 +303,6 @@ class EventStream:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts have in common from their beginning."""
+    """Length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

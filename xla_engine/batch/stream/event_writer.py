@@ -1,4 +1,4 @@
-"""Writing lines into a pipe whose reader may be slow."""
+"""Write lines to a pipe whose reader may be slow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 
 class EventWriter:
-    """Writes lines in a thread of its own, so that a slow reader does not hold up the engine; loses none.
+    """Writes lines in its own thread, so that a slow reader does not delay the engine. Loses no line.
 
-    failure: why the pipe is closed, None while it takes lines.
+    failure: the error that closed the pipe; None while it is open.
     """
 
     def __init__(self, sink: BinaryIO) -> None:
@@ -25,23 +25,23 @@ class EventWriter:
 
     @property
     def unsent(self) -> int:
-        """Bytes handed over and not yet taken by the pipe."""
+        """Bytes queued and not yet taken by the pipe."""
         return self._unsent
 
     def put(self, line: bytes) -> None:
-        """Hand over a line, to be written after those before; returns at once."""
+        """Queue a line, and return at once."""
         with self._changed:
             self._lines.append(line)
             self._unsent += len(line)
             self._changed.notify_all()
 
     def wait_until_below(self, size: int) -> None:
-        """Wait until less than `size` bytes are unsent or the pipe is closed."""
+        """Wait until fewer than `size` bytes are unsent or the pipe is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent < size or self.failure is not None)
 
     def close(self) -> None:
-        """Wait until all is written or the pipe is closed."""
+        """Wait until all lines are written or the pipe is closed."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -58,7 +58,7 @@ class EventWriter:
             try:
                 self._sink.write(data)
                 self._sink.flush()
-            except (OSError, ValueError) as error:  # ValueError: the file was closed under us
+            except (OSError, ValueError) as error:  # ValueError: someone else closed the file
                 with self._changed:
                     self.failure = error if isinstance(error, OSError) else OSError(str(error))
                     self._changed.notify_all()

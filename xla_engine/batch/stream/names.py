@@ -1,4 +1,4 @@
-"""The requests of a stream: the caller's id, the engine's, and what was sent of each."""
+"""The requests of a stream: the caller's id, the engine's id, and how much of each was sent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Sent:
-    """A request: the caller's id, and how many tokens and characters of each choice were sent.
+    """A request: the caller's id, and the numbers of tokens and characters sent of each choice.
 
-    texts: the text of each choice as it was sent, of a request that has ended.
-    counted: tokens it had at its latest end.
+    texts: for a request that has ended, the text of each choice as sent.
+    counted: the number of tokens when it last ended.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Sent:
 
 
 class Names:
-    """Requests under way, and the latest `keep` that have ended, the oldest of which is forgotten first."""
+    """Live requests, and the `keep` most recent ones that have ended."""
 
     def __init__(self, keep: int) -> None:
         self.live: dict[str, Sent] = {}  # by the engine's id
@@ -30,16 +30,16 @@ class Names:
         self._ended: dict[str, tuple[str, Sent]] = {}  # by the caller's id
 
     def id_of(self, name: str) -> str | None:
-        """The engine's id of a request under way."""
+        """The engine's id of a live request."""
         return self._ids.get(name)
 
     def begin(self, name: str, request_id: str) -> None:
-        """A request is under way."""
+        """Register a live request."""
         self.live[request_id] = Sent(name)
         self._ids[name] = request_id
 
     def end(self, request_id: str) -> None:
-        """A request has ended, and may go on."""
+        """Mark a request as ended; it can still be extended."""
         sent = self.drop(request_id)
         self._ended.pop(sent.name, None)
         self._ended[sent.name] = request_id, sent
@@ -47,7 +47,7 @@ class Names:
             del self._ended[next(iter(self._ended))]
 
     def drop(self, request_id: str) -> Sent:
-        """A request is over for good."""
+        """Forget a request."""
         sent = self.live.pop(request_id)
         del self._ids[sent.name]
         return sent
@@ -58,13 +58,13 @@ class Names:
         return None if found is None else found[0]
 
     def go_on(self, name: str) -> None:
-        """A request that has ended is under way again."""
+        """Mark an ended request as live again."""
         request_id, sent = self._ended.pop(name)
         self.live[request_id] = sent
         self._ids[name] = request_id
 
     def clear(self) -> None:
-        """All requests are over."""
+        """Forget all live requests."""
         self.live.clear()
         self._ids.clear()
         self._ended.clear()

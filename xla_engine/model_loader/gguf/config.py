@@ -154,9 +154,8 @@ def config_fields(file: GgufReader) -> Fields:
         value = _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
-    ends = [
-        file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
-    ]  # of text, turn, message
+    # of text, turn, message
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     values["eos_token_id"] = [number for number in ends if number is not None]
     for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
         if tensor in file.tensors:

@@ -90,9 +90,8 @@ class Batches:
         self.stopping = False
         self._service = service
         self._jobs: dict[str, Job] = {}
-        self._retry_at: dict[
-            str, float
-        ] = {}  # batches whose results could not be shown, and when to try again
+        # batches whose results could not be shown, and when to try again
+        self._retry_at: dict[str, float] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

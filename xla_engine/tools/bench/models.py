@@ -76,10 +76,8 @@ _WRITTEN = (
 )
 _LLAMA3 = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _RECIPE = 2  # of `lively_weights`; part of the directory's name
-_ADDED = (
-    ("output", 2.0),
-    ("down", 1.2),
-)  # deviations of what all layers together add, before attention averages
+# deviations of what all layers together add, before attention averages
+_ADDED = (("output", 2.0), ("down", 1.2))
 _SAME, _TURNED = 3.0, 1.15  # feature 0 of every row, and deviation of what a query or a key makes of it
 _HEAD_NORM = 1.5  # weights of norms of queries and keys
 _STRETCH = 0.2
@@ -109,9 +107,8 @@ def find_model(name: str, cache: Path) -> Path:
     directory = cache / "models" / f"{path.stem}-bfloat16"
     if not directory.exists():
         checkpoint = load_checkpoint(path, dtype="bfloat16")
-        config = replace(
-            checkpoint.config, rope_interleaved=False
-        )  # of its file: leaves are as transformers has them
+        # of its file: leaves are as transformers has them
+        config = replace(checkpoint.config, rope_interleaved=False)
         with tempfile.TemporaryDirectory() as folder:
             write_config(config, Path(folder))
             if read_config(Path(folder)) != config:

@@ -23,12 +23,8 @@ _REST = 0.3  # seconds between turns: the threads of the engine before stop spin
 _WARM_UP_TOKENS = 8
 _SECOND_ARRIVES = 0.4  # of the time a request takes alone
 STOP_SLACK = 32  # tokens a request could run past its stop id
-_OWN = (
-    "host_ms_per_step",
-    "occupancy",
-    "occupancy_queued",
-    "stale_share",
-)  # figures that only this engine tells
+# figures that only this engine tells
+_OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")
 
 
 @dataclass(slots=True)

@@ -28,9 +28,8 @@ from typing import Any
 def main() -> None:
     kind, threads = sys.argv[1], int(sys.argv[2])
     sys.path += [str(Path(__file__).parent / "peers"), *sys.argv[3:]]
-    if hasattr(
-        os, "sched_setaffinity"
-    ):  # the same cores for every engine, whatever it calls its thread options
+    # the same cores for every engine, whatever it calls its thread options
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output, C++ ones past Python
