@@ -7,8 +7,9 @@
 // The array begins with a header of 64 bytes, int32: K, features, runs, 0, then for each run of blocks its kind (ggml's number)
 // and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of 64 bytes:
 //
-//   codes    lane l of a line holds those of feature l / 2 and 8 + l / 2 in turns, of the K with K % 2 == l % 2, from the lowest
-//            bits on: four bits or eight, and in a plane of their own the one or two bits above four
+//   codes    byte b of lane l has those of features l / 2 and, in higher bits, 8 + l / 2, of K 2 b + l % 2 of each eight K: four
+//            bits, or eight in two lines; and in a plane of their own the one or two bits above four, a byte for as many times
+//            eight K as it has room for
 //   scales   [unit of K][16 features]: float16 d, m for each 32 K; or for each 256 K bytes for each 32 (scale, minimum) or 16
 //            (signed scale), and behind them float16 d, m
 
@@ -39,7 +40,7 @@ constexpr CodedKind kCodedKinds[] = {
     {3, 4, 0, 0, false, true},          // Q4_1
     {6, 4, 1, 16, false, false},        // Q5_0
     {7, 4, 1, 0, false, true},          // Q5_1
-    {8, 8, 0, 0, false, false},         // Q8_0
+    {8, 8, 0, 128, false, false},       // Q8_0
     {12, 4, 0, 0, true, true},          // Q4_K
     {13, 4, 1, 0, true, true},          // Q5_K
     {14, 4, 2, 32, true, false},        // Q6_K
@@ -47,6 +48,8 @@ constexpr CodedKind kCodedKinds[] = {
 };
 constexpr int kCodedKindCount = sizeof kCodedKinds / sizeof *kCodedKinds;
 alignas(64) constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+constexpr int64_t kAhead = 16384;  // bytes
 
 // What the sixteen features have, for both vectors of a line: each value twice.
 struct Both {
@@ -106,8 +109,27 @@ inline WordRegister FromLevels(WordRegister codes) {
 #endif
 }
 
-// Sixteen codes, `shift` bits up in their words, as numbers.
-template <int index, int shift>
+// (a & mask) | b.
+inline WordRegister Merged(WordRegister a, int32_t mask, WordRegister b) {
+#if defined(__AVX512F__)
+  return (WordRegister)_mm512_ternarylogic_epi32((__m512i)a, _mm512_set1_epi32(mask), (__m512i)b, 0xEA);
+#else
+  return (a & mask) | b;
+#endif
+}
+
+// The bits of `plane` from `at` on, moved to begin at `to`; others are left around them.
+template <int at, int to>
+Words Moved(Words plane) {
+  if constexpr (at >= to) {
+    return plane >> (at - to);
+  } else {
+    return plane << (to - at);
+  }
+}
+
+// Sixteen codes, from bit `at` of their words on, as numbers. `above` has their bits above four from bit `higher` on.
+template <int index, int at, int higher>
 Vec Level(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
 #if defined(__AVX512F__)
@@ -115,34 +137,35 @@ Vec Level(Words codes, Words above) {
     const __m512i from = kind.levels ? _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)))
                                      : _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 table = _mm512_cvtepi32_ps(_mm512_sub_epi32(from, _mm512_set1_epi32(kind.bias)));
-    return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, shift), table);
+    return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, at), table);
   }
 #endif
-  Words found;
-  if constexpr (kind.low == 8) {
-    found = codes << (24 - shift) >> 24;
-  } else {
-    found = codes >> shift & 15;
-    if constexpr (kind.high > 0) found = found | above;
-  }
-  if constexpr (kind.levels) found = ByRegister(found, found, [](auto, auto each) { return FromLevels(each); });
-  return Convert<Vec>(kind.bias ? found - kind.bias : found);
-}
-
-// The bits of a code above the lowest four, where the word holds them from bit `at` on.
-template <int bits, int at>
-Words Above(Words plane) {
-  constexpr int mask = ((1 << bits) - 1) << 4;
-  if constexpr (at >= 4) {
-    return plane >> (at - 4) & mask;
-  } else {
-    return plane << (4 - at) & mask;
+  if constexpr (kind.levels) {
+    const Words found = codes >> at & 15;
+    return Convert<Vec>(ByRegister(found, found, [](auto, auto each) { return FromLevels(each); }));
+  } else {  // a code is the last bits of 2^23 and more: exact
+    constexpr int lowest = (1 << kind.low) - 1;
+    const Words taken = codes >> at;
+    Words found = ByRegister(taken, taken, [](auto, auto each) { return Merged(each, lowest, WordRegister{} + 0x4B000000); });
+    if constexpr (kind.high > 0) {
+      constexpr int mask = ((1 << kind.high) - 1) << 4;
+      found = ByRegister(found, Moved<higher, 4>(above), [](auto lower, auto each) { return Merged(each, mask, lower); });
+    }
+    return Cast<Vec>(found) - static_cast<float>(8388608 + kind.bias);
   }
 }
 
 template <int... values, typename Run>
 inline __attribute__((always_inline)) void Unrolled(std::integer_sequence<int, values...>, const Run& run) {
   (run(std::integral_constant<int, values>()), ...);
+}
+
+// Fetches what comes a while after the codes and scales of 32 K: processors by themselves stop at each page.
+template <int index>
+inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t k) {
+  constexpr CodedKind kind = kCodedKinds[index];
+  constexpr int64_t size = kind.CodeBytes(32) + (kind.nested ? 32 + kind.minimum * 8 : 32 + kind.minimum * 32);
+  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead);
 }
 
 // Calls take(word of K, the values of its line in two vectors) for 32 K from k on.
@@ -152,6 +175,7 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
   const char* low = block + k * 2 * kind.low;
   const char* high = block + width * 2 * kind.low + k * 2 * kind.high;
   const char* scales = block + kind.CodeBytes(width);
+  FetchAhead<index>(block, k);
   Both scale, minimum = {};
   Unrolled(std::make_integer_sequence<int, 2>(), [&](auto half) __attribute__((always_inline)) {
     if constexpr (!kind.nested) {
@@ -173,11 +197,12 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
     }
     const Words above = kind.high ? LoadAs<Words>(high + (kind.high == 2 ? half * 64 : 0)) : Words{};
     Unrolled(std::make_integer_sequence<int, 8>(), [&](auto line) __attribute__((always_inline)) {
-      constexpr int word = half * 8 + line, lines = 16 / kind.low;  // words of K in a line of the plane
-      constexpr int at = word % lines * kind.low * 2, bit = (kind.high == 2 ? line : word) * 2 * kind.high;
-      const Words codes = LoadAs<Words>(low + word / lines * 64);
-      const Vec first = Level<index, at>(codes, Above<kind.high, bit>(above));
-      const Vec second = Level<index, at + kind.low>(codes, Above<kind.high, bit + kind.high>(above));
+      constexpr int word = half * 8 + line, eight = word / 4, at = word % 4 * 8;
+      constexpr int higher = at + (kind.high == 2 ? eight % 2 * 4 : eight * 2);
+      const char* from = low + eight * 16 * kind.low;
+      const Words codes = LoadAs<Words>(from), others = kind.low == 8 ? LoadAs<Words>(from + 64) : codes;
+      const Vec first = Level<index, at, higher>(codes, above);
+      const Vec second = Level<index, kind.low == 8 ? at : at + 4, higher + kind.high>(others, above);
       if constexpr (kind.minimum) {
         take(k / 2 + word, Fused(first, scale.first, minimum.first), Fused(second, scale.second, minimum.second));
       } else {
@@ -198,8 +223,7 @@ class CodedWeights {
  public:
   using Element = BFloat16;
 
-  explicit CodedWeights(const ffi::AnyBuffer& buffer)
-      : header_(static_cast<const int32_t*>(buffer.untyped_data())), size_(buffer.element_count()) {}
+  CodedWeights(const void* array, int64_t bytes) : header_(static_cast<const int32_t*>(array)), size_(bytes) {}
 
   int64_t Width() const { return header_[0]; }
   int64_t Features() const { return header_[1]; }

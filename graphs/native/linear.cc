@@ -30,7 +30,7 @@ ffi::Error ByType(const Source& source, const ffi::AnyBuffer& weight, const Halv
     return run(PackedWeights<T>{values, std::is_same_v<T, int8_t> ? scales : nullptr, width}, features);
   };
   if (weight.element_type() == ffi::U8) {
-    const CodedWeights coded(weight);
+    const CodedWeights coded(weight.untyped_data(), weight.element_count());
     const int64_t step = Kernel<BFloat16>::kStep;
     if (!coded.Fit() || coded.Width() != source.width) return ffi::Error::InvalidArgument("coded weights of another form");
     return whole && coded.Features() % kFeatures ? Unfit(step) : run(coded, coded.Features());
@@ -101,7 +101,7 @@ ffi::Error Head(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm,
 
 // Rows of coded weights, those of tokens [N]: [N, K].
 ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, ffi::ResultBuffer<ffi::F32> out) {
-  const CodedWeights coded(weight);
+  const CodedWeights coded(weight.untyped_data(), weight.element_count());
   const int64_t width = out->dimensions()[1];
   if (!coded.Fit() || coded.Width() != width) return ffi::Error::InvalidArgument("coded weights of another form");
   ParallelFor(pool, tokens.element_count(), [&](int64_t n) {

@@ -73,22 +73,15 @@ def _nibbles(packed: Array, run: int) -> Array:
 
 def _planes(codes: Array, kind: str) -> list[Array]:
     """The planes of codes `[blocks, 2, 8, K]`, the lower and the upper eight features apart."""
-    own, (blocks, _, _, width) = KINDS[kind], codes.shape
+    own, blocks = KINDS[kind], len(codes)
 
-    def lanes(values: Array, words: int) -> Array:
-        """`[blocks, lines, 8, 2, words, 2]`: lanes by feature and K % 2, within one the words of K and the halves."""
-        parts = values.reshape(blocks, 2, 8, width // (2 * words), words, 2)
-        return parts.transpose(0, 3, 2, 5, 4, 1)
+    def plane(values: Array, bits: int) -> Array:
+        """Bytes by eight K, feature, K % 2 and K / 2: within one, from the lowest bits on, those of both halves."""
+        parts = values.reshape(blocks, 2, 8, -1, 4 // bits, 4, 2).transpose(0, 3, 2, 6, 5, 4, 1)
+        shifted = parts.reshape(*parts.shape[:-2], -1) << np.arange(0, 8, bits, dtype=np.uint8)
+        found: Array = np.bitwise_or.reduce(shifted, axis=-1)
+        return found
 
     if kind == "Q8_0":
-        return [lanes(codes, 2)]
-    pairs = lanes(codes & 15, 4)
-    planes = [pairs[..., 0] | pairs[..., 1] << 4]
-    if own.high and kind != "Q6_K":
-        bits = lanes(codes >> 4, 16)
-        planes.append(np.packbits(bits.reshape(*bits.shape[:-2], 32), axis=-1, bitorder="little"))
-    elif own.high:
-        twos = lanes(codes >> 4, 8)
-        fours = twos.reshape(*twos.shape[:-2], 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)
-        planes.append(np.bitwise_or.reduce(fours, axis=-1))
-    return planes
+        return [codes.reshape(blocks, 2, 8, -1, 4, 2).transpose(0, 3, 1, 2, 5, 4) ^ 128]
+    return [plane(codes & 15, 4), *([plane(codes >> 4, own.high * 4 // own.low)] if own.high else [])]
