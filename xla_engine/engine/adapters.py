@@ -1,4 +1,4 @@
-"""The adapters that an engine has loaded: which slot each has on the device, and which makes room for another."""
+"""The adapters that an engine has loaded: their slots on the device, and their eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_engine.runner.runner import Runner
 
 
 class LoadedAdapter(NamedTuple):
-    """slot: on the device, from 1. key: the same for the same content."""
+    """slot: index on the device, from 1; 0 is the model without an adapter. key: a hash of the adapter's content."""
 
     slot: int
     key: str
@@ -24,36 +24,35 @@ NO_ADAPTER = LoadedAdapter(0, "", None)
 
 
 class Adapters:
-    """Adapters by id, loaded when a request first asks for one.
+    """Adapters by id, loaded when a request first needs one.
 
-    Where all slots are taken, the adapter that was asked for longest ago makes room, unless a request has it or it is
-    pinned.
+    If all slots are taken, the least recently used adapter that no request uses and that is not pinned is evicted.
     """
 
     def __init__(
         self, runner: Runner, checkpoint: Checkpoint, slots_in_use: Callable[[], Collection[int]]
     ) -> None:
-        """slots_in_use: those that requests have which may still run."""
+        """slots_in_use: returns the slots of requests that run or may still run."""
         self._runner = runner
         self._checkpoint = checkpoint
         self._slots_in_use = slots_in_use
-        self._loaded: dict[int, LoadedAdapter] = {}  # the latest used is last
+        self._loaded: dict[int, LoadedAdapter] = {}  # least recently used first
         self._pinned: set[int] = set()
 
     @property
     def ids(self) -> set[int]:
-        """Of those that are loaded."""
+        """The ids of the loaded adapters."""
         return set(self._loaded)
 
     @property
     def names(self) -> list[str]:
-        """Of those that are loaded, as requests call them."""
+        """The names of the loaded adapters, as in `LoRARequest.lora_name`."""
         return [each.request.lora_name for each in self._loaded.values() if each.request is not None]
 
     def of(self, request: LoRARequest | None) -> LoadedAdapter:
-        """The adapter that a request asks for, loaded if need be.
+        """The adapter of a request, loaded if necessary.
 
-        Raises InvalidRequestError; AdaptersBusyError, one of these, where all room is taken by adapters with requests.
+        Raises InvalidRequestError; its subclass AdaptersBusyError if every slot's adapter is pinned or in use.
         """
         if request is None:
             return NO_ADAPTER
@@ -69,28 +68,28 @@ class Adapters:
         return found
 
     def in_slot(self, slot: int) -> LoRARequest | None:
-        """Which adapter a slot holds."""
+        """The adapter in a slot; None if the slot is free."""
         return next((each.request for each in self._loaded.values() if each.slot == slot), None)
 
     def named(self, name: str | None) -> LoRARequest | None:
-        """A loaded adapter of this name; None where there is none."""
+        """The loaded adapter of this name; None if there is none."""
         found = (each.request for each in self._loaded.values() if each.request is not None)
         return next((request for request in found if request.lora_name == name), None)
 
     @property
     def pinned(self) -> dict[str, str]:
-        """Keys of the pinned ones by name."""
+        """The keys of the pinned adapters, by name."""
         found = ((number, each) for number, each in self._loaded.items() if number in self._pinned)
         return {each.request.lora_name: each.key for _, each in sorted(found) if each.request is not None}
 
     def pin(self, lora_int_id: int) -> bool:
-        """Keep an adapter until it is removed; False where it is not loaded."""
+        """Protect an adapter from eviction; False if it is not loaded."""
         if lora_int_id in self._loaded:
             self._pinned.add(lora_int_id)
         return lora_int_id in self._loaded
 
     def remove(self, lora_int_id: int) -> bool:
-        """Let go of an adapter; False where it is not loaded. Raises InvalidRequestError while requests have it."""
+        """Unload an adapter; False if it is not loaded. Raises InvalidRequestError while requests use it."""
         found = self._loaded.get(lora_int_id)
         if found is None:
             return False

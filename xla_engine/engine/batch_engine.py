@@ -1,4 +1,4 @@
-"""The engine: its parts put together, one lock around them, and one method for each thing a caller may ask."""
+"""The engine: builds its parts and offers their operations as methods, all under one lock."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 class XlaBatchEngine:
     """Continuous batching over one model.
 
-    Several threads may call it, each with collectors of its own, as `LLM` has.
+    Thread-safe. Each thread should submit with its own `OutputCollector`, as `LLM` does.
 
-    state: what its parts share. lock: held while one of them works.
-    observers: are told what happens.
-    default_params: of requests that are submitted without parameters.
+    state: the state that all parts share. lock: held while a part reads or changes it.
+    observers: notified of plans, tokens and ends.
+    default_params: used for requests that are submitted without parameters.
 
     Runnable example::
 
@@ -89,9 +89,12 @@ class XlaBatchEngine:
         pooler: PoolingForm | None = None,
         progress: StartupProgress = silent,
     ) -> None:
-        """`progress` is called with each step of the start: weights, C++ operations, programs, self-check. draft: a
-        draft model; None loads the one that `speculative_config` names. pooler: how prompts are pooled where
-        `config.runner` says so; None takes the last token's vector."""
+        """Load the weights onto the device and compile all programs.
+
+        draft: the draft model; None loads the one that `speculative_config` names.
+        pooler: how prompts are pooled if `config.runner` is "pooling"; None takes the last token's vector.
+        progress: called at each step of the start: weights, C++ kernels, programs, self-check.
+        """
         config = config or EngineConfig()
         pooler = (pooler or PoolingForm()) if config.pools else None
         runner = Runner(
@@ -141,7 +144,7 @@ class XlaBatchEngine:
             ),
         )
         self.adapters = Adapters(runner, checkpoint, state.adapter_slots)
-        self._collector = OutputCollector()  # of requests that were submitted without one; `step` reads it
+        self._collector = OutputCollector()  # for requests submitted without one; `step` reads it
         delivery = Delivery(state)
         self._recovery = Recovery(state, delivery)
         self._intake = Intake(
@@ -156,13 +159,15 @@ class XlaBatchEngine:
         self._log_progress()
 
     def _log_progress(self) -> None:
-        """Log the limits now, and the progress from now on."""
+        """Log the limits once, and the progress from now on."""
         runner, progress = self.runner, ProgressLog(self.clock())
         self._loop.log_progress = lambda: engine_log.info("%s", progress.line(self.stats(), self.clock()))
         if engine_log.isEnabledFor(logging.INFO):
-            told = ", ".join(f"{name} {value}" for name, value in self.limits().items() if value is not None)
+            limits = ", ".join(
+                f"{name} {value}" for name, value in self.limits().items() if value is not None
+            )
             seconds = f"{runner.load_seconds:.1f} s load, {runner.compile_seconds:.1f} s compile"
-            engine_log.info("ready: %s; %s", told, seconds)
+            engine_log.info("ready: %s; %s", limits, seconds)
 
     @classmethod
     def from_pretrained(
@@ -172,10 +177,12 @@ class XlaBatchEngine:
         *,
         progress: StartupProgress = silent,
     ) -> XlaBatchEngine:
-        """Load a Hugging Face directory, an id of its hub or a GGUF file (None: the embedded model) and compile;
-        `open_model` says which names there are.
+        """Load a model and compile it.
 
-        Raises CheckpointError. `progress` is that of the constructor.
+        model: a Hugging Face directory, a Hub id or a GGUF file; None is the embedded model. See `open_model`.
+        progress: as in the constructor.
+
+        Raises CheckpointError.
         """
         files = open_model(embedded_model_directory() if model is None else model)
         tokenizer = Tokenizer.of_model(files)
@@ -196,9 +203,9 @@ class XlaBatchEngine:
     def render_chat(
         self, messages: Sequence[Message], *, chat_template: str | None = None, **options: Any
     ) -> str:
-        """The prompt of a conversation by the checkpoint's chat template, or by `chat_template`; see `render_chat`.
+        """Render a conversation with `chat_template`, by default the checkpoint's. Options as in `render_chat`.
 
-        Submit it with `add_special_tokens=False`.
+        Submit the result with `add_special_tokens=False`.
         """
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
@@ -215,22 +222,23 @@ class XlaBatchEngine:
     ) -> str:
         """Queue a prompt (text, token ids or a dict around either); returns the request's id.
 
-        request_id: None counts up, past ids in use. It names the request in outputs and, without a seed of its own,
-            keys its noise.
-        add_special_tokens: tokenise text with the begin token; false for the text of a chat template, which has it.
-        collector: takes the request's news; without one `step` returns them.
-        on_refused: do not wait here while a constraint is tried that was not seen before, for a second at most. Other
-            requests go on, and this one waits in the queue. Where the constraint is none, the request is gone without
-            a result, and this is called in a turn with the error that `submit` would have raised.
-        options: when it runs and what it shares; see `RequestOptions`.
+        request_id: names the request in outputs and, unless `params` has a seed, keys its noise. None takes the next
+            free number.
+        add_special_tokens: tokenise text with the begin token; false if a chat template has already added it.
+        collector: receives the request's outputs; by default `step` returns them.
+        on_refused: by default `submit` waits until a new constraint is compiled, which may take a second. With this
+            callback it returns at once and compiles in a background thread; the request waits meanwhile. If
+            the constraint is invalid, the request ends without an output, and a turn calls `on_refused` with the error
+            that `submit` would have raised.
+        options: priority, deadlines, cache salt, adapter; see `RequestOptions`.
 
-        Raises InvalidRequestError (TokenLimitError when prompt and max_tokens do not fit), QueueFullError when the
-        queue is bounded and full, and EngineClosedError when the engine is gone; then nothing is changed.
+        Raises InvalidRequestError (TokenLimitError if prompt and max_tokens do not fit), QueueFullError if the queue
+        is bounded and full, and EngineClosedError if the engine is closed or draining. An error changes nothing.
         """
         wanted = params or self.default_params
         self.check_open()
         if on_refused is None:
-            self.validator.try_constraint(wanted)  # without the lock, so that other threads' turns go on
+            self.validator.try_constraint(wanted)  # without the lock, so that other threads can run turns
         reader = self._reader(collector)
         with self.lock:
             self._intake.check_open()
@@ -240,14 +248,14 @@ class XlaBatchEngine:
 
     @locked
     def check_open(self) -> None:
-        """Raise EngineClosedError where no request is taken."""
+        """Raise EngineClosedError if the engine accepts no requests."""
         self._intake.check_open()
 
     @locked
     def abort(self, request_id: str, cause: str | None = None) -> bool:
-        """End a request now, keeping what it has; False when it is unknown or already over.
+        """End a request now, with the tokens it has; False if it is unknown or has already ended.
 
-        cause: what its output says as `error`.
+        cause: becomes the `error` of its output.
         """
         return self._intake.abort(request_id, cause)
 
@@ -257,12 +265,12 @@ class XlaBatchEngine:
         self._intake.abort_all(cause)
 
     def stop_taking(self) -> None:
-        """Refuse requests from now on; those that are here go on."""
+        """Refuse new requests from now on; accepted ones run to their end."""
         self.state.draining = True
 
     @locked
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
-        """Return a request's 64-bit noise key: its own seed, else one made from the engine's seed and its id."""
+        """A request's 64-bit noise key: its own seed, or one derived from the engine's seed and the request id."""
         return noise_key(self._intake.seed, request_id, params)
 
     @locked
@@ -274,46 +282,46 @@ class XlaBatchEngine:
         collector: OutputCollector | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Give a request that has ended up to `max_tokens` more tokens, in each of its sequences that may have more.
+        """Continue a finished request with up to `max_tokens` more tokens for each of its sequences.
 
-        The request goes on under its id, and what it returns is to the bit what it would have returned with a larger
-        `max_tokens` from the start: tokens, log-probabilities, text, and where it stops. It decodes on at once where
-        its slot and blocks still hold what it left and the engine does not speculate. Otherwise its tokens are
-        prefilled again where that is exact, or else sampled again; none is delivered twice.
+        The request keeps its id. Its tokens, log-probabilities, text and stop are bit for bit what a larger
+        `max_tokens` would have given from the start. If its slot or blocks still hold its KV entries and the engine
+        does not speculate, it continues to decode at once. Otherwise its tokens are prefilled again if that is exact,
+        or else sampled again. No token is delivered twice.
 
-        Text that was shown at its end, since no token was to come, may be taken back: half a character, or the
-        beginning of a stop string.
+        The end of the text may change: when a request ends, it shows half a character or the beginning of a
+        stop string that it had held back.
 
-        collector: as in `submit`. options: those of `submit` but `cache_salt`; a priority that is left out stays as it
-            was, and deadlines count from now.
+        collector: as in `submit`. options: those of `submit`, without `cache_salt` and `lora_request`. The priority
+            stays as it was by default; deadlines count from now.
 
-        Raises InvalidRequestError for a request that is not kept: it is live or unknown, it ended with "stop" or
-        "error", or others ended since and it was forgotten; TokenLimitError when the longer request does not fit,
-        QueueFullError and EngineClosedError. Then nothing is changed.
+        Raises InvalidRequestError if the request is not kept: it is live or unknown, it ended with "stop" or "error",
+        or it was evicted by later ones. Raises TokenLimitError if the longer request does not fit, QueueFullError and
+        EngineClosedError. An error changes nothing.
         """
         self._continuations.extend(request_id, max_tokens, self._reader(collector), options)
 
     @locked
     def save(self, request_id: str, name: str | None = None) -> str:
-        """Keep what a live request has so far, or one that has ended and is kept, under a name; returns the name.
+        """Save the current state of a request, live or kept, under a name; returns the name.
 
-        The request itself goes on as if nothing had been. What is saved are tokens and settings, on the host: of
-        keys and values a `restore` takes what slots or blocks still hold, and computes the rest again.
+        The request itself continues unaffected. Tokens and settings are saved on the host, but no KV entries:
+        `restore` reuses those that slots or blocks still hold and computes the others again.
 
-        name: None makes one. As many as `keep_finished` are kept at a time, until they are freed.
+        name: None makes one. At most `keep_finished` requests can be saved at a time; `free` deletes one.
 
-        Raises InvalidRequestError for a request or a name that cannot be, or when so many are kept already.
+        Raises InvalidRequestError if the request is unknown, the name is taken, or the maximum is reached.
         """
         return self._continuations.save(request_id, name, self._collector)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The names of saved requests, the oldest first."""
+        """The names of saved requests, oldest first."""
         return tuple(self.state.saved)
 
     @locked
     def free(self, name: str) -> bool:
-        """Let go of a saved request; False where none has this name."""
+        """Delete a saved request; False if none has this name."""
         return self._continuations.free(name)
 
     @locked
@@ -326,15 +334,16 @@ class XlaBatchEngine:
         collector: OutputCollector | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """Let a saved request go on from where it was saved, as a request of its own; returns its id.
+        """Continue a saved request from where it was saved, as a new request; returns its id.
 
-        It has the tokens that were saved, and what follows is to the bit what follows in the request that was saved:
-        the noise is the same, whatever the id. It may be restored again and again.
+        It starts with the saved tokens, and continues bit for bit as the original does: its noise is the same,
+        whatever its id. The same save can be restored many times.
 
-        max_tokens: new tokens at most, on top of those saved; None: up to the `max_tokens` the request had.
-        request_id, collector, options: as in `extend`; the id is made where it is None.
+        max_tokens: new tokens at most, in addition to the saved ones; None: up to the original `max_tokens`.
+        request_id: None takes the next free number.
+        collector, options: as in `extend`.
 
-        Raises what `extend` does.
+        Raises what `extend` raises.
         """
         return self._continuations.restore(name, max_tokens, request_id, self._reader(collector), options)
 
@@ -350,18 +359,20 @@ class XlaBatchEngine:
         collector: OutputCollector | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """Submit a request whose prompt is that of another, what this has generated so far, and `suffix`.
+        """Submit a request whose prompt is `source`'s prompt, followed by its generated tokens and `suffix`.
 
-        It is such a request, and returns the very bits of one that was submitted so. What slots or blocks hold of
-        the prompt is copied or shared and not computed again. All of the prompt counts as prompt: for penalties,
-        `min_tokens`, bad words and structured outputs the output is what comes now.
+        The result is bit for bit that of `submit` with this prompt. KV entries that slots or blocks still hold are
+        copied or shared. The whole prompt counts as prompt: penalties, `min_tokens`, bad words and structured outputs
+        see only the new tokens as output.
 
-        source: a live request, one that has ended and is kept, or the name of a saved one.
-        suffix: text, tokenised by itself, or token ids.
-        params: None are those of `source`, with its noise, which is a function of seed and position.
-        seed: another seed than `params` have.
+        source: the id of a live or kept request, or the name of a saved one.
+        suffix: text, tokenised on its own, or token ids.
+        params: None takes those of `source`, including its seed; noise is a function of seed and position.
+        seed: replaces the seed of `params`.
         index: which sequence of a `source` with n above 1.
-        request_id, collector, options: as in `submit`, which says what is raised.
+        request_id, collector, options: as in `submit`.
+
+        Raises what `submit` raises.
         """
         with self.lock:
             forked = self._continuations.forked(
@@ -372,47 +383,47 @@ class XlaBatchEngine:
 
     @locked
     def forget_kept(self) -> None:
-        """Let go of all requests that have ended, and of all that were saved."""
+        """Forget all kept and all saved requests."""
         self._continuations.forget_all()
 
     @locked
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """Take a request's slot away: it goes on later, and its stream is the same; false where it holds no slot.
+        """Preempt a request: it gives up its slot and continues later, with the same tokens; False if it has no slot.
 
-        how: "park" (its state waits on the host), "recompute" (prompt and tokens are prefilled again, where that gives
-            the same bits), "replay" (it runs again from its beginning); None takes what is cheapest.
-        to_back: it waits behind all others of its priority, else at the place it had.
+        how: "park" moves its state to host memory, "recompute" prefills its prompt and tokens again (offered only if
+            that is exact), "replay" runs it again from its beginning. None takes the cheapest.
+        to_back: queue it behind all others of its priority; by default it keeps its place.
 
-        Raises InvalidRequestError for a way that this engine does not offer.
+        Raises InvalidRequestError if this engine does not offer `how`.
         """
         return self._loop.preempt(request_id, how=how, to_back=to_back)
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
-        """The values of `how` that `preempt` takes on this engine."""
+        """The values of `how` that `preempt` accepts on this engine."""
         return self._loop.ways_to_preempt
 
     def turn(self) -> Turn:
-        """One turn, for a caller who waits for the device in a way of its own: `xla_engine.engine.turn` says how.
+        """One turn, for callers that wait for the device in their own way; see `xla_engine.engine.turn`.
 
         Raises EngineClosedError, and RuntimeError while another turn runs.
         """
         return self._driver.turn()
 
     def advance(self) -> None:
-        """One turn, whose news are left in the collectors, or as much of it as until a request runs out of time: then
-        the step is under way, and the next call goes on waiting for it. Raises EngineClosedError.
+        """Run one turn; outputs go to the collectors. Raises EngineClosedError.
 
-        While another thread runs a turn, wait for its end instead: its news may be the caller's. With nothing else to
-        do, wait for what is made in the background.
+        If a request reaches its deadline first, the call returns early, and the next call continues to wait for the
+        same step. If another thread runs a turn, the call waits for the end of that turn instead. If there is nothing
+        to run, it waits for background work (constraints, masks).
         """
         self._driver.advance()
 
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """Run one turn; returns the cumulative output of every request with news and no collector of its own.
+        """Run one turn; returns the cumulative outputs of requests that have news and no collector of their own.
 
-        `only_finished` leaves out the running requests, whose outputs cost a copy of all their tokens each turn; their
-        tokens are then taken many at a time, unless stop strings or grammars need each.
+        only_finished: leave out running requests. This is faster: no tokens are copied each turn, and tokens are
+            processed many at a time, except for requests with stop strings or grammars.
         """
         self._collector.every_token = not only_finished
         if self.state.closed is None or not self._collector:
@@ -422,10 +433,9 @@ class XlaBatchEngine:
             return [request.output() for request in news if request.finished or not only_finished]
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
-        """Run until nothing is left; returns the finished requests in order of completion.
+        """Run until all requests have ended; returns their outputs in order of completion. Meanwhile `submit` raises.
 
-        timeout_s: what runs or waits after so many seconds ends with reason "abort"; None waits for all. Meanwhile
-            no request is taken.
+        timeout_s: seconds after which requests that still run or wait end with reason "abort"; None: no limit.
         """
         ended: list[Readable] = []
         self._collector.every_token = False
@@ -440,7 +450,7 @@ class XlaBatchEngine:
                     self.advance()
                 ended += (request for request in self._collector.take() if request.finished)
         except BaseException:
-            for request in ended:  # not delivered yet, so `step` or `drain` must find them again
+            for request in ended:  # not delivered yet: the next `step` or `drain` must return them
                 self._collector.put(request)
             raise
         finally:
@@ -450,25 +460,22 @@ class XlaBatchEngine:
             return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
-        """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
+        """Run until all requests have ended, yielding cumulative outputs as tokens arrive."""
         while self.has_unfinished:
             yield from self.step()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a turn still has something to do or to deliver."""
+        """Whether there is work for a turn, or an output that was not read."""
         return self.has_work or bool(self._collector)
 
     @locked
     def reset_prefix_cache(self) -> None:
-        """Forget the cached prefixes: a prompt is computed whole until its beginning has been seen again."""
+        """Forget all cached prefixes."""
         self.scheduler.reset_prefix_cache()
 
     def blank(self) -> None:
-        """Put cache, row state and prefix cache back to their state at start-up, so that a run repeats to the bit.
-
-        The engine must be idle.
-        """
+        """Reset KV cache, row state and prefix cache to their state at start-up. The engine must be idle."""
         self.finish_steps()
         self.reset_prefix_cache()
         forget_slots(self.scheduler)
@@ -477,23 +484,23 @@ class XlaBatchEngine:
             self.state.shadow.restart()
 
     def draft_with(self, proposer: Proposer) -> None:
-        """Let another proposer guess, for a check or a measurement; the engine must be idle and speculate.
+        """Replace the proposer, for a check or a measurement. The engine must be idle.
 
-        Raises ConfigError where it does not.
+        Raises ConfigError if the engine does not speculate.
         """
         if self.state.speculator is None:
             raise ConfigError("this engine does not speculate: give it a speculative_config")
         self.state.speculator.proposer = proposer
 
     def start_profile(self, directory: str | Path) -> None:
-        """Write down what XLA and the host do until `stop_profile`, which puts a profile below `directory`.
+        """Profile XLA and the host until `stop_profile`, which writes the profile below `directory`.
 
-        TensorBoard and Perfetto show it. One engine of a process at a time is profiled.
+        TensorBoard and Perfetto can show it. One engine per process can be profiled at a time.
         """
         start_profile(directory)
 
     def stop_profile(self) -> None:
-        """Write the profile."""
+        """End the profile and write it."""
         stop_profile()
 
     def inventory_report(self) -> list[GraphReport]:
@@ -502,7 +509,7 @@ class XlaBatchEngine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; another one after a restart."""
+        """The scheduler; a restart replaces it."""
         return self.state.pipeline.scheduler
 
     @scheduler.setter
@@ -511,7 +518,7 @@ class XlaBatchEngine:
 
     @property
     def lag(self) -> int:
-        """Started steps that may be left unread; may be changed between turns."""
+        """How many started steps may be unread; may be changed between turns."""
         return self.state.pipeline.lag
 
     @lag.setter
@@ -520,7 +527,7 @@ class XlaBatchEngine:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Seconds, for deadlines and the times of tokens."""
+        """The clock for deadlines and token times, in seconds."""
         return self.state.clock
 
     @clock.setter
@@ -529,7 +536,7 @@ class XlaBatchEngine:
 
     @property
     def step_timeout_s(self) -> float | None:
-        """Seconds that the start of a step may take, and its answer, before the device is given up; None: no limit."""
+        """Seconds that the start of a step, and then its result, may take before the engine closes; None: no limit."""
         return self.state.step_timeout_s
 
     @step_timeout_s.setter
@@ -538,7 +545,7 @@ class XlaBatchEngine:
 
     @property
     def watches(self) -> bool:
-        """Whether requests with deadlines may come from other threads while a step is under way."""
+        """Whether other threads may submit requests with deadlines while a turn waits for a step."""
         return self.state.watches
 
     @watches.setter
@@ -547,12 +554,12 @@ class XlaBatchEngine:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The weights as they are now."""
+        """The checkpoint of the current weights."""
         return self._weights.checkpoint
 
     @property
     def speculator(self) -> Speculator | None:
-        """Who guesses; None where rows sample one token a step."""
+        """The speculator; None without speculation."""
         return self.state.speculator
 
     @property
@@ -562,17 +569,17 @@ class XlaBatchEngine:
 
     @property
     def closed_because(self) -> str | None:
-        """Why the engine takes nothing any more, None while it does."""
+        """Why the engine was closed; None while it is open."""
         return self.state.closed
 
     @property
     def last_fault(self) -> str | None:
-        """The latest failed step, in words; None where none has failed."""
+        """The error of the latest failed step; None if none has failed."""
         return self._recovery.faults.last
 
     @property
     def num_running(self) -> int:
-        """Sequences past the queue: in a slot, or with all their tokens planned and the last of them in flight."""
+        """Sequences in a slot, or with all tokens planned and the last one in flight."""
         return self.scheduler.num_running
 
     @property
@@ -582,128 +589,128 @@ class XlaBatchEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return self.config.num_slots
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a sequence at most, prompt and generated."""
+        """The maximum tokens of a sequence, prompt and generated."""
         return self.runner.context_length
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn has something to do, or will have. Steps whose requests were all ended by a deadline do not
+        """Whether there are requests, or steps to read. Steps whose requests have all passed their deadlines do not
         count."""
         return self.state.has_work
 
     @locked
     def expire(self) -> None:
-        """End the requests whose time is up, also while a turn waits."""
+        """End the requests whose deadline has passed, even while a turn waits."""
         self._loop.expire()
 
     @locked
     def fail(self, cause: str) -> None:
-        """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
+        """Close the engine: every request ends with reason "error" and this cause, and `submit` raises from now on."""
         self._recovery.fail(cause)
 
     @locked
     def finish_steps(self) -> None:
-        """Read the steps that are under way though their requests have all ended, by a deadline."""
+        """Read the steps in flight whose requests have all passed their deadlines."""
         self._driver.finish_steps()
 
     @locked
     def step_shadow(self) -> bool:
-        """Let the shadow probe work while there is nothing else to do; false once it has nothing to do, either."""
+        """Run one step of the shadow probe if the engine is idle; False if the probe has nothing to do."""
         shadow, idle = self.state.shadow, self.state.closed is None and not self.state.has_work
         return shadow is not None and idle and shadow.step()
 
     @locked
     def finish_shadow(self) -> None:
-        """Run again all requests that the shadow probe has drawn and not come to; the engine must be idle."""
+        """Run the requests that the shadow probe has drawn and not yet run again. The engine must be idle."""
         if self.state.shadow is not None:
             self.state.shadow.finish()
 
     @locked
     def snapshot(self) -> Snapshot:
-        """Slots, queue, times, and the reason of each sequence's last scheduling decision."""
+        """Slots, queue, times, and the reason for each sequence's last scheduling decision."""
         return self._reports.snapshot()
 
     @locked
     def peek(self) -> Peek:
-        """What the next turn would plan, and why the sequences that are not in that plan wait; changes nothing.
+        """What the next turn would plan, and why the other sequences wait; changes nothing.
 
-        It is what comes, unless a request comes or ends before. A restart after a failed step is not foreseen.
+        The prediction holds unless a request arrives or ends before, or a failed step causes a restart.
         """
         return self._reports.peek()
 
     @locked
     def stats(self) -> EngineStats:
-        """Counters and distributions since start-up, and how many sequences are where now."""
+        """Counters and distributions since start-up, and the current numbers of running and waiting sequences."""
         return self._reports.stats()
 
     @locked
     def metrics(self, model_name: str | None = None) -> list[Family]:
-        """Everything that monitoring is told: counters, gauges and histograms, as docs/operators.md explains them.
+        """All metrics: counters, gauges and histograms, as docs/operators.md explains them.
 
-        model_name: the label of each; None takes the name of the checkpoint.
+        model_name: the value of their label; None takes the name of the checkpoint.
         """
         return self._reports.metrics(model_name)
 
     def metrics_text(self) -> str:
-        """The metrics in Prometheus' text format."""
+        """The metrics in the text format of Prometheus."""
         return text_of(self.metrics())
 
     def identity(self) -> EngineIdentity:
-        """Everything the bits of a result may depend on besides the request."""
+        """Everything, apart from the request, that the bits of a result may depend on."""
         return self._reports.identity()
 
     def limits(self) -> dict[str, Any]:
-        """The limits in force, those among them that the options left to the engine."""
+        """The limits in force, including those that the engine chose itself."""
         return self._reports.limits()
 
     @locked
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before a request asks for it; False where it was loaded. Raises InvalidRequestError."""
+        """Load an adapter before a request needs it; False if it is loaded already. Raises InvalidRequestError."""
         self._intake.check_open()
         return self._weights.add_lora(lora_request)
 
     @locked
     def remove_lora(self, lora_id: int) -> bool:
-        """Let go of an adapter; False where it is not loaded. Raises InvalidRequestError while requests have it."""
+        """Unload an adapter; False if it is not loaded. Raises InvalidRequestError while requests use it."""
         return self.adapters.remove(lora_id)
 
     @locked
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter, which then makes no room for others; False where it is not loaded."""
+        """Protect an adapter from eviction; False if it is not loaded."""
         return self.adapters.pin(lora_id)
 
     @locked
     def list_loras(self) -> set[int]:
-        """Ids of the adapters that are loaded."""
+        """The ids of the loaded adapters."""
         return self.adapters.ids
 
     @locked
     def adapter_named(self, name: str | None) -> LoRARequest | None:
-        """The loaded adapter that a request means by its `model`; None: the model itself.
+        """The loaded adapter that a request's `model` names; None: the model itself.
 
-        Raises InvalidRequestError where adapters are loaded, and the name is neither theirs nor that of the model.
+        Raises InvalidRequestError if adapters are loaded and the name is neither an adapter's nor the model's.
         """
         return self._weights.adapter_named(name)
 
     @locked
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Take new weights between two steps: names and shapes are those of the model's tensors in transformers.
+        """Replace weights between two steps. Names and shapes are those of the model's tensors in transformers.
 
-        weights: numpy or jax arrays of floats, all of the model's tensors or some. Where several make up one
-            weight (queries, keys and values; gates and ups), all of these. They are converted to the type of the
-            engine and packed for this CPU. Old and new weights are in memory together for a moment.
+        weights: numpy or jax float arrays, for all of the model's tensors or some. Tensors that the engine fuses
+            (query, key and value; gate and up) must come together. They are converted to the engine's dtype and packed
+            for this CPU. For a moment, old and new weights are both in memory.
 
-        What follows has the bits of an engine that was started from the new checkpoint. Cached prefixes, kept and
-        saved requests are forgotten; adapters stay. `identity` names the change, and not the checkpoint it equals.
+        Later results have the bits of an engine started from the new checkpoint. Cached prefixes, kept and saved
+        requests are forgotten; adapters stay. `identity` changes, but differs from that of an equal checkpoint.
 
-        Raises InvalidRequestError while requests run or wait: a request has one set of weights, from its first token
-        to its last. Let them end, or abort them. Raises CheckpointError for a name, shape or value that cannot be;
-        then nothing is changed.
+        Raises InvalidRequestError while requests run or wait, because a request uses one set of weights from its first
+        token to its last: drain or abort them first. Raises CheckpointError for an unknown name, a wrong shape or a
+        bad value; then nothing is changed.
         """
         self._intake.check_open()
         self._driver.finish_steps()
@@ -714,7 +721,7 @@ class XlaBatchEngine:
 
     @locked
     def close(self) -> None:
-        """Abort what is live and free device memory. Outputs that were not read yet can still be read."""
+        """Abort all live requests and free device memory. Unread outputs can still be read."""
         state = self.state
         if not state.waiter.is_at_home:
             return
@@ -726,7 +733,7 @@ class XlaBatchEngine:
         state.waiter.close()
         self._intake.compiler.close()
         state.masks.close()
-        if not state.device_lost:  # a device that does not answer would not let go of its memory, either
+        if not state.device_lost:  # freeing the memory of a device that does not answer would hang, too
             self.runner.close()
 
     def __enter__(self) -> XlaBatchEngine:

@@ -1,4 +1,4 @@
-"""A request of the engine's own, which asks a device that has failed whether it still runs anything."""
+"""A request of the engine's own that tests whether a device that has failed still runs anything."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Plan, Request, Scheduler, SchedulerConfig, StepResult
 
-_NAME = "canary"  # of the request, in plans that the engine's scheduler does not see
+_NAME = "canary"  # the request's id, in plans that the engine's scheduler does not see
 
 
 class Canary:
-    """One token in, one out by prefill and one by decode, on a device whose state is blank.
+    """A prompt of one token; prefill samples the first token and decode the second, on a device with blank state.
 
-    settings: for the runner.
+    settings: its row settings, for the runner.
     """
 
     def __init__(self, config: SchedulerConfig, *, pools: bool) -> None:
-        """config: of the engine's scheduler. pools: the model pools prompts and decodes nothing."""
+        """config: that of the engine's scheduler. pools: whether the model pools prompts and does not decode."""
         limits = {
             name: getattr(config, name)
             for name in ("max_num_seqs", "chunk_size", "max_num_batched_tokens", "block_size", "num_blocks")
@@ -29,14 +29,14 @@ class Canary:
         self._scheduler.submit(Request(request_id=_NAME, prompt_token_ids=(0,), max_tokens=tokens))
 
     def plan(self) -> Plan:
-        """Its next step; the one before must have been committed."""
+        """Plan its next step; the previous one must have been committed."""
         return self._scheduler.plan()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
-        """Take what a step has brought."""
+        """Commit the result of a step."""
         self._scheduler.commit(plan, result)
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has answered all of it."""
+        """Whether all its steps have been committed."""
         return not self._scheduler.has_unfinished

@@ -1,4 +1,4 @@
-"""The engine as its holders see it: one in this process, or several in processes of their own."""
+"""The interface of an engine, whether it runs in this process or as several in processes of their own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from xla_engine.text.tokenizer import Tokenizer
 
 
 class EngineClient(Engine, Protocol):
-    """An engine as `LLM`, `AsyncLLM` and servers hold it: `XlaBatchEngine`, which documents all of this, or several in
-    processes of their own (`DataParallelEngine`), which raise `OneEngineError` for what they cannot do.
+    """An engine as `LLM`, `AsyncLLM` and servers use it; `XlaBatchEngine` documents the methods.
+
+    `DataParallelEngine` implements it, too. It runs several engines in processes of their own and raises
+    `OneEngineError` for what it cannot do.
     """
 
     watches: bool

@@ -1,4 +1,4 @@
-"""Requests that go on after their end, or from where they were saved, and requests that begin as others went."""
+"""Extending finished requests, saving and restoring requests, and forking new requests from others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xla_engine.text.token_mask import TokenMask
 
 
 class ForkedPrompt(NamedTuple):
-    """What is submitted for a request that begins as another one went."""
+    """The arguments of `submit` for a fork."""
 
     prompt: list[int]
     params: SamplingParams
@@ -34,7 +34,7 @@ class ForkedPrompt(NamedTuple):
 
 
 class Continuations:
-    """Requests that have ended and are kept (`EngineConfig.keep_finished`), and requests that were saved."""
+    """Continues kept requests (finished ones, see `EngineConfig.keep_finished`) and saved requests."""
 
     def __init__(
         self, state: EngineState, intake: Intake, validator: RequestValidator, adapters: Adapters
@@ -65,7 +65,7 @@ class Continuations:
         self._state.table.kept.take(request_id)
 
     def save(self, request_id: str, name: str | None, collector: OutputCollector) -> str:
-        """As `XlaBatchEngine.save`; collector: of requests without another."""
+        """As `XlaBatchEngine.save`. collector: a placeholder for the saved copy; `restore` replaces it."""
         saved = self._state.saved
         if name is None:
             name = next(free for at in count() if (free := f"{request_id}@{at}") not in saved)
@@ -82,18 +82,18 @@ class Continuations:
             request = request_of(self._state.scheduler, part.request_id)
             if part.finish_reason not in FINAL:
                 row = replace(row, mask=_copied(row.mask))
-                part.tokens_from(0)  # takes what was read of its tokens
+                part.tokens_from(0)  # makes it take its buffered tokens
                 part = part.successor(part.request_id, row.params, row.mask, collector)
             sequences.append(SavedSequence(part, row, request))
         saved[name] = tuple(sequences)
         return name
 
     def free(self, name: str) -> bool:
-        """Let go of a saved request; False where none has this name."""
+        """As `XlaBatchEngine.free`."""
         return self._state.saved.pop(name, None) is not None
 
     def forget_all(self) -> None:
-        """Let go of all requests that have ended, and of all that were saved."""
+        """As `XlaBatchEngine.forget_kept`."""
         self._state.saved.clear()
         if self._state.table.kept is not None:
             self._state.table.kept.clear()
@@ -144,7 +144,7 @@ class Continuations:
         index: int,
         options: RequestOptions,
     ) -> ForkedPrompt:
-        """What `XlaBatchEngine.fork` submits."""
+        """The request that `XlaBatchEngine.fork` submits."""
         found = self._state.saved.get(source)
         parts = self._known(source) if found is None else [(part, row) for part, row, _ in found]
         if not isinstance(index, int) or not 0 <= index < len(parts):
@@ -168,13 +168,13 @@ class Continuations:
         return ForkedPrompt(prompt, params, options)
 
     def _known(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
-        """The sequences of a request that is live, or has ended and is kept. Raises InvalidRequestError."""
+        """The sequences of a live or kept request. Raises InvalidRequestError."""
         if not self._state.table.taken(request_id):
             return list(self._kept(request_id).parts)
         return self._state.table.parts(request_id)
 
     def _kept(self, request_id: str) -> KeptRequest:
-        """A request that may go on. Raises InvalidRequestError."""
+        """A kept request that can continue. Raises InvalidRequestError."""
         if (kept := self._state.table.kept) is None:
             raise InvalidRequestError("this engine does not keep finished requests: set keep_finished")
         if self._state.table.taken(request_id):
@@ -198,14 +198,14 @@ class Continuations:
     def _longer(
         self, part: LiveSequence, row: RowSettings, max_tokens: int, collector: OutputCollector, name: str
     ) -> tuple[LiveSequence, RowSettings]:
-        """A sequence as it goes on, under a name, with what the device is told."""
+        """The continuation of a sequence, with id `name`, and its row settings."""
         self._validator.check_more(len(part.prompt_token_ids), part.num_tokens, max_tokens)
         cap = part.num_tokens + max_tokens
         row = replace(row, max_tokens=cap, params=replace(row.params, max_tokens=cap))
         return part.successor(name, row.params, row.mask, collector), row
 
     def _asked_again(self, request: Request, row: RowSettings, options: RequestOptions) -> Request:
-        """A request that goes on, for the scheduler."""
+        """The scheduler's request for a continuation, with the new limits and options."""
         now = self._state.clock()
         deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
         return replace(

@@ -1,4 +1,4 @@
-"""Giving requests the tokens that a step has sampled for them, and their ends."""
+"""Delivers sampled tokens to their requests, and ends requests."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ NO_NUMBERS = "no token could be chosen: the logits were not numbers"
 
 
 class Delivery:
-    """Gives the requests of a table their tokens and their ends."""
+    """Delivers tokens to the requests of a table, and ends them."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
 
     def begin_decoding(self, plan: Plan) -> None:
-        """Tell the token buffer in which slots requests decode from this step on, or the next."""
+        """Tell the token buffer which requests decode in which slots from this step on, or the next."""
         table, step = self._state.table, plan.step
         parts: tuple[Chunk | Swap | Continuation, ...] = (*plan.first_rows, *plan.resumes, *plan.continues)
         for part in (*parts, *plan.to_decode):
             request = table[part.request_id]
             if not request.constrained:
-                self._give(request, request.take, None)  # tokens of the slot it had before
-                # Those that may have several in a step are given them when it is read.
+                self._give(request, request.take, None)  # tokens from the slot it had before
+                # With speculation a step may have several tokens of a row; `deliver` hands those over directly.
                 if not request.finished and plan.width == 0:
                     table.token_buffer.begin(request, part.slot.index, plan.joins)
-        for row in reversed(plan.decode):  # constrained rows come last, and may not decode in the next step
+        # Constrained rows come last, and may not decode in the next step.
+        for row in reversed(plan.decode):
             one = table.get(row.request_id)
             if one is None or not one.constrained:
                 break
             table.token_buffer.begin(one, row.slot.index, step, step + 1)
 
     def deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Give requests their first token, and immediate ones their next; buffered requests take theirs later."""
+        """Deliver first tokens, and the next token of immediate requests; buffered requests take theirs later."""
         state = self._state
         table, now, token_buffer = state.table, state.clock(), state.table.token_buffer
         state.last_answer = now
@@ -70,7 +71,7 @@ class Delivery:
             if not (request.finished or request.immediate):
                 token_buffer.make_buffered(request)
         for name, reason in ends.items():
-            if reason is not None and table.get(name) is not None:  # no stop string has ended it before
+            if reason is not None and table.get(name) is not None:  # a stop string may have ended it already
                 self.end(name, reason)
         for request in token_buffer.streamed():
             request.collector.put(request.reader)
@@ -78,9 +79,9 @@ class Delivery:
             self._give(request, request.take, None)
 
     def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:
-        """Give a request the tokens that it has of one step."""
+        """Deliver all tokens that one step has for a request."""
         if (request := self._state.table.get(name)) is None:
-            return  # the text of its first token, of the same step, could not be made
+            return  # decoding its first token, of the same step, has failed and ended it
         *_, last = events
         reason, failed = last.finish_reason, last.sample.token_id == NO_CHOICE
         samples = [event.sample for event in events[: len(events) - failed]]
@@ -90,12 +91,12 @@ class Delivery:
             self.end(name, FinishReason.ERROR, NO_NUMBERS)
 
     def _give(self, request: LiveSequence, take: Callable[[], bool], reason: FinishReason | None) -> None:
-        """Let a request take its tokens, and end it for `reason`, for a stop string or for a failure of its text."""
+        """Let a request take its tokens; end it if there is a `reason`, a stop string, or an error in its text."""
         error, by_scheduler, tokens = None, reason is not None, request.num_tokens
         try:
             if take():
                 reason = FinishReason.STOP
-        except Exception as failure:  # its text cannot be made; no other request is concerned
+        except Exception as failure:  # its tokens cannot be decoded; this ends no other request
             reason, error = FinishReason.ERROR, str(failure)
         if reason is not None:
             if not by_scheduler:
@@ -108,7 +109,10 @@ class Delivery:
             request.collector.put(request.reader)
 
     def blocked(self) -> frozenset[str]:
-        """Make masks; the requests that sit out this step as theirs is not there yet. One that has none ends."""
+        """Compute masks; returns the requests that must skip this step because theirs is not ready.
+
+        A request whose mask fails ends with reason "error".
+        """
         masks = self._state.masks
         if not masks:
             return frozenset()
@@ -120,7 +124,7 @@ class Delivery:
         return waits
 
     def expire(self) -> None:
-        """End the requests whose time is up."""
+        """End the requests whose deadline has passed."""
         state, now = self._state, self._state.clock()
         for name, reason in state.scheduler.expire(now):
             self.end(name, reason)
@@ -131,7 +135,7 @@ class Delivery:
                 state.note_expired()
 
     def end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
-        """Deliver the terminal result of a sequence that the scheduler has ended."""
+        """Deliver the end of a sequence that the scheduler has ended."""
         state, table = self._state, self._state.table
         ended = None if state.shadow is None else (table[name], table.settings[name])
         if state.speculator is not None:
@@ -155,7 +159,7 @@ class Delivery:
             self.end(request.request_id, reason, error)
 
     def lost_slot(self, name: str, step: int) -> None:
-        """A sequence was preempted before `step` was planned."""
+        """Note that a sequence was preempted: it does not decode from `step` on."""
         sequence = self._state.table[name]
         sequence.preemptions += 1
         self._state.table.token_buffer.bound(sequence, step)

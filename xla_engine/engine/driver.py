@@ -1,8 +1,8 @@
-"""Running an engine's turns in the threads of its callers.
+"""Runs an engine's turns in the threads of its callers.
 
-Several threads may share an engine: one of them runs a turn, and the others wait for its news. When a step has a time
-limit, or a request a deadline, a thread of its own waits for the step: the caller ends requests in time, and returns
-with their ends while the step is under way. Whoever comes next goes on waiting for it.
+Several threads may share an engine: one runs a turn while the others wait for its end. If there is a step timeout or a
+deadline, a background thread waits for the step, so that the caller can end requests at their deadline and return
+before the step is done. The next caller continues to wait for that step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Driver:
         self._loop = loop
 
     def turn(self) -> Turn:
-        """The next turn, for a caller who waits in a way of his own; one that nobody waits for is ended before."""
+        """The next turn, for callers that wait in their own way; first ends a turn that a driver has left."""
         with self._state.lock:
             if self._state.turn.is_left:
                 self.finish_steps()
         yield from self._loop.turn()
 
     def advance(self) -> None:
-        """Run one turn, or as much of it as until a request runs out of time; see `XlaBatchEngine.advance`."""
+        """As `XlaBatchEngine.advance`."""
         state, turns = self._state, self._state.turn
         with state.lock:
             number, expired = turns.ended, state.expired
@@ -55,21 +55,20 @@ class Driver:
                 self._end(found, number)
 
     def _begin(self, expired: int) -> UnderWay | None:
-        """Begin a turn; None where it is over."""
+        """Begin a turn; None if it is already over."""
         state, turn = self._state, self._loop.turn()
         if (wait := next(turn, None)) is None:
             return None
         has_deadline = state.next_deadline() < math.inf or state.expired != expired
         limited = has_deadline or state.watches or state.step_timeout_s is not None
-        if not state.turn.running:  # it waits for what is made in the background, no longer than a deadline
+        if not state.turn.running:  # it waits for background work, which ends by itself at a deadline
             return UnderWay(turn, wait, None)
         pending = state.waiter.ask_and_wake(wait.call) if limited else None
         state.turn.under_way = UnderWay(turn, wait, pending)
         return state.turn.under_way
 
     def _wait(self, found: UnderWay, expired: int) -> Any:
-        """What the turn is to be told; None once more requests than `expired` have run out of time, whoever has ended
-        them."""
+        """The result or exception for the turn; None if a request passes its deadline, so that `expired` grows."""
 
         def expire() -> bool:
             found.wait.expire()
@@ -83,20 +82,20 @@ class Driver:
             return error
 
     def _leave(self) -> bool:
-        """Let anybody drive the turn: its driver has to tell of a request's end before the step is read."""
+        """Leave the turn to the next caller: this one must return the end of a request before the step is read."""
         with self._state.lock:
             self._state.turn.thread = NO_THREAD
             self._state.lock.notify_all()
         return True
 
     def _end(self, found: UnderWay, number: int) -> None:
-        """Close a turn where an interrupt came before it had its answer."""
+        """Close the turn if an interrupt came before its answer."""
         with self._state.lock:
             if self._state.turn.running and self._state.turn.ended == number:
                 found.turn.close()
 
     def _await_turn(self, number: int) -> None:
-        """Wait until another thread's turn has ended or may be driven by this one, or a request is out of time."""
+        """Wait until another thread's turn has ended or was left, or until the next deadline."""
         state = self._state
         left = state.next_deadline() - state.clock()
         seconds = None if left == math.inf else max(left, 1e-3)
@@ -106,7 +105,7 @@ class Driver:
             self._loop.expire()
 
     def finish_steps(self) -> None:
-        """Read the steps that are under way though their requests have all ended, by a deadline."""
+        """Read the steps in flight whose requests have all passed their deadlines."""
         state = self._state
         while state.turn.is_left and (found := state.turn.under_way) is not None:
             assert found.pending is not None

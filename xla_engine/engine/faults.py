@@ -1,4 +1,4 @@
-"""Failed steps: which requests were in them, which of these makes them fail, and when the device is given up."""
+"""Failed steps: which requests were in them, which request makes them fail, and when the engine closes."""
 
 from __future__ import annotations
 
@@ -10,43 +10,41 @@ from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.observability.log import engine_log
 from xla_engine.scheduler import Chunk, Plan, Row, Swap, VerifyRow
 
-FAULTS_SURVIVED = 1  # failed steps after which a request is run again as before; from then on it is a suspect
-FAULTS_IN_A_ROW = (
-    16  # failed steps without a good one between them; then the device is given up if the canary fails
-)
-PASSES = 3  # times that a request got past its failed step apart from others; then it is run apart to its end
+FAULTS_SURVIVED = 1  # failed steps that do not make a request a suspect
+FAULTS_IN_A_ROW = 16  # consecutive failed steps after which the engine closes if the canary fails, too
+PASSES = 3  # times that a suspect may get past its failed step; if it fails again, it runs apart to its end
 
 
 class Accused(NamedTuple):
-    """A request that was alone in a failed step, and how that failed."""
+    """A request that was alone in a failed step, and the step's error."""
 
     sequence: LiveSequence
     cause: str
 
 
 class Faults:
-    """Failed steps of one engine, and the search for the requests that make them fail.
+    """Counts the failed steps of an engine, and searches for the requests that make steps fail.
 
-    A step that fails once is run again. Requests that were in a second one are suspects: they run apart from all
-    others, one half and then the other, and a half that fails is halved again. A request that was alone in a failed
-    step is accused, and the canary runs: a request of the engine's own, with no other on the device. If the device
-    answers it, the accused ends; law 1 gives the others the bits that they have anyway. If not, the device is at
-    fault.
+    After a first failed step, all its requests run again. Requests that were in a second one are suspects. They run
+    apart from all others, one half after the other, and a half that fails is halved again. A request that was alone in
+    a failed step is accused. Then the canary, a request of the engine's own, runs alone on the device. If it succeeds,
+    the accused request ends with an error, and the others run again with the same bits (law 1). If it fails, the
+    device is at fault.
 
-    Why any number of faulty requests among any number of requests ends these and nothing else:
+    Why this ends all faulty requests and no others, however many there are:
 
-    - A request ends only if it was alone in a step that failed, and steps without it are good. A good request
-      is never alone in a failed step, whatever order they come in, unless the device is at fault.
-    - Each failed step halves the group that was in it, so that after 2 + log2(slots) of them at most there is a good
-      one, or one request is accused. No number of failed steps is too many as long as the canary lives between them.
-    - A faulty request is in every step that it makes fail, so it cannot get past them: it is accused at last.
+    - A request ends only if it was alone in a failed step and the canary then succeeded. Unless the device is at
+      fault, a good request is never alone in a failed step, whatever the order.
+    - Each failed step halves the group that was in it. After at most 2 + log2(slots) failed steps, either a step
+      succeeds or one request is accused. The engine does not close as long as the canary succeeds in between.
+    - A faulty request is in every step that it makes fail and cannot get past them, so in the end it is accused.
 
-    Why a device that fails every step does not run on: some request is accused after 2 + log2(slots) steps, the canary
-    fails from then on, and at `FAULTS_IN_A_ROW` the engine closes. Turns that fail outside of any step are the host's
-    fault, which no canary can tell from a request's: after so many in a row the engine closes, too.
+    Why the engine closes if the device fails every step: after 2 + log2(slots) steps some request is accused, the
+    canary fails from then on, and after `FAULTS_IN_A_ROW` failed steps the engine closes. If turns fail outside of any
+    step, the host is at fault, which the canary cannot find out: the engine closes after `FAULTS_IN_A_ROW` of them.
 
-    plan: what the device is asked for or about right now. count: failed steps so far. last: the latest, in words.
-    accused: a request that was alone in a failed step, until the canary has lived.
+    plan: the plan that is being started or read. count: failed turns so far. last: the latest error.
+    accused: a request that was alone in a failed step, until the canary has succeeded.
     """
 
     def __init__(self) -> None:
@@ -56,26 +54,26 @@ class Faults:
         self.accused: Accused | None = None
         self._in_a_row = 0
         self._outside = 0  # turns in a row that failed outside of any step
-        self._groups: list[
-            list[LiveSequence]
-        ] = []  # suspects; the last group runs, the others wait for their turn
-        self._reached: dict[LiveSequence, float] = {}  # tokens that a suspect had when its step failed
+        # Suspects. The last group runs; the others wait.
+        self._groups: list[list[LiveSequence]] = []
+        # By suspect: its tokens when its step failed. It has passed that step once it has more.
+        self._reached: dict[LiveSequence, float] = {}
 
     def step_was_good(self) -> None:
-        """Note that the device has answered."""
+        """Note that a step succeeded."""
         self.plan = None
         if self._in_a_row:
             engine_log.info("recovered: a step was read after %d that failed", self._in_a_row)
             self._in_a_row = self._outside = 0
 
     def canary_lived(self) -> Accused | None:
-        """Note that the device is well; returns the request to end."""
+        """Note that the canary succeeded; returns the accused request, which must end."""
         accused, self.accused, self.plan = self.accused, None, None
         self._in_a_row = 0
         return accused
 
     def record(self, cause: str) -> str | None:
-        """Note a failed turn; returns why the engine is to be given up, None if it makes sense to go on."""
+        """Note a failed turn; returns why the engine must close, None if it can continue."""
         self.last = cause
         self.count += 1
         self._in_a_row += 1
@@ -93,16 +91,16 @@ class Faults:
 
     @property
     def only(self) -> frozenset[str] | None:
-        """The requests that may run now; None where all may."""
+        """The requests that may run now; None if all may."""
         return frozenset(one.request_id for one in self._groups[-1]) if self._groups else None
 
     def blame(self, live: Iterable[LiveSequence], tokens: Callable[[str], int | None], cause: str) -> None:
-        """Find the live requests that were in the failed step, and accuse one that was alone in it.
+        """Make the live requests of the failed step suspects, or accuse a request that was alone in it.
 
-        tokens: how many a request got since it last began, None where it is not live.
+        tokens: returns how many tokens a request got since it last started; None if it is not live.
         """
         if self.accused is not None:
-            self.plan = None  # it was the canary's
+            self.plan = None  # it was the canary's plan
             return
         hit, alone = self._in_step({one.request_id: one for one in live})
         for one in hit:
@@ -120,7 +118,7 @@ class Faults:
         self._groups += [group for group in (suspects[half:], suspects[:half]) if group]
 
     def passed(self, tokens: Callable[[str], int | None]) -> bool:
-        """Whether the requests that run apart are all past the step that failed; then it is the next group's turn."""
+        """Whether all requests that run apart have passed the step that failed; if so, the next group may run."""
         if not self._groups or self.accused is not None:
             return False
         group = self._groups[-1]
@@ -133,8 +131,10 @@ class Faults:
         return True
 
     def _in_step(self, live: dict[str, LiveSequence]) -> tuple[list[LiveSequence], bool]:
-        """The live requests of the failed step, prompts first, and whether it had one request, live or not; all that
-        may run where no plan was made."""
+        """The live requests of the failed step, prompts first, and whether it had only one request, live or not.
+
+        If no plan was made: all requests that may run.
+        """
         plan, only, self.plan = self.plan, self.only, None
         if plan is None:
             names = [name for name in live if only is None or name in only]

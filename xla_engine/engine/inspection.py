@@ -1,4 +1,4 @@
-"""What a model is and what memory it needs here, before any weight is loaded: `xla-engine inspect`."""
+"""`xla-engine inspect`: describes a model and the memory it needs on this machine, without loading its weights."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _SLOTS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """What is known of a model. What could not be found out is None, and `problems` says why.
+    """A report about a model. Fields that could not be determined are None, and `problems` says why.
 
     path: the directory or file.
-    architecture: as its configuration names it.
+    architecture: the name in its configuration.
     stored: tensors, parameters and bytes in the files, by dtype.
-    parameters: of the model, tied ones once.
+    parameters: how many parameters the model has; tied ones count once.
     shape: the fields of `ModelConfig`.
-    layers: how many there are of each type.
-    eos_token_ids: ids that end a text.
-    tokenizer: one more than its highest token id.
+    layers: the number of layers of each type.
+    eos_token_ids: the ids that end a text.
+    tokenizer: its highest token id plus one.
     chat_template: whether there is one.
-    dtype: of the engine.
-    backends: what would serve.
-    memory: the configuration asked for, in bytes, with what a token and a slot take.
-    fits: for each max_model_len the bytes needed by max_num_seqs, and how many slots fit at most.
-    problems: why the model cannot run, or a part of the report is missing.
+    dtype: the engine's.
+    backends: the backends that the engine would use.
+    memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
+    fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.
+    problems: why the model cannot run, or why a part of the report is missing.
     """
 
     path: str
@@ -78,7 +78,7 @@ class Inspection:
 
 
 def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspection:
-    """Look at a model without reading its weights. Raises CheckpointError where there is none at all."""
+    """Inspect a model without reading its weights. Raises CheckpointError if there is no model."""
     files = open_model(model)
     report = Inspection(path=str(files.path))
     read: ModelConfig | None = None
@@ -114,7 +114,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
 
 @contextmanager
 def _problems(report: Inspection) -> Iterator[None]:
-    """An error in the block becomes a problem of the report, once."""
+    """Add an error in the block to the report's problems, without duplicates."""
     try:
         yield
     except XlaEngineError as error:
@@ -138,7 +138,7 @@ def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
 
 
 def _account(report: Inspection, model: ModelConfig, config: EngineConfig, stored: StoredKinds) -> None:
-    """Fill in backends, memory and what fits. Raises ConfigError where the configuration does not."""
+    """Fill in backends, memory and `fits`. Raises ConfigError if the configuration does not fit."""
     assert report.dtype is not None
     dtype, device = DTYPES[report.dtype], serving_device()
     free = memory.available_to_each(device, config.tensor_parallel_size)
@@ -187,7 +187,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
 
 
 def report_lines(report: Inspection) -> list[str]:
-    """The report for people."""
+    """The report as lines of text."""
     lines = [_row("model", report.path), _row("architecture", report.architecture or "unknown")]
     window = None
     if report.shape is not None:
@@ -227,7 +227,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _table(fits: list[dict[str, Any]], available: int | None) -> list[str]:
-    """Bytes needed; a cell that is more than what is available stands in brackets."""
+    """The table of bytes needed; values above the available memory are in brackets."""
     rows = [("max_model_len", *(f"{slots} seqs" for slots in _SLOTS), "most")]
     for row in fits:
         cells = (

@@ -1,4 +1,4 @@
-"""Taking requests and taking them back: checks, the queue, and those whose constraint is compiled first."""
+"""Accepts and aborts requests: validates them, queues them, and holds them back until their constraint is compiled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _COMPILING = "its constraint is being compiled"
 
 
 class Intake:
-    """Brings requests into the table and to the scheduler.
+    """Enters requests into the table and the scheduler's queue.
 
-    seed: of requests without one of their own.
+    seed: the engine's seed, from which requests without a seed derive theirs.
     compiler: the thread that compiles constraints.
     """
 
@@ -51,7 +51,7 @@ class Intake:
         self._adapter_of = adapter_of
 
     def check_open(self) -> None:
-        """Raise EngineClosedError where no request is taken."""
+        """Raise EngineClosedError if the engine accepts no requests."""
         self._state.waiter.check_process()
         self._recovery.restart_if_torn()
         check_takes(self._state.closed, draining=self._state.draining)
@@ -67,7 +67,7 @@ class Intake:
         *,
         add_special_tokens: bool,
     ) -> str:
-        """As `XlaBatchEngine.submit`, for an engine that is open."""
+        """As `XlaBatchEngine.submit`; the caller has called `check_open`."""
         state, table, validator = self._state, self._state.table, self._validator
         state.ready.set()
         request_id = table.free_id(params.n) if request_id is None else request_id
@@ -77,7 +77,7 @@ class Intake:
         )
         adapter = self._adapter_of(options.get("lora_request"))
         waits = on_refused is not None and not validator.knows_constraint(params)
-        if params.n > 1 or waits or state.pending:  # else the scheduler does
+        if params.n > 1 or waits or state.pending:  # otherwise the scheduler checks
             validator.check_queue(params.n, state.num_waiting, state.scheduler.num_free)
         now = state.clock()
         make_mask = partial(validator.token_mask, params, stop_ids)
@@ -129,9 +129,9 @@ class Intake:
     def queue(
         self, request_id: str, sequences: Iterable[Request], submit: Callable[[Request], None] | None = None
     ) -> None:
-        """Queue all sequences of a request of the table, or none: then the request leaves the table.
+        """Queue all sequences of a request in the table; on an error queue none and remove the request from the table.
 
-        submit: in place of `Scheduler.submit`, and raises what that does.
+        submit: replaces `Scheduler.submit`, and raises the same errors.
         """
         state, queued = self._state, []
         try:
@@ -154,7 +154,7 @@ class Intake:
             raise
 
     def queue_compiled(self) -> None:
-        """Queue the requests whose constraints were compiled since the last turn."""
+        """Queue the pending requests whose constraints have been compiled since the last turn."""
         state = self._state
         state.ready.clear()
         for name, one in list(state.pending.items()):
@@ -169,11 +169,11 @@ class Intake:
             return
         try:
             self.queue(name, one.open(mask=mask))
-        except QueueFullError:  # others came first: it waits on
+        except QueueFullError:  # others have filled the queue: try again in the next turn
             state.table.reserved[name], state.pending[name] = one.sequences, one
 
     def abort(self, request_id: str, cause: str | None = None) -> bool:
-        """End a request now, keeping what it has; False when it is unknown or already over."""
+        """As `XlaBatchEngine.abort`."""
         state = self._state
         if request_id in state.pending:
             self._delivery.end_pending(request_id, FinishReason.ABORT, cause)
@@ -187,6 +187,6 @@ class Intake:
         return ended
 
     def abort_all(self, cause: str | None = None) -> None:
-        """End every live request now; `cause` as in `abort`."""
+        """As `XlaBatchEngine.abort_all`."""
         for name in (*self._state.pending, *self._state.table):
             self.abort(name, cause)

@@ -1,4 +1,4 @@
-"""One caller at a time: methods of an engine that several threads may call."""
+"""A decorator for methods that several threads may call: one thread at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The loop: requests go through scheduler and device, turn by turn.
+"""The loop: takes requests through scheduler and device, turn by turn.
 
-One turn is `plan -> start -> wait for an earlier step -> commit -> deliver`. The lag between starting a step and
-reading it is a value, the queue of steps in flight. While a turn waits for the device, the lock is free: requests may
-come and go, in any thread.
+One turn is `plan -> start -> wait for an earlier step -> commit -> deliver`. The queue of steps in flight holds the
+lag between start and read. While a turn waits for the device, the lock is free, so any thread may submit or abort
+requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 class Loop:
     """Drives a scheduler and a runner.
 
-    log_progress: called every so many steps, while that log is on.
+    log_progress: called every `LOG_STEPS` steps if the log level is INFO or below.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Loop:
         *,
         parks: bool = False,
     ) -> None:
-        """parks: the state of a request can wait on the host."""
+        """parks: preempted requests can be parked in host memory."""
         self.log_progress: Callable[[], None] = lambda: None
         self._state = state
         self._delivery = delivery
@@ -55,10 +55,10 @@ class Loop:
     def turn(self) -> Turn:
         """One turn. Raises EngineClosedError, and RuntimeError while another turn runs.
 
-        When there is nothing to do until something is ready that is made in the background, it waits for that.
+        If nothing can run until background work (a constraint, a mask) is done, the turn waits for that.
 
-        It may be closed, or thrown an interrupt (a BaseException that is no Exception): the interrupt is raised again,
-        and the next call starts every request afresh.
+        The caller may close the generator or throw an interrupt (a BaseException that is no Exception) into it. An
+        interrupt is raised again, and the next turn runs all requests from their beginning.
         """
         state = self._state
         with state.lock:
@@ -82,7 +82,7 @@ class Loop:
         self._end(step, answer)
 
     def _begin(self) -> InFlight | None:
-        """Expire, plan and start; the step to read now, None where the turn is over."""
+        """Expire, plan and start; returns the step to read now, or None if the turn is over."""
         state, turn, pipeline = self._state, self._state.turn, self._state.pipeline
         timer, step = state.timer, None
         state.waiter.check_process()
@@ -94,7 +94,7 @@ class Loop:
             timer.begin()
         self._recovery.restart_if_torn()
         self._intake.queue_compiled()
-        if state.closed is not None:  # every reader has been told
+        if state.closed is not None:  # a restart failed and has ended all requests
             if timer is not None:
                 timer.planned(is_over=True, has_work=False)
             return None
@@ -105,7 +105,7 @@ class Loop:
                 state.last_answer = state.clock()
             self._delivery.expire()
             self._recovery.release_suspects()
-            # With nothing to start, and after `lag` was lowered, a turn reads a step all the same.
+            # A turn reads a step even if it started none, or if `lag` was lowered.
             started = not pipeline.is_full and self._start_next()
             if (step := pipeline.due(started=started)) is None:
                 turn.torn = False
@@ -124,7 +124,7 @@ class Loop:
         return step
 
     def _end(self, step: InFlight, answer: StepResult | BaseException) -> None:
-        """Commit and deliver the result of a step, or recover from the error that came in its place."""
+        """Commit and deliver the result of a step, or recover from its error."""
         state, recovery, timer = self._state, self._recovery, self._state.timer
         with state.lock:
             if timer is not None:
@@ -159,7 +159,7 @@ class Loop:
                     timer.ended(has_work=state.has_work)
 
     def _start_next(self) -> bool:
-        """Plan and start one step; false when there is nothing to start."""
+        """Plan and start one step; False if there is nothing to start."""
         state, table, speculator = self._state, self._state.table, self._state.speculator
         if self._recovery.canary is not None:
             return self._start_canary(self._recovery.canary)
@@ -171,7 +171,7 @@ class Loop:
                 raise RuntimeError("requests are left, but there is nothing to do for them")
             return False
         self._recovery.faults.plan = plan
-        for name in plan.replays:  # before the start, which reads the mask of their first token
+        for name in plan.replays:  # before the start, which reads the mask for their first token
             table[name].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
@@ -194,7 +194,7 @@ class Loop:
         return True
 
     def _start_canary(self, canary: Canary) -> bool:
-        """Start its next step, unless one is still to be read."""
+        """Start the canary's next step, unless one is in flight."""
         if self._state.pipeline.in_flight:
             return False
         self._recovery.faults.plan = plan = canary.plan()
@@ -204,7 +204,7 @@ class Loop:
     def _start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None
     ) -> None:
-        """Start a step on the device, within the time of a step where that has a limit. Raises DeviceLostError."""
+        """Start a step on the device. Raises DeviceLostError if that takes longer than `step_timeout_s`."""
         state, timer = self._state, self._state.timer
         start = partial(state.runner.start, plan, settings, *(() if drafts is None else (drafts,)))
         if timer is not None:
@@ -218,7 +218,7 @@ class Loop:
         self._recovery.faults.plan = None
 
     def _in_time(self, start: Callable[[], InFlight]) -> InFlight:
-        """Start a step that may hang before it runs, in the waiter's thread."""
+        """Start a step in the waiter's thread, because the start itself may hang."""
         waiter, began = self._state.waiter, self._state.clock()
         pending = waiter.ask_and_wake(start)
         answer = waiter.watch(pending, partial(self._time_left, began), lambda: False)
@@ -232,18 +232,18 @@ class Loop:
             return self._state.time_left(began)
 
     def expire(self) -> None:
-        """End the requests whose time is up, also while a turn waits."""
+        """End the requests whose deadline has passed, even while a turn waits."""
         with self._state.lock:
             self._delivery.expire()
 
     @property
     def ways_to_preempt(self) -> tuple[str, ...]:
-        """The values of `how` that `preempt` takes on this engine."""
+        """The values of `how` that `preempt` accepts on this engine."""
         recomputes = self._state.scheduler.config.keeps_tokens
         return (*(("park",) if self._parks else ()), *(("recompute",) if recomputes else ()), "replay")
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
-        """Take a request's slot away; false where it holds none."""
+        """As `XlaBatchEngine.preempt`."""
         self._recovery.restart_if_torn()
         if how not in (None, *self.ways_to_preempt):
             raise InvalidRequestError(
@@ -257,6 +257,7 @@ class Loop:
         if (action := scheduler.preempt(name, how=how, to_back=to_back)) is None:
             return False
         self._delivery.lost_slot(name, scheduler.counters().steps_planned)
-        if action == "replay":  # the step being read may hold a token behind a first one that is dropped
+        # The step being read may hold a later token of the sequence, whose first token will be dropped.
+        if action == "replay":
             self._state.table[name].rewind()
         return True

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: what the command line, batch runs, streams and servers ask of one."""
+"""The interface of an engine for the command line, batch runs, streams and servers; and the options of requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from xla_engine.utils.shown import shown
 
 
 class SharedOptions(TypedDict, total=False):
-    """Options that are the same for all prompts of a call; each may be left out.
+    """Options that apply to all prompts of a call; all are optional.
 
-    deadline_s: after so many seconds a request ends with reason "deadline" and the tokens it has.
-    queue_timeout_s: without a slot after so many seconds a request ends with reason "queue_timeout".
-    cache_salt: cached prefixes are shared among requests of one salt only, so that the time to a first token does not
-        tell a tenant what others have asked.
+    deadline_s: seconds after which a request ends with reason "deadline" and the tokens it has.
+    queue_timeout_s: seconds after which a request that has no slot yet ends with reason "queue_timeout".
+    cache_salt: cached prefixes are shared only between requests with the same salt, so that no tenant learns from the
+        time to first token what others have asked.
 
-    A request whose time is up ends at once, also while a step runs; its slot is free when the step has been read.
+    A request ends at its deadline even while a step runs; its slot becomes free when that step has been read.
     """
 
     deadline_s: float | None
@@ -35,12 +35,12 @@ class SharedOptions(TypedDict, total=False):
 
 
 class RequestOptions(SharedOptions, total=False):
-    """Options of one request; each may be left out.
+    """Options of one request; all are optional.
 
-    priority: -10 (soonest) to 10, and 0 if left out; `scheduler.policy.place` states the rule, and how long a request
-        can be kept waiting by it.
-    quantum: steps of its turns under the policy "round_robin"; None: as `EngineConfig` says.
-    lora_request: its adapter, loaded where it is not there yet; None: the model as it is.
+    priority: -10 (first) to 10, by default 0; `scheduler.policy.place` states the rule and bounds the waiting time.
+    quantum: steps that it runs before it gives up its slot under the policy "round_robin"; None: the value of
+        `EngineConfig`.
+    lora_request: its adapter, loaded if necessary; None: the model without an adapter.
     deadline_s, queue_timeout_s, cache_salt: as in `SharedOptions`.
     """
 
@@ -50,9 +50,9 @@ class RequestOptions(SharedOptions, total=False):
 
 
 def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
-    """Raise InvalidRequestError for an option that a call does not have; a sampling field is told where it belongs.
+    """Raise InvalidRequestError for an option that a call does not have; sampling fields get their own message.
 
-    also: the call's options other than those of `RequestOptions`.
+    also: the call's options in addition to those of `RequestOptions`.
     """
     known = sorted((*RequestOptions.__annotations__, "add_special_tokens", *also))
     for name in options:
@@ -67,20 +67,20 @@ def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
 
 
 def pop_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those of `RequestOptions` out of the keyword arguments of a call that has others, too."""
+    """Remove the options of `RequestOptions` from a call's keyword arguments, and return them."""
     return {name: options.pop(name) for name in RequestOptions.__annotations__ if name in options}
 
 
-SHADOW_S = 1e-3  # between looks at what the shadow probe of an idle engine does
+SHADOW_S = 1e-3  # seconds between steps of the shadow probe while the engine is idle
 
 
 def drained(timeout_s: float | None) -> str:
-    """Why a request ends when an engine was drained for as long as it may be."""
+    """The `error` of a request that did not finish within the timeout of a drain."""
     return f"the engine was told to end, and the request was not finished {timeout_s} s later"
 
 
 class LineEngine(Protocol):
-    """What a run of lines asks of an engine; `XlaBatchEngine` documents the methods."""
+    """The methods that a batch run needs of an engine; `XlaBatchEngine` documents them."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -107,7 +107,7 @@ class LineEngine(Protocol):
 
 
 class Engine(LineEngine, Protocol):
-    """Runs requests turn by turn, as `XlaBatchEngine` does, whose methods document these."""
+    """Runs requests turn by turn; `XlaBatchEngine` documents the methods."""
 
     @property
     def num_running(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Going on after a step that failed, and after an interrupt in the middle of a turn."""
+"""Recovery from a failed step, and from an interrupt in the middle of a turn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xla_engine.scheduler import FinishReason, Plan, StepResult
 
 
 class Recovery:
-    """Runs live requests again after a fault, and finds the one that causes it.
+    """Runs live requests again after a fault, and finds the request that causes it.
 
-    Law 1 makes this exact: a request that runs again gets the tokens that it had.
+    Law 1 makes this exact: a request that runs again gets the same tokens.
 
-    canary: runs alone, where a request has failed alone.
+    canary: runs alone on the device after a request has failed alone; None otherwise.
     """
 
     def __init__(self, state: EngineState, delivery: Delivery) -> None:
@@ -25,9 +25,9 @@ class Recovery:
         self._delivery = delivery
 
     def after(self, error: Exception) -> None:
-        """After a failed turn run the live requests again, or those that may have been its cause apart from others.
+        """Handle a failed turn: restart, with all live requests or, apart from the others, with a group of suspects.
 
-        Once a request has failed alone, a canary runs first.
+        After a request has failed alone, the canary runs first.
         """
         state, cause = self._state, f"{type(error).__name__}: {error}"
         if (why := self.faults.record(cause)) is not None:
@@ -38,7 +38,7 @@ class Recovery:
         self.restart()
 
     def read_canary(self, canary: Canary, plan: Plan, result: StepResult) -> None:
-        """The device has answered a step without a request; behind the last one, end the request that it ran for."""
+        """Commit a step of the canary; after its last step, end the accused request."""
         canary.commit(plan, result)
         self._state.last_answer = self._state.clock()
         self.faults.plan = None
@@ -54,23 +54,22 @@ class Recovery:
             self._delivery.end(name, FinishReason.ERROR, message)
 
     def release_suspects(self) -> None:
-        """Let the next ones run when those that run apart are past the step that failed."""
+        """Once the suspects that run apart have passed the step that failed, let the next group run."""
         if self.faults.passed(self._state.scheduler.credited):
             self.restart()
-            self._state.turn.torn = True  # an interrupt may come before the turn's own step is started
+            self._state.turn.torn = True  # `restart` cleared it, but this turn is still in progress
 
     def restart_if_torn(self) -> None:
-        """Start afresh after an interrupt in the middle of a turn, which leaves unknown what was done."""
+        """Restart if an interrupt came in the middle of a turn, because the state is then unknown."""
         turn = self._state.turn
         if turn.torn and not turn.running and self._state.closed is None:
             self.faults.plan = None
             self.restart()
 
     def restart(self) -> None:
-        """Run every live request again from its beginning, with state made anew on the device.
+        """Run every live request again from its beginning, on new device state.
 
-        Law 1 makes this exact: a request gets the tokens it already has once more, which are not delivered again, and
-        goes on.
+        Law 1 makes this exact: a request first samples the tokens it already has, which are not delivered again.
         """
         state, table = self._state, self._state.table
         accused = self.faults.accused is not None
@@ -90,7 +89,7 @@ class Recovery:
         state.turn.torn = False
 
     def fail(self, cause: str) -> None:
-        """Close the engine for a cause: every request ends with reason `error`, and later submits fail at once."""
+        """As `XlaBatchEngine.fail`."""
         state = self._state
         state.closed = cause
         engine_log.error("the engine is closed, and %d sequences end: %s", len(state.table), cause)

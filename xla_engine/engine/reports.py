@@ -1,4 +1,4 @@
-"""What an engine says of itself: where it stands, what it would do next, and what it has done."""
+"""Reports about an engine: its state, its next plan, its counters, metrics, identity and limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xla_engine.scheduler.peek import peek
 
 
 class Reports:
-    """Answers questions. Nothing here touches the device."""
+    """Makes the reports. Nothing here touches the device."""
 
     def __init__(
         self, state: EngineState, runner: Runner, config: EngineConfig, faults: Faults, weights: WeightUpdates
@@ -32,7 +32,7 @@ class Reports:
         self._weights = weights
 
     def snapshot(self) -> Snapshot:
-        """Slots, queue, times, and the reason of each sequence's last scheduling decision."""
+        """As `XlaBatchEngine.snapshot`."""
         state = self._state
         now = state.clock()
         found = state.scheduler.snapshot(lambda name: state.table[name].times(now))
@@ -40,10 +40,7 @@ class Reports:
         return replace(found, waiting=(*found.waiting, *pending)) if pending else found
 
     def peek(self) -> Peek:
-        """What the next turn would plan, and why the sequences that are not in that plan wait; changes nothing.
-
-        It is what comes, unless a request comes or ends before. A restart after a failed step is not foreseen.
-        """
+        """As `XlaBatchEngine.peek`."""
         state = self._state
         now, speculator = state.clock(), state.speculator
         blocked = state.masks.make() if state.masks else ()
@@ -51,7 +48,7 @@ class Reports:
         return peek(state.scheduler, wanted, held=blocked, now=now)
 
     def stats(self) -> EngineStats:
-        """Counters and distributions since start-up, and how many sequences are where now."""
+        """As `XlaBatchEngine.stats`."""
         state = self._state
         counters, work, scheduler = state.scheduler.counters(), state.work, state.scheduler
         speculator, slots = state.speculator, self._config.num_slots
@@ -86,17 +83,14 @@ class Reports:
         )
 
     def _kv_usage(self) -> float:
-        """Share of the blocks that sequences hold, or of the positions of all slots."""
+        """The share of KV blocks that sequences hold; without blocks, of the positions of all slots."""
         scheduler = self._state.scheduler
         if (blocks := scheduler.blocks_used) is not None:
             return blocks / (self._config.num_blocks or 1)
         return scheduler.positions_used / (self._config.num_slots * self._runner.context_length)
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
-        """Everything that monitoring is told: counters, gauges and histograms, as docs/operators.md explains them.
-
-        model_name: the label of each; None takes the name of the checkpoint.
-        """
+        """As `XlaBatchEngine.metrics`."""
         config, length = self._config, self._runner.context_length
         facts = EngineFacts(
             model_name=self._weights.checkpoint.path.name if model_name is None else model_name,
@@ -107,9 +101,9 @@ class Reports:
         return engine_metrics(self.stats(), facts)
 
     def identity(self) -> EngineIdentity:
-        """Everything the bits of a result may depend on besides the request."""
+        """As `XlaBatchEngine.identity`."""
         options = json.loads(json.dumps(self._config.bit_options()))
-        if pinned := self._weights.adapters.pinned:  # which results may name as their model
+        if pinned := self._weights.adapters.pinned:  # results may name them as their model
             options["adapters"] = pinned
         return EngineIdentity(
             model=self._weights.checkpoint.fingerprint,
@@ -119,7 +113,7 @@ class Reports:
         )
 
     def limits(self) -> dict[str, Any]:
-        """The limits in force, those among them that the options left to the engine."""
+        """As `XlaBatchEngine.limits`."""
         config, runner, scheduler = self._config, self._runner, self._state.scheduler.config
         blocks = f"{config.num_blocks} of {config.block_size} tokens" if config.num_blocks else None
         return {

@@ -1,4 +1,4 @@
-"""What a scheduler may do for an engine: by the options, by what the device keeps, and by what was found exact."""
+"""The scheduler's configuration, from the engine's options, the runner's capabilities and the self-check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xla_engine.scheduler.policy import PREEMPTIVE
 def scheduler_config(
     config: EngineConfig, runner: Runner, found: SelfCheck | None, cache_key: str
 ) -> SchedulerConfig:
-    """found: what the self-check saw, None where there was none. cache_key: names the model."""
+    """found: the result of the self-check, None if it did not run. cache_key: the model's fingerprint."""
     check = found if runner.has_one_row_code else None
     host_bytes = int(config.swap_space * 2**30) if config.parks else 0
     return SchedulerConfig(

@@ -1,10 +1,9 @@
-"""The shadow parity probe: some requests run a second time, alone and by plain decode, while the engine serves.
+"""The shadow parity probe: reruns some requests alone, by plain decode, while the engine runs.
 
-A request that ended is drawn now and then. Its prompt is prefilled again from the beginning, in a row that no other
-request ever has, and each of its tokens is decoded one by one, between the engine's own steps: no neighbour, no cached
-prefix, no preemption, no draft. Law 1 says that every token and every bit of its log-probabilities comes again. What
-does not is counted and logged; the request itself was delivered long before, and none is held up but by the time that
-the steps take.
+The probe draws finished requests at random. It prefills the prompt again in a row reserved for it and decodes the
+tokens one by one, in steps between the engine's own: no neighbour, cached prefix, preemption or draft. By law 1 every
+token and every bit of its log-probabilities must be the same. Differences are counted and logged. The original result
+was delivered before, and the cost to other requests is only the time of the extra steps.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Plan, Row, Sample, Slot
 
 _log = logging.getLogger("xla_engine.shadow")
-_NAME = "shadow"  # of the request, in plans that no scheduler sees
-MOST_WAITING = 16  # drawn requests that have not been run; those beyond are not drawn
-_MOST_UNREAD = 2  # of its own steps
+_NAME = "shadow"  # the request's id, in plans that no scheduler sees
+MOST_WAITING = 16  # drawn requests that may wait for their rerun; while there are as many, none is drawn
+_MOST_UNREAD = 2  # steps of the probe in flight at most
 
 
 class _Case(NamedTuple):
-    """What is to come again. logprobs: None where the request asked for none."""
+    """A finished request and its expected results. logprobs: None if it did not ask for any."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -40,13 +39,13 @@ class _Case(NamedTuple):
 
 
 class ShadowProbe:
-    """Runs requests again through a runner's own programs.
+    """Reruns requests with the runner's programs.
 
-    requests: that were run again to their end, or to their first difference. mismatches: those that differed.
+    requests: how many were rerun, to their end or their first difference. mismatches: how many differed.
     """
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
-        """config: with `shadow_rate` above 0, so that the device has a row more than the scheduler."""
+        """config: has `shadow_rate` above 0, so the device has one row more than the scheduler has slots."""
         self.requests = 0
         self.mismatches = 0
         self._runner = runner
@@ -57,15 +56,15 @@ class ShadowProbe:
         self._case: _Case | None = None
         self._plans: Iterator[Plan] = iter(())
         self._unread: deque[InFlight] = deque()
-        self._seen = 0  # tokens of the case that came again
+        self._seen = 0  # tokens of the case compared so far
         self._broken = False
 
     def ended(self, sequence: LiveSequence, settings: RowSettings, reason: FinishReason) -> None:
-        """A sequence is over: draw whether it will run again."""
+        """Decide at random whether a sequence that has ended is rerun."""
         if self._broken or self._draw.random() >= self._config.shadow_rate:
             return
         if reason not in (FinishReason.STOP, FinishReason.LENGTH) or sequence.constrained or settings.adapter:
-            return  # an adapter may be gone by then
+            return  # an adapter may have been unloaded by then
         output = sequence.output()
         (found,) = output.outputs
         if found.token_ids and len(self._waiting) < MOST_WAITING:
@@ -75,10 +74,10 @@ class ShadowProbe:
             self._waiting.append(case)
 
     def step(self) -> bool:
-        """Read what is there and start one step, if there is something to do; the engine has just started its own.
+        """Read finished steps and start one, right after the engine has started its own; False if there is none to do.
 
-        A failure ends the probe and nothing else. If the device's state was lost with it, the engine's next step
-        finds out, and all requests run again as after any fault.
+        A failure turns the probe off and changes nothing else. If it has destroyed the device state, the engine's next
+        step fails, and all requests run again as after any fault.
         """
         try:
             return not self._broken and self._advance()
@@ -91,20 +90,20 @@ class ShadowProbe:
             return False
 
     def finish(self) -> None:
-        """Run all that was drawn. The engine must be idle."""
+        """Rerun all drawn requests. The engine must be idle."""
         while self.step():
             for step in self._unread:
                 self._runner.wait(step)
 
     def restart(self) -> None:
-        """The device has lost its state: begin the request anew."""
+        """Begin the current request again, because the device has lost its state."""
         case = self._case
         self._forget()
         if case is not None:
             self._waiting.appendleft(case)
 
     def forget_all(self) -> None:
-        """The weights have changed: what was drawn cannot come again."""
+        """Drop all drawn requests, because the weights have changed."""
         self._waiting.clear()
         self._forget()
 
@@ -122,12 +121,12 @@ class ShadowProbe:
             self._plans = self._plans_of(self._case)
         if len(self._unread) < _MOST_UNREAD and (plan := next(self._plans, None)) is not None:
             step = self._runner.start(plan, {_NAME: self._case.settings})
-            self._runner.prefill_calls -= len(step.first)  # counted are those of users
+            self._runner.prefill_calls -= len(step.first)  # the counter is for users' requests only
             self._unread.append(step)
         return True
 
     def _plans_of(self, case: _Case) -> Iterator[Plan]:
-        """Its prompt in chunks as any, a prefill call at a time, then a token a step."""
+        """Plans that prefill the prompt in the usual chunks, one prefill call each, and then decode token by token."""
         size, lanes = self._config.chunk_size, self._config.prefill_lanes[-1]
         length = len(case.prompt)
         chunks = [
@@ -150,7 +149,7 @@ class ShadowProbe:
             yield Plan(step=0, decode=rows)
 
     def _tables(self) -> tuple[BlockTable, ...]:
-        """Where slots borrow blocks, those behind the scheduler's are its own."""
+        """The row's block table: the probe owns the blocks beyond the scheduler's."""
         first = self._config.num_blocks
         if first is None:
             return ()
@@ -182,7 +181,7 @@ class ShadowProbe:
 
 
 def _difference(case: _Case, place: int, sample: Sample) -> str | None:
-    """How a sample differs from what the request got, in words; None where it does not."""
+    """Describe how a sample differs from the request's result; None if it does not."""
     if sample.token_id != case.tokens[place]:
         now = "nothing" if sample.token_id == NO_TOKEN else str(sample.token_id)
         return f"was {case.tokens[place]} and is {now}"

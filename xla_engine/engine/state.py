@@ -1,4 +1,4 @@
-"""What the parts of an engine share."""
+"""The state that the parts of an engine share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from xla_engine.scheduler import Request, Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
 
-NO_THREAD = 0  # drives the turn: its driver has returned while the step was under way
+NO_THREAD = 0  # the value of `TurnState.thread` once the driver has returned before its step was read
 
 
 class SavedSequence(NamedTuple):
-    """A sequence as it was saved, what the device was told about it, and what the scheduler was."""
+    """A saved sequence, its row settings for the device, and its request for the scheduler."""
 
     part: LiveSequence
     row: RowSettings
@@ -39,7 +39,10 @@ class SavedSequence(NamedTuple):
 
 @dataclass(slots=True)
 class UnderWay:
-    """A turn that waits for its step. pending: another thread's wait for it, None where the driver itself waits."""
+    """A turn that waits for its step.
+
+    pending: the call with which the waiter's thread waits; None if the driver itself waits.
+    """
 
     turn: Turn
     wait: Wait
@@ -48,11 +51,12 @@ class UnderWay:
 
 @dataclass(slots=True)
 class TurnState:
-    """Where the turns of an engine stand.
+    """The progress of an engine's turns.
 
-    running: a turn has begun and not ended. thread: drives it. under_way: it waits for a step.
-    ended: turns so far.
-    torn: a turn has begun and was not completed, so nobody knows what was done: all requests run again.
+    running: a turn has begun and not ended. thread: the id of the thread that drives it.
+    under_way: the turn, while it waits for a step.
+    ended: how many turns have ended.
+    torn: a turn began and was not completed. The state is unknown then, so all requests must run again.
     """
 
     running: bool = False
@@ -63,28 +67,28 @@ class TurnState:
 
     @property
     def is_left(self) -> bool:
-        """Whether a step is under way that nobody waits for."""
+        """Whether a turn waits for a step but no thread drives it."""
         return self.running and self.thread == NO_THREAD
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineState:
-    """Read and changed with `lock` held; parts assume that their caller holds it.
+    """Read and changed only with `lock` held; the parts assume that their caller holds it.
 
-    table: what requests have so far. pending: those that are not in it yet, by id. saved: by name.
-    masks: makes those of constrained rows. speculator: None where rows sample one token a step.
-    lock: told of the end of each turn.
-    clock: seconds, for deadlines and the times of tokens.
-    step_timeout_s: seconds that a step may take to be started, and to be read, before the device is given up; None for
-        no limit.
-    waiter: the thread that waits for steps which have a time limit.
-    watches: requests with deadlines may come from other threads while a step is under way, so the waiter's thread
-        always waits for it; by default it does while a request has a deadline.
-    ready: since the last turn began something was made in the background, or a request came or ended.
+    table: the live requests. pending: requests that wait for their constraint, by id. saved: saved requests, by name.
+    masks: computes the masks of constrained rows. speculator: None without speculation.
+    lock: notified at the end of each turn.
+    clock: seconds, for deadlines and token times.
+    step_timeout_s: seconds that the start of a step, and then its result, may take before the device counts as lost;
+        None for no limit.
+    waiter: the thread that waits for steps if there is a time limit.
+    watches: other threads may submit requests with deadlines while a turn waits, so the waiter's thread waits for
+        every step. By default it does so only while a request has a deadline.
+    ready: set when background work is done or a request arrives or ends; cleared when a turn begins.
     idle: the last turn had nothing to do.
-    expired: requests that ran out of time.
-    last_answer: when the device answered last, or had nothing to do.
-    closed: why nothing is taken any more. draining: nothing new is.
+    expired: how many requests have passed their deadlines.
+    last_answer: when the device last answered, or was last without work.
+    closed: why the engine was closed. draining: no new requests are accepted.
     device_lost: the device does not answer any more.
     """
 
@@ -115,12 +119,12 @@ class EngineState:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The pipeline's; another one after a restart."""
+        """The pipeline's scheduler; a restart replaces it."""
         return self.pipeline.scheduler
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn has something to do, or will have. Steps whose requests were all ended by a deadline do not
+        """Whether there are requests, or steps to read. Steps whose requests have all passed their deadlines do not
         count."""
         return bool(self.table or self.pending) or (bool(self.pipeline.in_flight) and not self.turn.is_left)
 
@@ -130,7 +134,7 @@ class EngineState:
         return self.scheduler.num_waiting + sum(one.sequences for one in self.pending.values())
 
     def next_deadline(self) -> float:
-        """When the next request runs out of time; infinity for never."""
+        """The earliest deadline of all requests; infinity if there is none."""
         first = next_deadline(self.pipeline.scheduler)
         for one in self.pending.values():
             if one.expires:
@@ -138,23 +142,23 @@ class EngineState:
         return first
 
     def time_left(self, began: float) -> float:
-        """Seconds until a step that is waited for since `began` has had its time, or a request; 0 for the step."""
+        """Seconds until the next deadline or until a step, waited for since `began`, times out; 0 if it has."""
         now = self.clock()
         until = math.inf if self.step_timeout_s is None else began + self.step_timeout_s
         return 0 if now >= until else max(min(until, self.next_deadline()) - now, 1e-3)
 
     def note_expired(self) -> None:
-        """A request ran out of time: whoever waits for a step hears of it."""
+        """Count a request that has passed its deadline, and wake the thread that waits for a step."""
         self.expired += 1
         self.waiter.wake.set()
 
     @property
     def awaits_background(self) -> bool:
-        """Whether a turn would have nothing to do until something is ready that is made in the background."""
+        """Whether the next turn can do nothing until background work is done."""
         return self.idle and bool(self.pending or self.masks.making) and not self.ready.is_set()
 
     def adapter_slots(self) -> set[int]:
-        """Those that sequences have which run, wait, or may go on."""
+        """The adapter slots of all sequences that are live, pending, kept or saved."""
         saved = [each.row for parts in self.saved.values() for each in parts]
         kept = [] if self.table.kept is None else self.table.kept.every_setting()
         rows = (*self.table.settings.values(), *saved, *kept)

@@ -1,7 +1,7 @@
-"""A turn of an engine as those who run it see it: a generator that yields what it waits for, and is sent the answer.
+"""A turn of an engine, as its driver sees it: a generator that yields what it waits for and is sent the result.
 
-A turn yields once, or not at all when there is nothing to wait for. Whoever runs it chooses how to wait: in its own
-thread, in another one within a time limit, or in an event loop.
+A turn yields once, or not at all if there is nothing to wait for. The driver chooses how to wait: in its own thread,
+in another thread with a time limit, or in an event loop.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 class Wait(NamedTuple):
     """What a turn waits for.
 
-    call: blocks until the answer is there, in any thread. The turn is sent what it returns, or thrown what it raises.
-    time_left: seconds until something has had its time: 0 when that is the device, which is then given up, and
-        infinity for no limit.
-    expire: ends the requests whose time is up; to be called when `time_left` has passed.
+    call: blocks until the result is ready; may run in any thread. Send its result to the turn, or throw its exception.
+    time_left: seconds until the next deadline or the step's timeout; 0 if the step has timed out, so that the device
+        counts as lost; infinity for no limit.
+    expire: ends the requests whose deadline has passed; call it when `time_left` has elapsed.
     """
 
     call: Callable[[], Any]
@@ -29,7 +29,7 @@ Turn = Generator[Wait, Any, None]
 
 
 def answer_turn(turn: Turn, answer: Any) -> None:
-    """Send a turn what its wait has brought, or throw what was raised in its place; the turn ends.
+    """Send a turn the result of its wait, or throw it if it is an exception; the turn ends.
 
     Raises an interrupt (a BaseException that is no Exception) again.
     """
@@ -51,4 +51,4 @@ def drive(turn: Turn) -> None:
             answer = error
         answer_turn(turn, answer)
     finally:
-        turn.close()  # where an interrupt came between the two
+        turn.close()  # in case an interrupt came between wait and answer

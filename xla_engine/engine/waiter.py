@@ -1,4 +1,4 @@
-"""Work in the background: waiting for steps of the device in a thread that can be left behind when one hangs."""
+"""Background calls: a thread that waits for steps of the device, and can be abandoned if a step hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class StepRunner(Protocol):
-    """What a loop asks of the device side; `Runner` documents it."""
+    """The methods of a runner that the loop needs; `Runner` documents them."""
 
     def start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
@@ -33,12 +33,12 @@ class StepRunner(Protocol):
 
 
 def device_lost() -> DeviceLostError:
-    """What stands in place of a step's result when the device has not answered in time."""
+    """The error that takes the place of a step's result when the step times out."""
     return DeviceLostError("the device has not answered within step_timeout_s; start a new process")
 
 
 class Pending(Generic[T]):
-    """A call that another thread makes. answer: its result or what was raised, once `done` is set."""
+    """A call that another thread makes. answer: its result or exception, once `done` is set."""
 
     def __init__(self, call: Callable[[], T], on_done: Callable[[], object] | None) -> None:
         self.done = threading.Event()
@@ -47,14 +47,14 @@ class Pending(Generic[T]):
         self._on_done = on_done
 
     def run(self) -> None:
-        """Make the call; what `on_done` raises is lost."""
+        """Make the call, then call `on_done`."""
         try:
             self.answer = self._call()
         except BaseException as error:
             self.answer = error
         self.done.set()
         if self._on_done is not None:
-            with suppress(RuntimeError):  # its event loop was closed meanwhile
+            with suppress(RuntimeError):  # the event loop may have been closed meanwhile
                 self._on_done()
 
     def result(self) -> T | BaseException:
@@ -64,10 +64,10 @@ class Pending(Generic[T]):
 
 
 class Waiter:
-    """One thread that makes calls in order, most of which wait for a step. No process waits for it at its end.
+    """A daemon thread that makes calls in order; most of them wait for a step.
 
-    sleep: waits for an event for so many seconds at most, and says whether it came.
-    wake: set when a watched call is done, and by whoever changes how much time is left.
+    sleep: waits for an event for at most the given seconds; returns whether it was set.
+    wake: set when a watched call is done, and when a deadline is added or passes.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,13 @@ class Waiter:
         self._jobs: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._started = False
         self._pid = os.getpid()
-        self.close = weakref.finalize(self, self._jobs.put, None)  # also when the engine is forgotten
+        self.close = weakref.finalize(
+            self, self._jobs.put, None
+        )  # also runs when the engine is garbage-collected
 
     @property
     def is_at_home(self) -> bool:
-        """Whether this is the process that the engine was made in; its threads do not live in a fork."""
+        """Whether this process made the engine; a forked process does not have its threads."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
@@ -92,7 +94,7 @@ class Waiter:
             )
 
     def ask(self, call: Callable[[], T], on_done: Callable[[], object] | None = None) -> Pending[T]:
-        """Let the thread make a call. on_done: called in that thread afterwards."""
+        """Queue a call for the thread. on_done: called in that thread afterwards."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), name="xla-engine-wait", daemon=True).start()
             self._started = True
@@ -101,7 +103,7 @@ class Waiter:
         return pending
 
     def ask_and_wake(self, call: Callable[[], T]) -> Pending[T]:
-        """Let the thread make a call for which `watch` waits."""
+        """Queue a call for the thread; wait for it with `watch`."""
         return self.ask(call, self.wake.set)
 
     def watch(
@@ -110,9 +112,10 @@ class Waiter:
         time_left: Callable[[], float],
         expire: Callable[[], bool],
     ) -> T | BaseException | None:
-        """Wait for a call of `ask_and_wake` as long as there is time left, and call `expire` whenever that may be due.
+        """Wait for a call of `ask_and_wake` until `time_left` is 0, and call `expire` at every deadline.
 
-        None: the call is under way, and `expire` says that something has ended of which the caller should hear.
+        Returns the call's result or exception, or DeviceLostError when time is up. Returns None while the call still
+        runs if `expire` returns true, which means that a request has ended and the caller should return its output.
         """
         while True:
             self.wake.clear()
@@ -128,4 +131,4 @@ class Waiter:
 def _serve(jobs: queue.SimpleQueue[Pending[Any] | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # else it would live until the next one comes
+        del job  # otherwise it would stay alive until the next job

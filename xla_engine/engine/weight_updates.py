@@ -1,4 +1,4 @@
-"""What callers change of the weights between two steps: adapters, and the weights of the model themselves."""
+"""Changes of weights between two steps: LoRA adapters, and the model's own weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from xla_engine.scheduler.continuation import forget_slots
 
 
 class WeightUpdates:
-    """Changes weights while an engine runs. Nothing is compiled for it.
+    """Changes weights of a running engine, without compiling anything.
 
-    checkpoint: as it is now.
+    checkpoint: describes the current weights.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WeightUpdates:
         self._continuations = continuations
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; False where it was loaded."""
+        """As `XlaBatchEngine.add_lora`."""
         known = lora_request.lora_int_id in self.adapters.ids
         self.adapters.of(lora_request)
         return not known
@@ -58,7 +58,7 @@ class WeightUpdates:
         return found
 
     def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """As `XlaBatchEngine.update_weights`, with no step under way."""
+        """As `XlaBatchEngine.update_weights`; no step may be in flight."""
         state = self._state
         if state.has_work:
             raise InvalidRequestError(

@@ -1,1 +1,1 @@
-"""Live requests: their sequences, what they have so far, and what may be asked of them."""
+"""Live requests: validation, sequences, tokens, text and outputs."""

@@ -1,4 +1,4 @@
-"""A thread that runs an engine's turns and gives each request's news to a function of its caller."""
+"""A thread that runs an engine's turns and passes each request's outputs to a callback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnOutput = Callable[[RequestOutput], object]
 
 
 class _Job:
-    """One request: whom to call, and whether that has failed or is over."""
+    """One request: its callback, whether the callback has failed, and whether the request has ended."""
 
     def __init__(self, on_output: OnOutput) -> None:
         self.on_output = on_output
@@ -28,12 +28,12 @@ class _Job:
 
 
 class Callbacks:
-    """Runs the turns of an engine in a thread of its own until `stop`."""
+    """Runs the turns of an engine in a background thread until `stop`."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        engine.watches = True  # requests with deadlines come while turns run
-        self._news: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: look again
+        engine.watches = True  # requests with deadlines may arrive while turns run
+        self._news: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None only wakes the thread
         self._lock = threading.Lock()  # never held while the engine or a caller's function runs
         self._jobs: dict[str, _Job] = {}
         self._submitting = 0
@@ -69,7 +69,7 @@ class Callbacks:
         return str(name)
 
     def stop(self, timeout_s: float | None) -> None:
-        """Take no more, and end the thread when all have ended, or are aborted `timeout_s` seconds later."""
+        """Refuse new requests and end the thread when all have ended; abort those left after `timeout_s` seconds."""
         with self._lock:
             self._stopping = True
         self._news.put(None)
@@ -81,7 +81,7 @@ class Callbacks:
                 names = list(self._jobs)
             for name in names:
                 self._engine.abort(name)
-            self._thread.join(0.1)  # a submit may be under way
+            self._thread.join(0.1)  # abort again: another thread may still be in `submit`
 
     def _run(self) -> None:
         while not self._is_over():
@@ -101,7 +101,7 @@ class Callbacks:
         try:
             self._engine.advance()
         except EngineClosedError:
-            pass  # each request has its end
+            pass  # every request has ended already
         except Exception as error:
             self._engine.fail(f"the engine's loop failed: {type(error).__name__}: {error}")
 
@@ -119,5 +119,5 @@ class Callbacks:
             if output.finished:
                 with self._lock:
                     job.ended = True
-                    if self._jobs.get(output.request_id) is job:  # the id may be another's by now
+                    if self._jobs.get(output.request_id) is job:  # a new request may have the id by now
                         del self._jobs[output.request_id]

@@ -1,4 +1,4 @@
-"""Requests that have ended and may go on."""
+"""Finished requests that are kept, so that they can be extended."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from xla_engine.engine.requests.sequence_group import SequenceGroup
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import FinishReason
 
-FINAL = frozenset(
-    {FinishReason.STOP, FinishReason.ERROR}
-)  # ends after which a longer request has no more tokens
+# After these, a larger `max_tokens` would give no more tokens.
+FINAL = frozenset({FinishReason.STOP, FinishReason.ERROR})
 
 
 class KeptRequest(NamedTuple):
-    """The sequences of a request, in order, with what the device was told about them."""
+    """The sequences of a request, in order, with their row settings."""
 
     parts: tuple[tuple[LiveSequence, RowSettings], ...]
 
     @property
     def goes_on(self) -> bool:
-        """Whether any of them may go on."""
+        """Whether any sequence can be extended."""
         return any(part.finish_reason not in FINAL for part, _ in self.parts)
 
 
 class KeptRequests:
-    """The latest `most` requests that have ended and may go on, by id; the one that ended first is forgotten first.
+    """The latest `most` finished requests that can be extended, by id; the oldest is evicted first.
 
-    Each is bounded by `max_model_len` tokens for every sequence, with their log-probabilities where they were asked
-    for.
+    Memory: at most `max_model_len` tokens for each sequence, with log-probabilities if they were requested.
 
-    settings: of sequences that ended before others of their request.
+    settings: row settings of finished sequences whose request still has others running.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._requests: dict[str, KeptRequest] = {}  # first ended first
+        self._requests: dict[str, KeptRequest] = {}  # oldest first
         self.settings: dict[str, RowSettings] = {}
         self._forgotten: list[str] = []
 
@@ -44,7 +42,7 @@ class KeptRequests:
         return len(self._requests)
 
     def add(self, sequence: LiveSequence, settings: RowSettings) -> None:
-        """A sequence has ended; its request is kept when all of its sequences have."""
+        """Add a sequence that has ended; once all sequences of its request have, keep the request."""
         self.settings[sequence.request_id] = settings
         reader = sequence.reader
         if not reader.finished:
@@ -54,7 +52,7 @@ class KeptRequests:
         self.put(reader.request_id, KeptRequest(parts))
 
     def put(self, request_id: str, request: KeptRequest) -> None:
-        """Keep a request, if it may go on; the oldest make room."""
+        """Keep a request if it can be extended, and evict the oldest beyond `most`."""
         self.forget(request_id)
         self._requests[request_id] = request
         own = {part.request_id for part, _ in request.parts}
@@ -65,29 +63,29 @@ class KeptRequests:
             self.forget(next(iter(self._requests)))
 
     def get(self, request_id: str) -> KeptRequest | None:
-        """A request that is kept; None where there is none of this id."""
+        """The kept request of this id; None if there is none."""
         return self._requests.get(request_id)
 
     def take(self, request_id: str) -> None:
-        """A request goes on."""
+        """Remove a request that is being extended."""
         del self._requests[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request, if it is here."""
+        """Remove a request, if it is kept, and note its sequences for `take_forgotten`."""
         if (request := self._requests.pop(request_id, None)) is not None:
             self._forgotten += (part.request_id for part, _ in request.parts)
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Forget all requests."""
         for name in list(self._requests):
             self.forget(name)
 
     def every_setting(self) -> list[RowSettings]:
-        """What the device was told of all sequences that are kept."""
+        """The row settings of all kept sequences."""
         parts = (part for request in self._requests.values() for part in request.parts)
         return [*self.settings.values(), *(row for _, row in parts)]
 
     def take_forgotten(self) -> list[str]:
-        """The sequences that were let go of since the last call."""
+        """The ids of the sequences forgotten since the last call."""
         names, self._forgotten = self._forgotten, []
         return names

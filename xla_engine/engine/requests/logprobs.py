@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by their ids, made of what the device tells when they are read."""
+"""Log-probabilities of tokens by token id, built from the device's output when they are read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ S = TypeVar("S")
 T = TypeVar("T")
 Score = tuple[
     int, float, TopLogprobs
-]  # a token, its log-probability, and the most likely tokens in its place
+]  # a token, its log-probability, and the most likely tokens at its position
 
 
 class MadeWhenRead(Sequence[T], Generic[S, T]):
-    """What `make` makes of each source, made anew whenever it is read.
+    """A lazy sequence: applies `make` to a source each time the item is read.
 
-    The dicts of `by_id` take three times the memory of their scores, in twenty times as many objects for garbage
-    collection to visit.
+    The dicts of `by_id` take three times the memory of their scores and twenty times as many objects, which slow
+    garbage collection down.
     """
 
     def __init__(self, sources: Sequence[S], make: Callable[[S], T]) -> None:
@@ -45,12 +45,12 @@ class MadeWhenRead(Sequence[T], Generic[S, T]):
 
 
 def by_id(token_id: int, logprob: float, top: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The chosen token first, then the most likely ones."""
+    """`Logprob`s by token id: the sampled token first, then the most likely ones."""
 
     def decode(token_id: int) -> str | None:
         try:
             return None if tokenizer is None else tokenizer.token_string(token_id)
-        except InvalidRequestError:  # its decoder wants more than one token
+        except InvalidRequestError:  # the tokenizer cannot decode this token alone
             return None
 
     found = {token_id: Logprob(logprob, top.rank, decode(token_id))}

@@ -1,4 +1,4 @@
-"""The masks of constrained rows: made between two steps, or in the background where that may take long."""
+"""The token masks of constrained rows: computed between two steps, or in the background if they may be slow."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from xla_engine.text.token_mask import TURN_S
 
 
 class MaskMaker:
-    """Brings masks up to the tokens that their rows got; a row whose mask is not there yet sits out.
+    """Advances masks by the tokens that their rows got. A row whose mask is not ready skips the step.
 
-    A turn makes masks for `TURN_S` at most, and those of constraints that were seen to be slow are made by another
-    thread, for which it waits no longer. llguidance lets other threads run meanwhile.
+    A turn spends at most `TURN_S` seconds on masks. Constraints known to be slow are computed in a background thread,
+    and the turn does not wait for them beyond that time. llguidance releases the GIL meanwhile.
 
-    replay: says which rows sit out, by id, in place of the clock; all others are waited for.
-    on_made: called in the other thread when it has made a mask.
+    replay: for replays; returns the ids of the rows that skip the step, in place of the time limit. All other masks
+        are waited for.
+    on_made: called in the background thread when a mask is ready.
     """
 
     def __init__(self) -> None:
@@ -32,15 +33,15 @@ class MaskMaker:
 
     @property
     def making(self) -> bool:
-        """Whether a live row waits for its mask."""
+        """Whether a mask of a live row is not ready."""
         return any(not row.finished for row in self._rows)
 
     def add(self, row: LiveSequence) -> None:
-        """A constrained row got a token, or goes on."""
+        """Note that a constrained row got a token, or is extended, so its mask must be advanced."""
         self._rows.setdefault(row, None)
 
     def make(self) -> frozenset[str]:
-        """Make the masks that a turn has time for; returns the rows that sit out, by id."""
+        """Compute the masks that a turn has time for; returns the ids of the rows that skip the step."""
         self._collect()
         spent, asked = 0.0, []
         for row, state in list(self._rows.items()):
@@ -48,7 +49,7 @@ class MaskMaker:
             if row.finished or mask is None:
                 del self._rows[row]
             elif state is not None:
-                continue  # it is being made, or has failed
+                continue  # in progress, or failed
             elif not mask.is_behind:
                 del self._rows[row]
             elif mask.may_be_slow or spent > TURN_S:
@@ -73,18 +74,18 @@ class MaskMaker:
         return frozenset((*held, *(row.request_id for row in self._rows)))
 
     def take_failed(self) -> list[tuple[LiveSequence, BaseException]]:
-        """The rows that have no next token, and why; they are forgotten here."""
+        """Remove and return the rows whose mask failed, with the errors."""
         failed = [(row, state) for row, state in self._rows.items() if isinstance(state, BaseException)]
         for row, _ in failed:
             del self._rows[row]
         return failed
 
     def _collect(self) -> None:
-        """Take up what the other thread has made."""
+        """Collect the results of the background thread."""
         for row, state in list(self._rows.items()):
             if not isinstance(state, Pending) or not state.done.is_set():
                 continue
             if row.mask is None or not row.mask.is_behind:
                 del self._rows[row]
-            else:  # it has failed, or was of tokens that the row lost meanwhile
+            else:  # it failed, or the row was rewound meanwhile: then the answer is None and the mask is made again
                 self._rows[row] = state.answer

@@ -1,4 +1,4 @@
-"""Where a caller finds the requests that have news for it."""
+"""Collects the requests that have new output for a caller."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from xla_engine.outputs import RequestOutput
 
 @dataclass(slots=True)
 class Seen:
-    """How much of a sequence a reader has. ended: it knows the end, too."""
+    """How much of a sequence a reader has seen. ended: it has seen the end."""
 
     tokens: int = 0
     characters: int = 0
     ended: bool = False
 
 
-AllSeen = defaultdict[int, Seen]  # by the sequence's index
+AllSeen = defaultdict[int, Seen]  # by sequence index
 
 
 class Readable(Protocol):
     """A request as its reader sees it.
 
-    output: as it stands, cumulative.
-    news: only the sequences with something that is not in `seen`, and of each only the new part, so that the cost is
-        that of the news. `seen` is updated. `cumulative_logprob` and token times are left out. only_ended: leave out
-        sequences that still run.
+    output: the cumulative output so far.
+    news: only what is not in `seen`, which is updated: the new parts of sequences that have any. The cost is
+        proportional to the new tokens. `cumulative_logprob` and token times are omitted. only_ended: omit running
+        sequences.
     """
 
     @property
@@ -40,31 +40,33 @@ class Readable(Protocol):
 
 
 class OutputCollector:
-    """Requests with unread news, each once and in the order in which their news began.
+    """The requests with unread output, each once, in order of their first unread output.
 
-    News merge: however late a reader comes, a request is here once and holds all its tokens. So a slow reader loses
-    nothing, delays no other, and costs the engine one entry per request.
+    New output merges with unread output. A slow reader therefore loses nothing, delays no other, and costs the engine
+    one entry per request.
 
-    on_news: called when something is put into an empty collector.
-    every_token: whether each token is news, else only an end is. May be changed at any time.
+    on_news: called when a request is put into an empty collector.
+    every_token: whether each token counts as news; otherwise only the end does. May be changed at any time.
     """
 
     def __init__(self, on_news: Callable[[], None] | None = None, *, every_token: bool = True) -> None:
         self.every_token = every_token
-        self._requests: dict[Readable, None] = {}  # by identity: an id may come again before it was read
+        self._requests: dict[
+            Readable, None
+        ] = {}  # by identity, because an id may be reused before it was read
         self._on_news = on_news
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
     def put(self, request: Readable) -> None:
-        """A request has news."""
+        """Add a request that has new output."""
         was_empty = not self._requests
         self._requests[request] = None
         if was_empty and self._on_news is not None:
             self._on_news()
 
     def take(self) -> list[Readable]:
-        """All requests with news, which are read now."""
+        """Remove and return all requests with unread output."""
         taken, self._requests = self._requests, {}
         return list(taken)

@@ -12,14 +12,14 @@ from xla_engine.text.token_mask import TokenMask
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingRequest:
-    """It is queued when its constraint is compiled; until then snapshots show it as `view`.
+    """A request that is queued once its constraint is compiled; until then snapshots show it as `view`.
 
-    sequences: how many it will have.
-    mask: the compiled constraint, once it is done.
-    open: takes it into the table, with its mask.
-    on_refused: told why it has none.
+    sequences: how many sequences it will have.
+    mask: the call that compiles the constraint.
+    open: enters the request into the table, with its mask.
+    on_refused: called with the error if the constraint is invalid.
     adapter: as in `RowSettings`.
-    expires: (time, reason) of its deadlines, the first one first.
+    expires: (time, reason) of its deadlines, earliest first.
     """
 
     view: RequestView
@@ -31,5 +31,5 @@ class PendingRequest:
     expires: list[tuple[float, FinishReason]]
 
     def expired(self, now: float) -> FinishReason | None:
-        """Which deadline has passed; None when there is time left."""
+        """The reason of a deadline that has passed; None if there is none."""
         return self.expires[0][1] if self.expires and self.expires[0][0] <= now else None

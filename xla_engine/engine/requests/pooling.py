@@ -1,4 +1,4 @@
-"""The host's side of a request that pools: its vector, in place of text."""
+"""The host side of pooling requests: computes a vector from what the device pools of each chunk."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class PooledPrompt:
-    """The part of a sequence that collects what the device pools of its prompt.
+    """Collects what the device pools of a prompt.
 
-    numbers: what the request gets, once it has ended.
+    numbers: the result, once the request has ended.
     """
 
     def __init__(self, form: PoolingForm, params: PoolingParams) -> None:
         self.numbers: tuple[float, ...] | None = None
         self._form, self._params = form, params
-        self._chunks: dict[int, Array] = {}  # by their start; after a preemption some come again
+        self._chunks: dict[int, Array] = {}  # by start position, since some come again after a preemption
 
     def add(self, start: int, vectors: Array) -> None:
-        """Take what was pooled of the chunk at this position, f32 `[G, D]`."""
+        """Add what the device pooled of the chunk that begins at position `start`, f32 `[G, D]`."""
         self._chunks[start] = vectors
 
     def finish(self, tokens: int, *, whole: bool) -> None:
-        """Compute the result of a prompt, given its number of tokens, if all of it was pooled; drops its chunks.
+        """Compute the result and drop the chunks.
 
-        Raises InvalidRequestError where none can be made.
+        tokens: of the prompt. whole: whether all of it was pooled; if not, there is no result.
+
+        Raises InvalidRequestError if the vector is not finite.
         """
         parts = [self._chunks[start] for start in sorted(self._chunks)]
         self._chunks.clear()
@@ -44,7 +46,7 @@ class PooledPrompt:
 
 
 def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> PoolingParams:
-    """A request as a model of this form runs it. Raises InvalidRequestError for what it cannot do."""
+    """The parameters of a request, completed by the model's form. Raises InvalidRequestError if they do not match."""
     classes = 0 if form.classifier is None else len(form.classifier)
     if params.task != "embed" and not classes:
         raise InvalidRequestError(
@@ -66,9 +68,9 @@ def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> Po
 
 
 def pooled_vector(form: PoolingForm, parts: Sequence[Array], tokens: int) -> Array:
-    """The vector f32 `[D]` of a prompt, from the `[G, D]` of its chunks, in order, and its number of tokens.
+    """The vector f32 `[D]` of a prompt of `tokens` tokens. parts: the `[G, D]` of its chunks, in order.
 
-    Sums go on row after row, so that the cut into chunks shows in no bit.
+    Rows are added one after the other, so that no bit depends on where the prompt was cut into chunks.
     """
     if form.pooling_type != MEAN:
         return np.asarray(parts[-1][-1])
@@ -80,10 +82,10 @@ def pooled_vector(form: PoolingForm, parts: Sequence[Array], tokens: int) -> Arr
 
 
 def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> tuple[float, ...]:
-    """What the request gets of its vector f32 `[D]`: its numbers, or those of the classes, as float32.
+    """The result of a request from its vector f32 `[D]`: an embedding, or one number for each class, as float32.
 
-    Sums are in float64 over arrays of one shape: they depend on nothing else. Raises InvalidRequestError for a
-    vector that is none.
+    Sums are in float64 over arrays of fixed shape, so that they depend on nothing else. Raises InvalidRequestError if
+    the vector is not finite.
     """
     if not np.isfinite(vector).all():
         raise InvalidRequestError("no vector could be made: the model's numbers are not finite")
@@ -104,6 +106,6 @@ def _activated(name: str, numbers: Array) -> Array:
     if name == "identity":
         return numbers
     if name == "sigmoid":
-        return np.tanh(numbers / 2) / 2 + 0.5  # the sigmoid, without overflow
+        return np.tanh(numbers / 2) / 2 + 0.5  # avoids overflow
     exponentials = np.exp(numbers - numbers.max())
     return exponentials / exponentials.sum()

@@ -1,4 +1,4 @@
-"""The live requests of an engine: what each has so far, what the device is told about it, and who reads it."""
+"""The live requests of an engine: their sequences, their row settings for the device, and their collectors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from xla_engine.text.tokenizer import Tokenizer
 
 
 class RequestTable:
-    """Sequences by id, which is the request's own id where n is 1. Each is opened once and ended once.
+    """Live sequences by id; if n is 1, the id is the request's. Each is opened once and ended once.
 
-    settings: by sequence, for the runner. token_buffer: where sequences take their tokens from.
-    kept: requests that have ended and may go on; None where none may.
-    submitted: requests since the start. finished: sequences since the start, by reason.
-    reserved: requests that are not opened yet, by id, with how many sequences each will have.
+    settings: row settings by sequence, for the runner. token_buffer: from which sequences take their tokens.
+    kept: finished requests that can be extended; None if `keep_finished` is 0.
+    submitted: requests since start-up. finished: sequences since start-up, by reason.
+    reserved: the ids of pending requests, with how many sequences each will have.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: PoolingForm | None = None) -> None:
-        """keep: requests to keep when they have ended. pooler: how requests pool; None where they generate."""
+        """keep: how many finished requests to keep. pooler: how requests pool; None if they generate."""
         self._pooler = pooler
         self.kept = KeptRequests(keep) if keep else None
         self.settings: dict[str, RowSettings] = {}
@@ -46,36 +46,36 @@ class RequestTable:
         self.reserved: dict[str, int] = {}
         self._tokenizer = tokenizer
         self._live: dict[str, LiveSequence] = {}
-        self._groups: dict[str, SequenceGroup] = {}  # the requests that are more than one sequence
+        self._groups: dict[str, SequenceGroup] = {}  # requests with n above 1
 
     @property
     def pools(self) -> bool:
-        """Whether requests are pooled and do not generate."""
+        """Whether requests pool and do not generate."""
         return self._pooler is not None
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __iter__(self) -> Iterator[str]:
-        """The ids of the live sequences, oldest first; sequences may come and go meanwhile."""
+        """The ids of the live sequences, oldest first; the table may change during the iteration."""
         return iter(list(self._live))
 
     def __getitem__(self, name: str) -> LiveSequence:
         return self._live[name]
 
     def get(self, name: str) -> LiveSequence | None:
-        """A live sequence; None when there is none of this id."""
+        """The live sequence of this id; None if there is none."""
         return self._live.get(name)
 
     def sequences(self, request_id: str) -> list[str]:
-        """The ids of a request's sequences, some of which may be over."""
+        """The ids of a request's sequences, some of which may have ended."""
         group = self._groups.get(request_id)
         return [request_id] if group is None else [part.request_id for part in group.parts]
 
     def parts(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
         """The sequences of a live request, in order.
 
-        Raises InvalidRequestError where one has ended and is not kept.
+        Raises InvalidRequestError if one has ended and is not kept.
         """
         group = self._groups.get(request_id)
         parts = (self._live[request_id],) if group is None else group.parts
@@ -87,7 +87,7 @@ class RequestTable:
         return [(part, (ended if part.finished else self.settings)[part.request_id]) for part in parts]
 
     def free_id(self, n: int) -> str:
-        """An id that a request of n sequences can have: its number, with a suffix where a caller has given that."""
+        """A free id for a request of n sequences: its number, with a suffix if a caller uses that already."""
         name, count = str(self.submitted), 0
         while self._taken(name, n):
             count += 1
@@ -95,7 +95,7 @@ class RequestTable:
         return name
 
     def _taken(self, request_id: str, n: int) -> list[str]:
-        """Those names of a request that are in use."""
+        """Those ids of a request and its sequences that are in use."""
         names = (request_id, *sequence_ids(request_id, n))
         taken = [name for name in names if name in self._live or name in self._groups]
         if self.reserved:
@@ -131,9 +131,9 @@ class RequestTable:
         now: float,
         options: RequestOptions,
     ) -> list[Request]:
-        """Take a request of `params.n` sequences, each with its copy of the mask; returns them for the scheduler.
+        """Enter a request of `params.n` sequences, each with its own copy of the mask. The id must be free.
 
-        The id must be free.
+        Returns the sequences as requests for the scheduler.
         """
         names = sequence_ids(request_id, params.n)
         parts = []
@@ -196,7 +196,7 @@ class RequestTable:
         return PooledPrompt(self._pooler, params)
 
     def add_of_prompt(self, part: PromptScores | PooledChunk) -> None:
-        """Give a request what was computed of its prompt, if it is the one that asked."""
+        """Give a sequence its prompt log-probabilities or pooled chunk, unless its id was reused since the step."""
         if self.settings.get(part.request_id) is not part.settings:
             return
         request = self._live[part.request_id]
@@ -206,7 +206,7 @@ class RequestTable:
             request.pooling.add(part.start, part.vectors)
 
     def open_again(self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]]) -> None:
-        """Take the sequences of a request that goes on, in order, with those that do not. The id must be free."""
+        """Enter all sequences of a request that is extended, in order; some may be finished. The id must be free."""
         for part, settings in parts:
             if not part.finished:
                 self._live[part.request_id], self.settings[part.request_id] = part, settings
@@ -215,7 +215,7 @@ class RequestTable:
         self.submitted += 1
 
     def take_back(self, request_id: str) -> None:
-        """Undo `open`, without a word to the request's reader."""
+        """Undo `open`, without telling the collector."""
         for name in self.sequences(request_id):
             self._live.pop(name, None)
             self.settings.pop(name, None)
@@ -223,9 +223,9 @@ class RequestTable:
         self.submitted -= 1
 
     def end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
-        """Give a sequence its terminal result and tell its reader; the id is free then.
+        """End a sequence and put it into its collector; its id becomes free.
 
-        Returns the reason that stands: "error" where its text cannot be made.
+        Returns the final reason: "error" if its text cannot be decoded.
         """
         request = self._live.pop(name)
         settings = self.settings.pop(name)

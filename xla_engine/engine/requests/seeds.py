@@ -1,4 +1,4 @@
-"""The seeds that key a request's noise, and the ids of its sequences."""
+"""The noise keys of requests and sequences, and the ids of sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def sequence_ids(request_id: str, n: int) -> list[str]:
 
 
 def noise_key(engine_seed: int, request_id: str, params: SamplingParams) -> int:
-    """A request's noise key, 64-bit unsigned: its own seed, else one made from the engine's seed and its id."""
+    """A request's noise key, 64-bit unsigned: its own seed, or one derived from the engine's seed and its id."""
     if params.seed is not None:
         return params.seed % 2**64
     digest = hashlib.sha256(f"{engine_seed}\0{request_id}".encode(errors="surrogatepass")).digest()
@@ -21,7 +21,7 @@ def noise_key(engine_seed: int, request_id: str, params: SamplingParams) -> int:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The noise key of a request's sequence, 64-bit unsigned; the first one's is the request's own."""
+    """The noise key of a request's sequence, 64-bit unsigned; the first sequence has the request's key."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}\0{index}".encode()).digest()[:8], "big")

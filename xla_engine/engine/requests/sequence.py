@@ -1,4 +1,4 @@
-"""The host's side of one sequence: its tokens, text and times."""
+"""The host side of one sequence: its tokens, text and times."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from xla_engine.text.tokenizer import Tokenizer
 
 
 class LiveSequence:
-    """Accumulates what the device samples for one sequence until it ends.
+    """Accumulates the sampled tokens of one sequence until it ends.
 
-    collector: takes its news. reader: what is put there, the sequence itself or the group it is part of.
-    host_stop_ids: those of the stop ids that the device does not know.
-    pooling: its vector, where the model pools; the one token that ends such a request is not shown.
-    faults: failed steps it was in. passes: times it got past such a step apart from others.
-    preemptions: times it lost its slot to another.
-    arrival_time, finished_time: on the engine's clock, the latter None while it runs. error: why it failed, if it did.
+    collector: receives its output. reader: the object that is put there, the sequence itself or its group.
+    host_stop_ids: the stop ids that only the host checks, because the device has room for `MAX_STOP_TOKEN_IDS`.
+    pooling: collects its vector if the model pools. Such a request ends with one token, which is not shown.
+    faults: failed steps it was in. passes: times it got past such a step while running apart from others.
+    preemptions: times it lost its slot.
+    arrival_time, finished_time: on the engine's clock; the latter is None while it runs. error: why it failed.
     """
 
     def __init__(
@@ -68,24 +68,26 @@ class LiveSequence:
         self._eos_ids = eos_ids
         self.arrival_time = now
         self.finished_time: float | None = None
-        self._received = 0  # tokens since the request was last started; fewer than it has while it runs again
+        self._received = 0  # tokens since the request last started; fewer than it has while it runs again
         self._num_drafted = self._num_accepted = 0
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[Score] = []
         self._prompt_scores: list[Score | None] = [None] * max(params.logprobs_start, 1)
-        self._top_logprobs: list[dict[int, Logprob]] = []  # as far as `output` was asked for them
+        self._top_logprobs: list[dict[int, Logprob]] = []  # cache of `output`
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # the same
         self._token_times: list[float] = []
         self._stop_string: str | None = None
-        self._failure: Exception | None = None  # why its text cannot be made any more
+        self._failure: Exception | None = (
+            None  # the error of a buffered take, raised again in the engine's turn
+        )
         self._finish_reason: FinishReason | None = None
         self.error: str | None = None
 
     def successor(
         self, request_id: str, params: SamplingParams, mask: TokenMask | None, collector: OutputCollector
     ) -> LiveSequence:
-        """A live sequence that goes on where this one ended, with all that it has; this one stays as it is."""
+        """A live copy that continues where this sequence ended; this one does not change."""
         other = copy.copy(self)
         other.request_id, other.collector, other.reader = request_id, collector, other
         other._params, other._mask = params, mask
@@ -94,7 +96,9 @@ class LiveSequence:
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
         for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
             setattr(other, name, list(getattr(self, name)))
-        other._text = text = other._no_text()  # what was held back is not final any more
+        other._text = text = (
+            other._no_text()
+        )  # decode again: text flushed at the end may have to be held back
         if text is not None and params.stop:
             for count, token_id in enumerate(self._token_ids, 1):
                 text.push(token_id, may_stop=count >= params.min_tokens)
@@ -117,7 +121,7 @@ class LiveSequence:
 
     @property
     def received(self) -> Sequence[int]:
-        """The tokens that it was given since it was last started: all that it has, unless it runs again."""
+        """The tokens since it last started: all that it has, unless it runs again."""
         return self._token_ids[: self._received]
 
     @property
@@ -126,32 +130,32 @@ class LiveSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it was given or has taken."""
+        """Tokens it has, without those that wait in the token buffer."""
         return len(self._token_ids)
 
     @property
     def last_token_time(self) -> float | None:
-        """When the latest token that it was given or has taken was read; None without any."""
+        """When the latest of its `num_tokens` tokens was read from the device; None without any."""
         return self._token_times[-1] if self._token_times else None
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the next token is one it has already."""
+        """Whether it runs again, so that the next token is one it has already."""
         return self._received < len(self._token_ids)
 
     @property
     def constrained(self) -> bool:
-        """Whether each token decides what the next one may be."""
+        """Whether the allowed next tokens depend on the tokens so far."""
         return self._mask is not None and self._mask.constrained
 
     @property
     def immediate(self) -> bool:
-        """Whether each token has to be looked at as it comes; else they can be taken many at a time."""
+        """Whether it must process each token as it arrives; otherwise it takes many tokens at a time."""
         looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
         return self.constrained or self.is_repeating or looks_for_stops
 
     def times(self, now: float) -> Times:
-        """Its life so far."""
+        """Its age, queueing time and time to first token."""
         came, admitted = self.arrival_time, self._admitted_time
         return Times(
             age=now - came,
@@ -160,20 +164,20 @@ class LiveSequence:
         )
 
     def admit(self, now: float) -> None:
-        """It got a slot, for the first time or again."""
+        """Note that it got a slot, for the first time or again."""
         if self._admitted_time is None:
             self._admitted_time = now
             self._histograms.queue_seconds.add(now - self.arrival_time)
 
     def reuse(self, tokens: int) -> None:
-        """So many tokens were found in the prefix cache; not counted where it goes on after a preemption."""
+        """Note how many tokens the prefix cache had; not counted when it resumes after a preemption."""
         if not self._token_ids:
             self._num_cached_tokens = tokens
 
     def rewind(self) -> None:
-        """Run again from the beginning; the tokens there are stay, and must come again."""
+        """Prepare to run again from the beginning; it keeps its tokens, and must sample the same ones again."""
         if not self.immediate:
-            with suppress(Exception):  # kept in `_failure`, and raised when the sequence goes on
+            with suppress(Exception):  # kept in `_failure`, and raised when the sequence continues
                 self.take()
         self._token_buffer.end(self)
         self._received = 0
@@ -181,7 +185,7 @@ class LiveSequence:
             self._mask.reset()
 
     def take(self) -> bool:
-        """Take the tokens of the steps read so far; true if one ends the request. Raises what `add` does."""
+        """Take its tokens from the token buffer; True if one ends the request. Raises what `add` raises."""
         if self._failure is not None:
             raise self._failure
         taken = self._token_buffer.take(self)
@@ -198,40 +202,42 @@ class LiveSequence:
         return False
 
     def extend(self, samples: Sequence[Sample], now: float) -> bool:
-        """Take what one step brought, one token or more, behind what was left to be taken; true if one completes a
-        stop string, behind which the others are dropped. Raises what `add` does."""
+        """Take the tokens of one step, after those left in the token buffer; True if one ends the request.
+
+        Tokens after that one are dropped. Raises what `add` raises.
+        """
         return self.take() or any(self.add(sample, now) for sample in samples)
 
     @property
     def next_position(self) -> int:
-        """Where the next token that is not read yet stands in the sequence."""
+        """The position of the first token that has not been read from the device."""
         return len(self.prompt_token_ids) + self._received + len(self._token_buffer.waiting(self))
 
     def tokens_from(self, place: int) -> list[int]:
-        """The generated tokens from `place` on, as far as they were read."""
+        """The generated tokens from index `place` on, as far as they were read."""
         self._take_if_buffered()
         return self._token_ids[place:]
 
     def read_from(self, place: int) -> list[int]:
-        """`tokens_from`, but none is taken, so no text is made yet."""
+        """`tokens_from` without taking tokens from the buffer, so no text is decoded."""
         return self._token_ids[place:] + self._token_buffer.waiting(self, place - len(self._token_ids))
 
     @property
     def mask(self) -> TokenMask | None:
-        """What its next token may be; None: anything."""
+        """The mask of its next token; None if any token is allowed."""
         return self._mask
 
     def known_tokens(self, most: int) -> list[int]:
-        """Of a sequence that runs again, up to `most` tokens that come next."""
+        """Up to `most` of the next tokens of a sequence that runs again."""
         return self._token_ids[self._received : self._received + most]
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """A step checked so many drafts, of which so many were right."""
+        """Count the draft tokens of a step."""
         self._num_drafted += drafted
         self._num_accepted += accepted
 
     def _add_all(self, taken: Taken) -> None:
-        """Take many tokens, of which only the last can be a stop token."""
+        """Take many tokens at once; only the last can be a stop token."""
         slot, steps, times, _ = taken
         tokens = [step.tokens[slot] for step in steps]
         self._received += len(tokens)
@@ -248,9 +254,10 @@ class LiveSequence:
             self._text.extend(tokens[:-1] if hidden else tokens)
 
     def add(self, sample: Sample, now: float) -> bool:
-        """Take one sampled token; true if it completes a stop string or is a stop token that the device does not know.
+        """Take one sampled token; True if it completes a stop string or is in `host_stop_ids`.
 
-        A stop token counts but shows no text, unless the request includes stops in its text. Raises ReplayError.
+        A stop token counts as a token but adds no text, unless the request sets `include_stop_str_in_output`. Raises
+        ReplayError if the sequence runs again and the token differs from before.
         """
         if self._mask is not None and sample.token_id not in self._stop_ids:
             self._mask.take(sample.token_id)
@@ -292,15 +299,15 @@ class LiveSequence:
         self._received += 1
 
     def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
-        """Take the log-probabilities of the prompt tokens from position `start` on, in order, perhaps again."""
+        """Take the log-probabilities of the prompt tokens from position `start` on, in order; ignores known ones."""
         for position, (logprob, top) in enumerate(scores, start):
             if position == len(self._prompt_scores):
                 self._prompt_scores.append((self.prompt_token_ids[position], logprob, top))
 
     def finish(self, reason: FinishReason, now: float, error: str | None = None) -> FinishReason:
-        """End the request with the tokens it has so far; text held back for an incomplete character is flushed.
+        """End the sequence with the tokens it has, and flush text that was held back.
 
-        Returns the reason that stands: ERROR where text or vector cannot be made.
+        Returns the final reason: ERROR if its text or vector cannot be computed.
         """
         try:
             self.take()
@@ -317,7 +324,7 @@ class LiveSequence:
         return reason
 
     def output(self) -> RequestOutput:
-        """The request as it stands, cumulative."""
+        """The cumulative output so far."""
         self._take_if_buffered()
         completion = self._completion(0, Seen())
         if completion.logprobs is not None:
@@ -346,7 +353,7 @@ class LiveSequence:
         return self.result(() if part is None else (part,))
 
     def new_part(self, index: int, seen: Seen, *, only_ended: bool) -> CompletionOutput | None:
-        """What is not seen of this sequence, which is seen then; None for nothing. index: its place in the request."""
+        """What `seen` lacks of this sequence, None if nothing; updates `seen`. index: that of the sequence."""
         if seen.ended or (only_ended and not self.finished):
             return None
         self._take_if_buffered()
@@ -358,7 +365,7 @@ class LiveSequence:
         return part
 
     def result(self, outputs: tuple[CompletionOutput, ...]) -> RequestOutput:
-        """The request with these parts of sequences; of times, those that the whole request has."""
+        """The request's output with these sequences; of the times, only arrival and end."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -384,11 +391,11 @@ class LiveSequence:
 
     def _take_if_buffered(self) -> None:
         if not self.immediate:
-            with suppress(Exception):  # kept in `_failure`, which ends the sequence in the engine's turn
+            with suppress(Exception):  # kept in `_failure`; the engine's turn ends the sequence
                 self.take()
 
     def _completion(self, index: int, since: Seen) -> CompletionOutput:
-        """What comes after the tokens and characters seen."""
+        """The output after the tokens and characters that were seen."""
         new = slice(since.tokens, None)
         last = self._token_ids[-1] if self._token_ids else None
         own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids

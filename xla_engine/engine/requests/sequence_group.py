@@ -1,4 +1,4 @@
-"""n sequences of one request: they run as requests of their own and are read as one."""
+"""The n sequences of one request: the scheduler runs them as separate requests, the caller reads them as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xla_engine.outputs import RequestMetrics, RequestOutput
 
 
 class SequenceGroup:
-    """The sequences of a request with n above 1, in order; their collector holds the group in their place."""
+    """The sequences of a request with n above 1, in order. Their collector receives the group in their place."""
 
     def __init__(self, request_id: str, parts: tuple[LiveSequence, ...]) -> None:
         self.request_id = request_id
@@ -39,7 +39,10 @@ class SequenceGroup:
         )
 
     def output(self) -> RequestOutput:
-        """All sequences as they stand. Times are of the first to begin and the last to end; token times of all."""
+        """The cumulative output of all sequences.
+
+        Times: the first admission, the first token, the end of the last sequence; token times are those of all.
+        """
         outputs = [part.output() for part in self.parts]
         metrics = [output.metrics for output in outputs if output.metrics is not None]
         admitted = [each.admitted_time for each in metrics if each.admitted_time is not None]

@@ -1,4 +1,4 @@
-"""The latest steps in columns, for requests that take their tokens many at a time."""
+"""Buffers the tokens of the latest steps, so that requests can take many at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from xla_engine.engine.requests.token_gaps import TokenGaps
 from xla_engine.observability.distributions import Histograms
 from xla_engine.scheduler import Decoded
 
-FLUSH_STEPS = 192  # steps in which every buffered request has taken its tokens once
+FLUSH_STEPS = 192  # every buffered request takes its tokens at least once in so many steps
 
 
 class BufferedRequest(Protocol):
     """A request that takes its tokens from the buffer.
 
-    immediate: it has to look at each token as it comes. collector: where its reader finds its news.
-    last_token_time: of the tokens that it has taken; None without any.
+    immediate: it must process each token as it arrives. collector: receives its output.
+    last_token_time: that of the latest token it has taken; None without any.
     """
 
     @property
@@ -34,9 +34,9 @@ T = TypeVar("T", bound=BufferedRequest)
 
 
 class Taken(NamedTuple):
-    """Steps in which a request decoded in `slot`, and the times at which they were read.
+    """Steps in which a request decoded in `slot`, and when they were read.
 
-    immediate: it is to look at each token.
+    immediate: the request must process each token separately.
     """
 
     slot: int
@@ -47,9 +47,9 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True)
 class _Occupancy:
-    """A request decodes in `slot` from `step` on, the first step it has not taken, until before `until`.
+    """The steps in which a request decodes in `slot`: from `step`, the first that it has not taken, to before `until`.
 
-    began: its first step, or the first since it is buffered.
+    began: its first step, or the first since it became buffered.
     """
 
     slot: int
@@ -66,14 +66,14 @@ class _Occupancy:
 
 
 class TokenBuffer(Generic[T]):
-    """What steps decoded and when they were read, and in which of them each request has tokens.
+    """The tokens of the latest steps and when they were read, and which steps and slot each request has decoded in.
 
-    An immediate request takes each token as it comes. A buffered one takes what has gathered when it ends or is read;
-    besides, a few buffered requests take theirs in every step, so that no step does the work of many and old steps can
-    be forgotten: however long a request is, about two times `FLUSH_STEPS` are kept.
+    An immediate request takes each token as it arrives. A buffered request takes its tokens when it ends or is read.
+    In addition, a few buffered requests take theirs in every step. This spreads the work over steps and bounds the
+    buffer to about twice `FLUSH_STEPS` steps.
 
-    added: tokens that requests were given, and have taken from here.
-    histograms: where times of requests are counted; those between tokens of buffered ones here, once a step.
+    added: tokens that requests have received, directly or from here.
+    histograms: the time histograms; for buffered requests, inter-token times are added here, once a step.
     """
 
     def __init__(self) -> None:
@@ -83,17 +83,17 @@ class TokenBuffer(Generic[T]):
         self._first = 0  # the step of the oldest column
         self._columns: list[Decoded] = []
         self._times: list[float] = []
-        self._occupancies: dict[T, _Occupancy] = {}  # the request that took longest ago comes first
-        self._immediate: dict[T, None] = {}  # of these
+        self._occupancies: dict[T, _Occupancy] = {}  # least recent `take` first
+        self._immediate: dict[T, None] = {}  # the immediate requests among them
         self._buffered: dict[OutputCollector, dict[T, _Occupancy]] = {}  # the others, by collector
 
     @property
     def next_step(self) -> int:
-        """The step that is read next."""
+        """The number of the next step to be read."""
         return self._first + len(self._columns)
 
     def append(self, step: int, decoded: Decoded, now: float) -> None:
-        """Add a step that was read; steps come in order."""
+        """Add a step that was read, in order of steps."""
         if not self._occupancies:
             return
         if not self._columns:
@@ -109,14 +109,14 @@ class TokenBuffer(Generic[T]):
             self._first += stale
 
     def clear(self) -> None:
-        """Forget all tokens that were not taken; the next step may have any number."""
+        """Forget everything; the next step may have any number."""
         for part in (self._columns, self._times, self._occupancies, self._immediate, self._buffered):
             part.clear()
         self._gaps.clear()
         self._first = 0
 
     def begin(self, request: T, slot: int, step: int, until: int | None = None) -> None:
-        """Note that a request decodes in a slot from `step` on; its tokens of another slot it has taken."""
+        """Note that a request decodes in a slot from `step` on; it must have taken its tokens from other slots."""
         self.end(request)
         self._occupancies[request] = occupancy = _Occupancy(slot, step, until, step)
         if request.immediate:
@@ -140,7 +140,7 @@ class TokenBuffer(Generic[T]):
             self.end(request)
 
     def end(self, request: T) -> None:
-        """Forget a request, whose tokens left here are not wanted."""
+        """Forget a request and the tokens it has not taken."""
         if (occupancy := self._occupancies.pop(request, None)) is None:
             return
         if request in self._immediate:
@@ -155,11 +155,11 @@ class TokenBuffer(Generic[T]):
             self.clear()
 
     def take(self, request: T) -> Taken | None:
-        """Return the tokens that a request has here and has not taken; None where there are none."""
+        """Take the tokens of a request; None if there are none."""
         occupancy = self._occupancies.pop(request, None)
         if occupancy is None:
             return None
-        self._occupancies[request] = occupancy  # now it is the last
+        self._occupancies[request] = occupancy  # move to the end
         begin, count = occupancy.step - self._first, occupancy.waiting(self.next_step)
         if not count:
             return None
@@ -172,7 +172,7 @@ class TokenBuffer(Generic[T]):
         return taken
 
     def waiting(self, request: T, skip: int = 0) -> list[int]:
-        """The tokens that a buffered request has here and has not taken, but for the first `skip`; they stay here."""
+        """The tokens of a buffered request after the first `skip`, without taking them."""
         if (occupancy := self._occupancies.get(request)) is None or request in self._immediate:
             return []
         begin = occupancy.step - self._first
@@ -180,11 +180,11 @@ class TokenBuffer(Generic[T]):
         return [column.tokens[occupancy.slot] for column in self._columns[there]]
 
     def immediate(self) -> list[T]:
-        """Return the requests that take each token as it comes."""
+        """The immediate requests."""
         return list(self._immediate)
 
     def make_buffered(self, request: T) -> None:
-        """Let an immediate request take its tokens many at a time from now on."""
+        """Turn an immediate request into a buffered one."""
         if request in self._immediate:
             del self._immediate[request]
             occupancy = self._occupancies[request]
@@ -192,14 +192,14 @@ class TokenBuffer(Generic[T]):
             self._add_buffered(request, occupancy)
 
     def next_to_flush(self) -> list[T]:
-        """Return the few requests whose turn it is in this step to take what has gathered."""
+        """The few requests that are due to take their tokens in this step."""
         oldest = islice(self._occupancies.items(), -(-len(self._occupancies) // FLUSH_STEPS))
         return [
             request for request, occupancy in oldest if occupancy.waiting(self.next_step) >= FLUSH_STEPS // 2
         ]
 
     def streamed(self) -> Iterator[T]:
-        """Yield the buffered requests with a token in the latest step whose reader wants to hear of each token."""
+        """Yield the buffered requests with a token in the latest step whose collectors want every token."""
         step = self.next_step - 1
         for collector, requests in self._buffered.items():
             if collector.every_token:

@@ -1,4 +1,4 @@
-"""Time between the tokens of rows that decode in every step, counted for all of them together, once a step."""
+"""Inter-token times of buffered rows, which decode in every step: added for all of them at once, once a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xla_engine.observability.histogram import Histogram
 
 
 class Timed(Protocol):
-    """A request. last_token_time: of the tokens that it has taken; None without any."""
+    """A request. last_token_time: that of the latest token it has taken; None without any."""
 
     @property
     def last_token_time(self) -> float | None: ...
@@ -18,21 +18,22 @@ T = TypeVar("T", bound=Timed)
 
 
 class TokenGaps(Generic[T]):
-    """How many rows have a token in each step, from who begins and who ends in which step.
+    """Counts how many rows have a token in each step, from the steps in which rows begin and end.
 
-    A row that had a token in the step before has waited as long as the step took. Only one that begins is looked at.
+    The inter-token time of a row is the time since the previous step if it had a token in that, too. Only rows that
+    begin are looked at one by one.
     """
 
     def __init__(self, histogram: Histogram) -> None:
-        """histogram: takes the seconds between tokens."""
+        """histogram: of the seconds between tokens."""
         self._histogram = histogram
-        self._rows = 0  # with a token in the step that was read last
-        self._last = 0.0  # when it was read
-        self._begin: dict[int, dict[T, None]] = {}  # by step to come: rows that have their first token in it
-        self._ends: dict[int, int] = {}  # by step to come: rows that have no token from it on
+        self._rows = 0  # rows with a token in the latest step
+        self._last = 0.0  # when that step was read
+        self._begin: dict[int, dict[T, None]] = {}  # by future step: rows whose first token is in it
+        self._ends: dict[int, int] = {}  # by future step: how many rows have no token from it on
 
     def read(self, step: int, now: float) -> None:
-        """Count a step. All steps are read in order while there are rows."""
+        """Add a step that was read; while there are rows, every step must come, in order."""
         self._rows -= self._ends.pop(step, 0)
         if self._rows:
             self._histogram.add(now - self._last, self._rows)
@@ -44,21 +45,21 @@ class TokenGaps(Generic[T]):
         self._last = now
 
     def join(self, request: T, step: int, until: int | None) -> None:
-        """A row has tokens from `step` on, a step to come, until before `until`; None for ever."""
+        """Note that a row has tokens from the future `step` on, to before `until`; None: without end."""
         self._begin.setdefault(step, {})[request] = None
         if until is not None:
             self._ends[until] = self._ends.get(until, 0) + 1
 
     def bound(self, until: int | None, earlier: int) -> None:
-        """A row that has joined has no token from `earlier` on, a step to come. until: as it was before."""
+        """Note that a row ends sooner, before the future step `earlier`. until: its end so far."""
         if until is not None:
             self._ends[until] -= 1
         self._ends[earlier] = self._ends.get(earlier, 0) + 1
 
     def leave(self, request: T, step: int, until: int | None, next_step: int) -> None:
-        """A row that has joined has no token from `next_step` on. step, until: as it joined."""
+        """Note that a row has no token from `next_step` on. step, until: as in `join`."""
         if until is not None and until < next_step:
-            return  # nor would it
+            return  # it has ended already
         if until is not None:
             self._ends[until] -= 1
         if request in self._begin.get(step, ()):
@@ -67,7 +68,7 @@ class TokenGaps(Generic[T]):
             self._rows -= 1
 
     def clear(self) -> None:
-        """There are no rows."""
+        """Forget all rows."""
         self._rows = 0
         self._begin.clear()
         self._ends.clear()

@@ -1,6 +1,6 @@
-"""Every limit of model and engine that a request must keep, checked without the device.
+"""Checks a request against every limit of model and engine, without the device.
 
-An engine asks before it queues a request; a dry run asks without having an engine.
+An engine calls it before it queues a request; a dry run calls it without an engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 LONGEST_PATIENCE_S = 10**9
-_NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this
+_NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this factor
 
 
 class CheckedRequest(NamedTuple):
-    """A request that keeps every limit. text: what its output shows of the prompt. params: with `max_tokens` as a
-    number. stop_ids: every id that ends it."""
+    """A valid request.
+
+    text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
+    """
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -38,7 +40,7 @@ class CheckedRequest(NamedTuple):
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
-    """Raise EngineClosedError for an engine that is closed, for the cause given, or that takes no more requests."""
+    """Raise EngineClosedError if the engine is closed, for the given cause, or is draining."""
     if closed is not None:
         raise EngineClosedError(f"the engine is closed ({closed}); make a new one")
     if draining:
@@ -50,14 +52,15 @@ class RequestValidator:
     """The limits of one model in one engine.
 
     vocab_size, eos_token_ids: the model's.
-    max_model_len: tokens of a request at most, prompt and generated.
-    tokenizer: None where prompts can only be token ids.
-    max_waiting: sequences that may wait at most, beyond those that free slots take; None is unbounded.
+    max_model_len: the most tokens of a sequence, prompt and generated.
+    tokenizer: None if prompts can only be token ids.
+    max_waiting: the most sequences that may wait, beyond those that fit into free slots; None: unbounded.
     max_num_seqs: slots.
-    takes_turns: whether requests take turns on the slots.
-    has_dry: whether `dry_multiplier` and `penalty_last_n` have an effect.
-    pooler: how requests pool; None where they generate. hidden_size: numbers of the vector that is pooled.
-    never_fits: says why a request of so many prompt and new tokens can never have enough memory; None if it can.
+    takes_turns: whether the scheduling policy is "round_robin".
+    has_dry: whether `dry_multiplier` and `penalty_last_n` are enabled.
+    pooler: how requests pool; None if they generate. hidden_size: the length of a pooled vector.
+    never_fits: called with a number of prompt tokens and of new tokens; says why they can never fit into memory, or
+        returns None if they can.
     """
 
     vocab_size: int
@@ -81,8 +84,10 @@ class RequestValidator:
     def checked(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, add_special_tokens: bool
     ) -> CheckedRequest:
-        """The request as an engine takes it, with the prompt's `cache_salt` in `options`. Raises InvalidRequestError,
-        or TokenLimitError where it does not fit. Masks and the queue are looked at elsewhere."""
+        """Validate a request, except for its mask and the queue. Moves the prompt's `cache_salt` into `options`.
+
+        Raises InvalidRequestError; TokenLimitError if it does not fit.
+        """
         content, text, salt = prompt_parts(prompt)
         if salt is not None:
             options["cache_salt"] = salt
@@ -98,7 +103,7 @@ class RequestValidator:
         *,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """Return the prompt's token ids. Raises InvalidRequestError, or TokenLimitError where it does not fit."""
+        """The prompt's token ids. Raises InvalidRequestError; TokenLimitError if the request does not fit."""
         if isinstance(prompt, str | TextPair):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
@@ -128,8 +133,10 @@ class RequestValidator:
         return token_ids
 
     def with_limit(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        """Return `params` with `max_tokens` as a number: where it is None, all that fit after the prompt; or with how
-        the model pools. Raises InvalidRequestError where a model that pools is to generate, or the other way round."""
+        """Complete `params`: if `max_tokens` is None, it becomes the most that fit; pooling gets the model's form.
+
+        Raises InvalidRequestError if a pooling model is asked to generate, or the other way round.
+        """
         if self.pooler is not None or isinstance(params, PoolingParams):
             return self._pooling(params)
         if params.max_tokens is not None:
@@ -151,7 +158,10 @@ class RequestValidator:
         return params_for(self.pooler, params, self.hidden_size)
 
     def check_more(self, prompt_tokens: int, tokens: int, more: object) -> None:
-        """Raise InvalidRequestError unless a request of so many tokens may get so many `more`; TokenLimitError."""
+        """Check that a request may get `more` tokens. prompt_tokens, tokens: its length, and what it has generated.
+
+        Raises InvalidRequestError; TokenLimitError if they do not fit.
+        """
         if isinstance(more, bool) or not isinstance(more, int) or more < 1:
             raise InvalidRequestError(f"max_tokens must be an integer of at least 1, not {more!r}")
         if (total := prompt_tokens + tokens + more) > self.max_model_len:
@@ -165,9 +175,9 @@ class RequestValidator:
             )
 
     def check_queue(self, n: int, waiting: int, free: int) -> None:
-        """Raise QueueFullError unless all n sequences of a request fit behind those that wait, and into free slots.
+        """Check that n more sequences fit into queue and free slots. waiting, free: sequences waiting, and free slots.
 
-        Raises InvalidRequestError where they never will.
+        Raises QueueFullError if they do not fit now, InvalidRequestError if they never can.
         """
         if self.max_waiting is None:
             return
@@ -219,7 +229,7 @@ class RequestValidator:
                 )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return every id that ends the request, the model's eos ids first; the device is told the first few.
+        """Every id that ends the request, the model's eos ids first. The device checks the first MAX_STOP_TOKEN_IDS.
 
         Raises InvalidRequestError.
         """
@@ -240,7 +250,10 @@ class RequestValidator:
         return stop_ids
 
     def token_mask(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> TokenMask | None:
-        """Return the tokens a sequence may sample, None for all. Raises InvalidRequestError, also for bias ids."""
+        """The mask of the tokens that a sequence may sample; None if it may sample all. Also checks the bias ids.
+
+        Raises InvalidRequestError.
+        """
         for name, ids in (
             ("logit_bias", params.logit_bias or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -260,18 +273,18 @@ class RequestValidator:
         )
 
     def try_constraint(self, params: SamplingParams) -> None:
-        """Try and compile what the text of a request must match, unless it is known. Raises InvalidRequestError."""
+        """Compile the constraint of a request, unless it is cached. Raises InvalidRequestError if it is invalid."""
         if params.structured_outputs is not None:
             self._grammars().matcher(params.structured_outputs)
 
     def knows_constraint(self, params: SamplingParams) -> bool:
-        """Whether `token_mask` has nothing to try, which may take a second. Raises InvalidRequestError."""
+        """Whether `token_mask` need not compile a constraint, which may take a second. Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return True
         return bool(self._compiler) and self._grammars().knows(params.structured_outputs)
 
     def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the tokens that break a sequence for DRY. Raises InvalidRequestError, also where there is no DRY."""
+        """The tokens that break a sequence for DRY. Raises InvalidRequestError, also if DRY is not enabled."""
         if params.dry_multiplier == 0 and params.penalty_last_n < 0:
             return ()
         if not self.has_dry:
@@ -301,7 +314,7 @@ class RequestValidator:
         return self._compiler[0]
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return each word's tokens as it stands after a space, and as it stands alone."""
+        """The tokens of each word, both with a space before it and without."""
         if not words:
             return []
         if self.tokenizer is None:
@@ -314,9 +327,9 @@ class RequestValidator:
         return sorted(found - {()})
 
     def _check_characters(self, length: int, tokenizer: Tokenizer) -> None:
-        """Refuse text that cannot fit before spending seconds on tokenising it.
+        """Refuse text that cannot fit, before spending seconds on tokenising it.
 
-        No token is spelled longer than `longest_token`; normalisers may shorten text, hence the factor.
+        No token has more than `longest_token` characters. The factor allows for normalisers, which may shorten text.
         """
         bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
         if length > bound:
@@ -341,5 +354,5 @@ class RequestValidator:
 
 
 def _least_tokens(params: SamplingParams) -> int:
-    """New tokens that a request must have room for."""
+    """The new tokens that a request must have room for."""
     return max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens

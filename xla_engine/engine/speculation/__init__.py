@@ -1,1 +1,1 @@
-"""Drafts for a step to verify: who proposes them, and how many tokens a step checks."""
+"""Speculative decoding: proposers of drafts, and the choice of how many tokens a step verifies."""

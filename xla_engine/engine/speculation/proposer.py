@@ -1,43 +1,46 @@
-"""What a proposer is: on the host, it guesses how a sequence goes on. It knows no device, and is free to be wrong."""
+"""The interface of a proposer, which guesses on the host how sequences continue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-CERTAIN = 1 << 20  # tokens of a match that can hardly be wrong
+CERTAIN = 1 << 20  # the `match` of a proposal that can hardly be wrong
 
 
 class Proposal(NamedTuple):
-    """Tokens expected behind all that a proposer was told of a sequence. match: how many tokens at the sequence's end
-    they were found by; 0 where the proposer works otherwise, CERTAIN where nothing else can come."""
+    """The tokens expected next in a sequence.
+
+    match: how many tokens at the end of the sequence matched where the proposal was found; 0 if the proposer does not
+        match, CERTAIN if no other tokens can come.
+    """
 
     tokens: Sequence[int] = ()
     match: int = 0
 
 
 class Proposer(Protocol):
-    """Guesses for many sequences, each by its name. What it says changes how fast tokens come, never which."""
+    """Proposes tokens for many sequences, by name. Proposals change how fast tokens come, never which tokens."""
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
-        """A sequence with a prompt of `tokens`. group: it may learn from sequences of the same group only."""
+        """Begin a sequence with a prompt of `tokens`. group: it may learn only from sequences of the same group."""
         ...
 
     def extend(self, name: str, tokens: Sequence[int]) -> None:
-        """The sequence goes on with `tokens`."""
+        """Append `tokens` to a sequence."""
         ...
 
     def propose(self, name: str, most: int) -> Proposal:
-        """Up to `most` tokens that may come next."""
+        """Propose up to `most` next tokens."""
         ...
 
     def end(self, name: str) -> None:
-        """The sequence is over. A name that is unknown is none of its own."""
+        """End a sequence; ignores unknown names."""
         ...
 
 
 class NoProposer:
-    """Proposes nothing: the device guesses for itself."""
+    """Proposes nothing; used when the drafts are made on the device."""
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A proposer that knows the answer from an earlier run, and tells it, or lies: for checks and measurements."""
+"""A proposer that replays the output of an earlier run, with a given share of errors: for checks and measurements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from xla_engine.engine.speculation.proposer import Proposal
 
 
 class Recorded:
-    """Proposes what a run has sampled; each token is spoilt with probability 1 - `right`.
+    """Proposes what an earlier run sampled; each token is replaced by a wrong one with probability 1 - `right`.
 
-    outputs: by sequence, what it will sample. That is so whatever is proposed, so that any acceptance can be had with
-    right results.
+    Since proposals do not change results, this gives any acceptance rate with the same output.
+
+    outputs: the tokens that each sequence will sample.
     """
 
     def __init__(self, outputs: Mapping[str, Sequence[int]], right: float = 1.0, seed: int = 0) -> None:

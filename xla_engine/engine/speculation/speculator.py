@@ -1,4 +1,4 @@
-"""Between the loop and those who guess: which width a step gets, what is proposed for its rows, and what was right."""
+"""Connects the loop with a proposer: chooses the width of each step, collects drafts, and counts accepted ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from xla_engine.runner.verify_inputs import HELD, Draft
 from xla_engine.scheduler import Plan, Request, Speculation, StepResult
 from xla_engine.speculative_config import ON_DEVICE
 
-SAMPLE = 8  # rows that are looked at, to know whether rows had better speculate
+SAMPLE = 8  # rows whose proposals decide whether all rows should speculate
 
 
 def make_speculator(
     config: EngineConfig, runner: Runner, found: SelfCheck | None, table: RequestTable
 ) -> Speculator | None:
-    """What the options ask for; None where they ask for nothing.
+    """The speculator that the options ask for; None without speculation.
 
-    found: what the self-check saw, None where there was none. Raises ConfigError where the bits of a step would depend
-    on how many tokens it checks.
+    found: the result of the self-check; None if it did not run.
+
+    Raises ConfigError if the bits of a step would depend on how many tokens it verifies.
     """
     options = config.speculation
     if options is None:
@@ -48,7 +49,7 @@ def make_speculator(
 
 
 def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
-    """Why checking several tokens at once may give other bits than one by one; None where it cannot."""
+    """Why verifying several tokens at once may give other bits than decoding them one by one; None if it cannot."""
     if found is None:
         return "no self-check ran (self_check, or blocks enough for it)"
     if not runner.has_one_row_code:
@@ -59,30 +60,30 @@ def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
 
 
 class ReplayControl(Protocol):
-    """Says what a run is to do, in place of proposers and of the choice of widths."""
+    """Prescribes drafts and widths for the replay of a recorded run."""
 
     def wanted(self) -> Speculation | None:
-        """What the next plan may do."""
+        """The width and lanes of the next plan."""
         ...
 
     def planned(self, plan: Plan) -> None:
-        """A plan was made."""
+        """Note that a plan was made."""
         ...
 
     def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
-        """Tokens that stand right behind the last one of a row of a plan, on the device."""
+        """The drafts that follow the last token of a row on the device."""
         ...
 
     def start(self, plan: Plan, request_id: str) -> int:
-        """Where these stand in the sequence."""
+        """The position of the first of these drafts in the sequence."""
         ...
 
 
 class Speculator:
-    """Tells proposers what sequences have so far, and the device what they guess.
+    """Feeds tokens to the proposer, and its drafts to verify steps.
 
-    proposer: may be another while the engine is idle. replay: what replaces it, and the choice of widths.
-    drafted, accepted: drafts that steps have checked, and those that were right.
+    proposer: may be replaced while the engine is idle. replay: replaces proposer and choice of widths in replays.
+    drafted, accepted: how many draft tokens were verified, and how many were accepted.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Speculator:
         *,
         on_device: bool = False,
     ) -> None:
-        """lanes: rows at most of a verify step, by width. chooser: None for the one width there is. on_device: verify
-        steps guess as many tokens as they take for rows that `proposer` has nothing for."""
+        """lanes: the most rows of a verify step, by width. chooser: None if there is only one width.
+        on_device: verify steps draft on the device for rows without a proposal.
+        """
         self.drafted = 0
         self.accepted = 0
         self.proposer = proposer
@@ -104,19 +106,17 @@ class Speculator:
         self._lanes = lanes
         self._chooser = chooser
         self._on_device = on_device
-        self._told: dict[str, int] = {}  # tokens that the proposer knows of a sequence's output
-        self._looked: dict[str, Proposal] = {}  # what comes next, by the last look that no step was spent on
-        self._started: deque[dict[str, int]] = (
-            deque()
-        )  # of verify steps in flight: the match of each proposal
+        self._told: dict[str, int] = {}  # by sequence: output tokens that the proposer knows
+        self._looked: dict[str, Proposal] = {}  # the latest proposals that were not verified
+        self._started: deque[dict[str, int]] = deque()  # by verify step in flight: the match of each proposal
 
     def begin(self, request: Request) -> None:
-        """A sequence was queued."""
+        """Begin a sequence that was queued."""
         self.proposer.begin(request.request_id, request.prompt_token_ids, request.group)
         self._told[request.request_id] = 0
 
     def end(self, name: str) -> None:
-        """A sequence is over; the table has it still."""
+        """End a sequence; it must still be in the table."""
         if name in self._told:
             if (sequence := self._table.get(name)) is not None:
                 self._tell(sequence)
@@ -125,11 +125,11 @@ class Speculator:
             self.proposer.end(name)
 
     def restart(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget the steps in flight."""
         self._started.clear()
 
     def wanted(self, running: list[str]) -> Speculation | None:
-        """What the next plan may do. running: the sequences that may have a row in it."""
+        """The width and lanes of the next plan; None for plain decode. running: the sequences that may be in it."""
         if self.replay is not None:
             return self.replay.wanted()
         if self._chooser is None:
@@ -138,7 +138,7 @@ class Speculator:
         if not self._chooser.looks:
             return None
         widest = max(self._lanes)
-        # Rows that do not speculate are judged by some of them, which are all that anything is looked up for.
+        # While rows do not speculate, the proposals of a sample of them stand for all.
         stands_for = 1 if self._chooser.is_on else -(-len(running) // SAMPLE) or 1
         proposed = {name: self._propose(name, widest - 1) for name in running[::stands_for]}
         unseen = widest - 1 if self._on_device else 0
@@ -150,7 +150,7 @@ class Speculator:
         return None if width == 0 else Speculation(width, self._lanes.get(width, len(running)))
 
     def foreseen(self, running: list[str]) -> Speculation | None:
-        """What `wanted` would say now; it is not counted as a step."""
+        """What `wanted` would return now, without counting a step."""
         chooser = self._chooser
         self._chooser = copy.copy(chooser)
         try:
@@ -159,7 +159,7 @@ class Speculator:
             self._chooser = chooser
 
     def drafts(self, plan: Plan) -> dict[str, Draft]:
-        """What may come next for the rows of a verify step."""
+        """The drafts for the rows of a verify step, by request id."""
         if self.replay is not None:
             self.replay.planned(plan)
         if plan.width < 2:
@@ -187,7 +187,7 @@ class Speculator:
         return found
 
     def read(self, plan: Plan, result: StepResult) -> None:
-        """Count what a step has shown."""
+        """Count the accepted drafts of a step that was read."""
         if plan.width < 2:
             return
         matches = self._started.popleft()
@@ -204,7 +204,7 @@ class Speculator:
                 self._chooser.acceptance.observe(matches.get(row.request_id, 0), drafted, accepted)
 
     def _propose(self, name: str, most: int) -> Proposal:
-        """Tokens behind those that were read of a sequence; of one that runs again, what it had before."""
+        """Propose tokens after those read so far; a sequence that runs again proposes its known tokens."""
         sequence = self._table[name]
         if sequence.is_repeating:
             return Proposal(sequence.known_tokens(most), CERTAIN)
@@ -222,7 +222,7 @@ class Speculator:
             self._told[name] = told + len(tokens)
 
     def _learn(self, proposal: Proposal | None, tokens: Sequence[int]) -> None:
-        """Hold what a look proposed against what came: acceptance is learned before a step is spent on it."""
+        """Compare an unverified proposal with the tokens that came, to learn the acceptance without a verify step."""
         if proposal is not None and self._chooser is not None:
             pairs = list(zip(proposal.tokens, tokens, strict=False))
             right = next((at for at, (guess, token) in enumerate(pairs) if guess != token), len(pairs))

@@ -1,8 +1,8 @@
-"""Guesses from text that was there before: how a sequence went on where it last read as it reads now.
+"""Proposes tokens from earlier text: what followed the last occurrences of the sequence's ending.
 
-After suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with a table of short runs of tokens instead of a tree:
-the end of a sequence is looked up by its last tokens, the longest match among the latest places wins, and a longer
-match earns a longer guess.
+After suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), with a table of short runs of tokens instead of a suffix
+tree. The last RUN tokens are looked up, the longest match among the latest places wins, and a longer match gives a
+longer draft.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 
 from xla_engine.engine.speculation.proposer import Proposal
 
-RUN = 3  # tokens by which places are found
-PLACES = 6  # latest places kept of each run
-LONGEST = 32  # tokens of a match that are compared
-MAX_TOKENS = 1 << 20  # of finished sequences, of all groups together: some hundred bytes each
+RUN = 3  # length of the runs of tokens by which places are found
+PLACES = 6  # how many of the latest places of a run are tried
+LONGEST = 32  # the longest match that is measured
+MAX_TOKENS = 1 << 20  # tokens kept of finished sequences, for all groups; some hundred bytes each
 
 Run = tuple[int, ...]
 
 
 class _Text:
-    """Tokens of one sequence, and where each run of them ends: linked from place to earlier place, so that a token
-    costs one entry of a table and one of a list; neither is made before somebody looks something up here.
+    """The tokens of one sequence, with an index of where each run ends.
 
-    latest: run to the end of its latest place. older: run to the text of the group that had it before, once finished.
+    Each place links to the previous place of the same run, so a token costs one entry of a dict and one of a list. The
+    index is built at the first lookup.
+
+    latest: the end of a run's latest place. older: once finished, the previous text of the group that has the run.
     """
 
     def __init__(self, group: str) -> None:
@@ -33,12 +35,12 @@ class _Text:
         self.tokens: list[int] = []
         self.latest: dict[Run, int] = {}
         self.older: dict[Run, _Text] = {}
-        self._earlier: list[int] = []  # by end, from RUN on: where the same run ended before, 0 for nowhere
+        self._earlier: list[int] = []  # by end - RUN: the previous end of the same run, 0 for none
 
     def index(self) -> None:
-        """Enter the places of what is new."""
+        """Index the new tokens."""
         known, latest, earlier = self.tokens, self.latest, self._earlier
-        # A place is of use when something follows it: the run that ends at `end - 1` is entered with token `end`.
+        # A place is useful only if a token follows it, so a run is entered once the next token is known.
         begin = len(earlier)
         columns = [known[begin + at : max(len(known) - RUN + at, 0)] for at in range(RUN)]
         for end, run in enumerate(zip(*columns, strict=True), begin + RUN):
@@ -50,7 +52,7 @@ class _Text:
                 latest[run] = end
 
     def ends(self, run: Run) -> Iterator[int]:
-        """Where the latest places of a run end, the latest first."""
+        """The ends of the latest places of a run, latest first."""
         end = self.latest.get(run, 0)
         for _ in range(PLACES):
             if not end:
@@ -59,14 +61,14 @@ class _Text:
             end = self._earlier[end - RUN]
 
     def clear(self) -> None:
-        """Forget everything; texts that link here find nothing."""
+        """Forget everything, so that texts that link here find nothing."""
         for part in (self.tokens, self.latest, self.older, self._earlier):
             part.clear()
 
 
 @dataclass(slots=True)
 class _Group:
-    """Finished sequences that may be quoted to each other. latest: run to the latest text that has it."""
+    """Finished sequences that may be proposed to each other. latest: by run, the latest text that has it."""
 
     latest: dict[Run, _Text] = field(default_factory=dict)
 
@@ -76,7 +78,7 @@ class _Group:
         latest.update(dict.fromkeys(text.latest, text))
 
     def texts(self, run: Run) -> Iterator[_Text]:
-        """The latest texts that have a run, the latest first."""
+        """The latest texts that have a run, latest first."""
         text = self.latest.get(run)
         for _ in range(PLACES):
             if text is None:
@@ -92,9 +94,9 @@ class _Group:
 
 
 class SuffixProposer:
-    """Looks a sequence's end up in itself and, where it `shares`, in the finished sequences of its group.
+    """Looks up the end of a sequence in itself and, if `shares`, in the finished sequences of its group.
 
-    max_tokens: of finished sequences that are kept; the oldest go first.
+    max_tokens: tokens of finished sequences that are kept; the oldest sequences are evicted first.
     """
 
     def __init__(self, *, shares: bool = True, max_tokens: int = MAX_TOKENS) -> None:
@@ -107,7 +109,7 @@ class SuffixProposer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of finished sequences."""
+        """Tokens kept of finished sequences."""
         return self._held
 
     def begin(self, name: str, tokens: Sequence[int], group: str) -> None:
@@ -135,7 +137,7 @@ class SuffixProposer:
             return Proposal()
         count = min(most, 2 * longest)
         tokens = found.tokens[place : place + count]
-        if found is own:  # text that repeats itself goes round
+        if found is own:  # a sequence that repeats itself: extend the period
             while len(tokens) < count:
                 tokens = tokens + tokens[: count - len(tokens)]
         return Proposal(tokens, longest)
@@ -157,14 +159,14 @@ class SuffixProposer:
                 del self._groups[oldest.group]
 
     def _candidates(self, own: _Text, run: Run) -> Iterator[_Text]:
-        """Its own text first, then the latest of its group."""
+        """The sequence's own text first, then the latest texts of its group."""
         yield own
         if (group := self._groups.get(own.group)) is not None:
             yield from group.texts(run)
 
 
 def _match(tokens: Sequence[int], end: int, own: Sequence[int]) -> int:
-    """How many tokens before `end` are those at the end of `own`, LONGEST at most."""
+    """How many tokens before `end` equal those at the end of `own`, at most LONGEST; at least RUN match already."""
     least = min(end, len(own), LONGEST)
     match = RUN
     while match < least and tokens[end - match - 1] == own[-match - 1]:

@@ -1,4 +1,4 @@
-"""How many tokens a step checks: by what steps of each width cost, and by how many drafts were right."""
+"""Chooses how many tokens a step verifies, from the cost of each width and the acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from xla_engine.engine.speculation.proposer import CERTAIN
 from xla_engine.runner.step_costs import StepCosts
 
-GAIN = 1.05  # a wider step must promise so much more a second
-PATIENCE = 4  # steps without a gain after which rows do not speculate
-PROBE = 16  # steps at most between two looks at what proposers would propose, while rows do not speculate
-_MEMORY = 0.9  # weight of what was known, at each new observation
-# (n, acceptance to begin with) of matches below n tokens.
+GAIN = 1.05  # by this factor a wider step must promise more tokens a second
+PATIENCE = 4  # consecutive steps without a gain after which speculation is switched off
+PROBE = 16  # the most steps between two looks at proposals while speculation is off
+_MEMORY = 0.9  # weight of the old value at each new observation
+# (n, initial acceptance) for matches of fewer than n tokens.
 _FIRST = ((1, 0.4), (5, 0.2), (9, 0.6), (CERTAIN, 0.8), (CERTAIN + 1, 0.99))
 
 
 class Acceptance:
-    """The chance that a draft is right if all before it are, by the length of the match that proposed it."""
+    """The probability that a draft token is right if all before it are, by the length of the proposal's match."""
 
     def __init__(self) -> None:
         self._by_match = [chance for _, chance in _FIRST]
 
     def of(self, match: int) -> float:
-        """For proposals by a match of so many tokens."""
+        """The acceptance of proposals with a match of `match` tokens."""
         return self._by_match[self._place(match)]
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` drafts, checked by a step or held against what came anyway, the first `accepted` were right."""
+        """Learn that of `drafted` draft tokens the first `accepted` were right."""
         tried = min(accepted + 1, drafted)
         if not tried:
             return
         place = self._place(match)
         for _ in range(tried):
             self._by_match[place] *= _MEMORY
-        # As many looks, of which `accepted` were good, weigh as much as each in turn.
+        # `tried` observations at once weigh as much as one after the other.
         self._by_match[place] += accepted / tried * (1 - _MEMORY**tried)
 
     @staticmethod
@@ -42,35 +42,37 @@ class Acceptance:
 
 
 class WidthChooser:
-    """Chooses the width of each step, 0 for rows that had better not speculate.
+    """Chooses the width of each step; 0 for plain decode.
 
-    Since the width changes no bit of a result it may depend on anything.
+    Since the width changes no bit of a result, the choice may depend on anything.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self.acceptance = Acceptance()
         self._costs = costs
-        self._idle = 0  # steps in a row without a gain, while rows speculate
+        self._idle = 0  # consecutive steps without a gain while speculation is on
         self._on = False
-        self._wait = 0  # steps until the next look, while rows do not speculate
-        self._pause = 1  # of these, after a look that promised no gain; each doubles it
+        self._wait = 0  # steps until the next look while speculation is off
+        self._pause = 1  # the next value of `_wait`; each look without a gain doubles it
 
     @property
     def is_on(self) -> bool:
-        """Whether rows speculate."""
+        """Whether speculation is on."""
         return self._on
 
     @property
     def looks(self) -> bool:
-        """Whether this step is to be chosen by proposals; counts as a step. While rows do not speculate, looks
-        are 2, 3, 5 and 9 steps apart and then PROBE, until one promises a gain."""
+        """Whether to look at proposals in this step; each call counts as a step.
+
+        While speculation is off, looks are 2, 3, 5, 9 and then PROBE steps apart, until one promises a gain.
+        """
         if not self._on and self._wait:
             self._wait -= 1
             return False
         return True
 
     def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
-        """The width for so many rows, of which some have proposals: (tokens, match)."""
+        """The width for `rows` rows. proposals: (tokens, match) of those rows that have one."""
         best, width = self._best(rows, proposals)
         if best >= GAIN:
             self._on, self._idle, self._pause = True, 0, 1
@@ -100,7 +102,7 @@ class WidthChooser:
         return best, width
 
     def _expected(self, width: int, tokens: int, match: int) -> float:
-        """Tokens that a row's step brings."""
+        """The expected tokens of a row in a verify step."""
         chance = min(self.acceptance.of(match), 0.99)
         drafts = min(width - 1, tokens)
         return (1 - chance ** (drafts + 1)) / (1 - chance)
