@@ -1,4 +1,4 @@
-"""How large an answer may become, told from its request before any of it is computed."""
+"""Upper bounds on the size of an answer, computed from its request before anything runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from xla_engine.batch.requests import LineRequest
 
-_EXPECTED_TOKENS = 2048  # of a sequence whose request allows more
+_EXPECTED_TOKENS = 2048  # assumed for a sequence that may have more
 
 
 def answer_values(request: LineRequest, prompt_lengths: Sequence[int], longest: int) -> int:
-    """Values that the answer has at most: its tokens, each counted once and once more for each of its `logprobs`.
+    """The most values that the answer can have: each token counts one, plus one for each of its `logprobs`.
 
-    With `echo` every choice repeats its prompt. prompt_lengths: in tokens, by prompt. longest: tokens of prompt and
-    answer together that the model takes.
+    With `echo` every choice repeats its prompt. prompt_lengths: tokens of each prompt. longest: the model's limit
+    on prompt plus answer, in tokens.
     """
     params, total = request.params, 0
     each = 1 + (params.logprobs or 0)
@@ -26,9 +26,9 @@ def answer_values(request: LineRequest, prompt_lengths: Sequence[int], longest: 
 
 
 def held_values(request: LineRequest, prompt_lengths: Sequence[int]) -> int:
-    """Log-probabilities that the server may have to hold until the answer is sent; prompts are held once.
+    """The number of log-probabilities that the server may hold until the answer is sent; each prompt counts once.
 
-    A sequence that may have very many tokens is counted with a usual number of them.
+    A sequence counts as at most `_EXPECTED_TOKENS` tokens.
     """
     params, total = request.params, 0
     if params.prompt_logprobs is not None:

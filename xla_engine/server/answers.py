@@ -1,4 +1,4 @@
-"""Whole answers as JSON in small pieces. What choices have in common is encoded once."""
+"""Encode complete answers as JSON in small pieces. Data that choices share is encoded once."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _encode = msgspec.json.Encoder().encode
 def answer_pieces(
     call: Call, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> Iterator[bytes]:
-    """The JSON of `result_body`, with the cached tokens and, where they are asked for, the token ids.
+    """Yield the JSON of `result_body`, with the usage and, if requested, the token ids.
 
-    outputs: one per prompt, all of which ended by "stop" or "length".
+    outputs: one for each prompt, all ended with "stop" or "length".
     """
     request, params, tokenizer = call.request, call.request.params, header.tokenizer
     head = result_head(request, outputs, name, header)
@@ -69,7 +69,7 @@ def answer_pieces(
             del choice["logprobs"]
             if call.return_token_ids:
                 choice["token_ids"] = completion.token_ids
-            # which tells of the prompt, too
+            # the first choice also has the prompt's token ids and logprobs
             is_first = completion is output.outputs[0] and not request.is_chat
             if is_first and call.return_token_ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids

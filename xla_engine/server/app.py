@@ -1,4 +1,4 @@
-"""The application: paths, and what every request passes through."""
+"""The ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from xla_engine.server.openapi import description
 from xla_engine.server.responses.endpoint import Responses
 from xla_engine.server.service import Service
 
-# Other names of paths, which vLLM has as well.
+# Alternative paths, which vLLM has as well.
 _ALIASES = {
     "/score": SCORE_URL,
     "/rerank": RERANK_URL,
     "/v2/rerank": RERANK_URL,
 }
-_EXPOSED = ["retry-after", "x-request-id"]  # headers that scripts of other origins may read
+_EXPOSED = ["retry-after", "x-request-id"]  # response headers that cross-origin scripts may read
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application of one service, whose engine it closes at its end."""
+    """The ASGI application of one service. It closes the service's engine when it shuts down."""
 
     folder = service.settings.batch_dir
     batches = None if folder is None else Batches(service, Store(folder, service.settings.max_stored_bytes))
@@ -115,7 +115,7 @@ def _routes(service: Service) -> list[Route]:
 
 
 async def _no_batches(_: Request) -> Response:
-    """The server keeps nothing where it was given no place for it."""
+    """Answer requests for files and batches if the server has no `--batch-dir`."""
     raise ApiError(
         404, "this server has no files and batches; start it with --batch-dir DIR", code="no_batch_dir"
     )
@@ -128,7 +128,7 @@ _NO_BATCHES = [
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses."""
+    """Answer an HTTPException of Starlette, for example for an unknown path."""
     assert isinstance(error, HTTPException)
     found = {404: f"there is no path {request.url.path[:200]}", 405: f"this path has no {request.method}"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")

@@ -1,4 +1,4 @@
-"""Reading and parsing the bodies of requests, within limits of size, time and memory."""
+"""Read and parse request bodies within limits of size, time and memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from xla_engine.server.errors import ApiError, ClientGone
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.shares import Shares
 
-BODIES = 16  # times the largest body: bytes of all bodies that are being read or parsed; a key may have half of them
-UNCOUNTED = 64 << 10  # the first bytes of each body, so that large ones of others refuse no usual request
+BODIES = 16  # limit on all bodies being read or parsed, as a multiple of the largest body; half of it per key
+# uncounted first bytes of each body, so that large bodies do not block ordinary requests
+UNCOUNTED = 64 << 10
 INLINE = 16 << 10  # bytes; a longer body is parsed in a background thread
-LONG = 256 << 10  # these in another one, so that no usual request waits for them
+# bytes; longer bodies have a thread of their own, so that ordinary requests do not wait for them
+LONG = 256 << 10
 
 T = TypeVar("T")
 
 
 class Bodies:
-    """The bodies of one server's requests."""
+    """Reads and parses the bodies of one server's requests."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -38,9 +40,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def whole(self, scope: Scope, receive: Receive, limit: int | None = None) -> AsyncIterator[bytes]:
-        """The body, held until the caller has parsed it. limit: bytes; by default those of the settings.
+        """The whole body, which counts towards the limits within the context. limit: bytes; by default the settings'.
 
-        Raises ClientGone, and ApiError if the body is too large, too slow, or one too many.
+        Raises ClientGone, and ApiError if the body is too large or too slow, or if too many bodies are held.
         """
         counted = 0
         key = scope["state"].get("tenant", "")
@@ -57,7 +59,7 @@ class Bodies:
             self.shares.give_back(counted, key)
 
     async def parsed(self, parse: Callable[[], T], size: int) -> T:
-        """What `parse` makes of a body of `size` bytes: in a background thread, unless it is small."""
+        """Call `parse` for a body of `size` bytes: in a background thread, unless the body is small."""
         if size <= INLINE:
             return parse()
         return await asyncio.get_running_loop().run_in_executor(self._threads[size > LONG], parse)

@@ -1,4 +1,4 @@
-"""What operators change while the server runs: adapters, and the prefix cache."""
+"""Endpoints for operators: load and unload adapters, and reset the prefix cache."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class _Unload(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Changes:
     """Handlers with vLLM's paths.
 
-    Without `allow_runtime_changes` they answer with status 403: an adapter's path may be any of this machine's, and
-    without cached prefixes everybody's prompts take longer.
+    Without `allow_runtime_changes` they answer with status 403, because an adapter's path may be any path of this
+    machine, and a reset makes everybody's prompts slower.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._one = asyncio.Lock()  # change at a time
+        self._one = asyncio.Lock()  # one change at a time
 
     def routes(self) -> list[Route]:
         return [
@@ -87,7 +87,7 @@ class Changes:
 
     async def _removed(self, name: str) -> None:
         loaded = self._service.loaded
-        adapter = loaded.pop(name)  # first: no request may ask for it meanwhile
+        adapter = loaded.pop(name)  # first, so that no new request can use it
         try:
             self._service.engine.remove_lora(adapter.lora_int_id)
         except XlaEngineError as error:

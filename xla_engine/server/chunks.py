@@ -1,4 +1,4 @@
-"""Pieces of an answer that is streamed: what is new in each output, in OpenAI's form, as server-sent events."""
+"""Chunks of streamed answers: the new part of each output in OpenAI's format, as server-sent events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def event(value: object) -> bytes:
 
 @dataclass(slots=True)
 class _Choice:
-    """What was sent of one choice."""
+    """State of one streamed choice."""
 
     ended: bool = False
     echoed: bool = False
@@ -39,14 +39,14 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A prompt that is repeated: its text, and its block where log-probabilities are wanted."""
+    """An echoed prompt: its text and, if requested, its block of logprobs."""
 
     text: str
     columns: Columns | None
 
 
 class ChunkWriter:
-    """Turns the outputs of one call into chunks. The texts of a choice's chunks add up to its text."""
+    """Turns the outputs of one call into chunks. The texts of a choice's chunks join to its text."""
 
     def __init__(self, call: Call, name: str, header: ResultHeader, *, thinking: bool = False) -> None:
         self._call = call
@@ -56,8 +56,8 @@ class ChunkWriter:
         self._choices: dict[int, _Choice] = {}
         self._heads: dict[int, _Head] = {}  # by prompt
         self._prompt_ids: dict[int, msgspec.Raw] = {}  # by prompt
-        self._outputs: dict[int, RequestOutput] = {}  # by prompt: what came last
-        self._new = 0  # tokens
+        self._outputs: dict[int, RequestOutput] = {}  # by prompt: the latest output
+        self._new = 0  # generated tokens
         self._common: dict[str, Any] = {
             "id": name,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
@@ -67,7 +67,7 @@ class ChunkWriter:
         }
 
     def events(self, index: int, output: RequestOutput) -> Iterator[bytes]:
-        """What is new in the output of the prompt of this index, which holds nothing else; `PAUSE` between."""
+        """The chunks of a delta output of prompt `index`. Yields `PAUSE` in between."""
         generates = self._call.request.generates
         if not generates:
             ended = tuple(each for each in output.outputs if each.finish_reason is not None)
@@ -79,7 +79,7 @@ class ChunkWriter:
             state = self._choices.get(number)
             if state is None:
                 state = self._choices[number] = _Choice(parser=self._call.parser(thinking=self._thinking))
-                if self._is_chat:  # before its first token
+                if self._is_chat:  # the role comes before the first token
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
                     yield from self._event(beginning, index, output)
@@ -93,7 +93,7 @@ class ChunkWriter:
                 yield from self._event(choice, index, output)
 
     def last_events(self) -> Iterator[bytes]:
-        """The usage, where the call wants it, and the end."""
+        """The usage, if requested, and the end marker."""
         if self._call.include_usage:
             yield event({**self._common, "choices": [], "usage": self.usage()})
         yield DONE
@@ -104,7 +104,7 @@ class ChunkWriter:
         return Usage.of(self._outputs.values(), new=self._new, reasoning=reasoning).as_completion()
 
     def _event(self, choice: dict[str, Any], index: int, output: RequestOutput) -> Iterator[bytes]:
-        """The chunk of one choice, whose `logprobs` are `Columns` or None."""
+        """The chunk of one choice. Its `logprobs` are `Columns` or None."""
         chunk = {**self._common, "choices": [choice]}
         if self._call.return_token_ids and choice.get("token_ids") is None:
             if index not in self._prompt_ids:
@@ -126,7 +126,7 @@ class ChunkWriter:
     def _news(
         self, number: int, index: int, state: _Choice, output: RequestOutput, completion: CompletionOutput
     ) -> Generator[bytes, None, list[dict[str, Any]]]:
-        """What is new of a choice, in one piece or, of a parsed chat, one for each kind of text."""
+        """The new part of a choice: one piece or, for a parsed chat, one for each kind of text."""
         if state.ended:
             return []
         ids, ended = completion.token_ids, completion.finish_reason is not None
@@ -154,7 +154,7 @@ class ChunkWriter:
         return choices
 
     def _head(self, index: int, output: RequestOutput) -> Generator[bytes, None, _Head]:
-        """The prompt as each of its choices repeats it, made for the first one."""
+        """The echoed prompt; built once and shared by all choices of the prompt."""
         if (head := self._heads.get(index)) is None:
             params, tokenizer = self._call.request.params, self._header.tokenizer
             text = yield from spelled(output, tokenizer)
@@ -165,7 +165,7 @@ class ChunkWriter:
         return head
 
     def _pieces(self, state: _Choice, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """Text as a completion or a chat has it."""
+        """Text in the format of a completion or a chat."""
         if not self._is_chat:
             return [{"text": text}] if text else []
         if state.parser is None:
@@ -175,7 +175,7 @@ class ChunkWriter:
 
     @staticmethod
     def _part(state: _Choice, part: Event) -> dict[str, Any]:
-        """The delta of one event of a parser."""
+        """The delta for one event of a parser."""
         match part:
             case Content(text):
                 return {"content": text}
@@ -197,7 +197,8 @@ class ChunkWriter:
     def _logprobs(
         self, state: _Choice, head: _Head | None, completion: CompletionOutput
     ) -> Generator[bytes, None, Columns]:
-        """The block of the new tokens, as the unstreamed answer has it. head: of the prompt that comes first."""
+        """The logprobs block of the new tokens, as in an unstreamed answer. head: the echoed prompt, which comes
+        first."""
         params, tokenizer = self._call.request.params, self._header.tokenizer
         if not self._is_chat and state.offsets is None:
             begin = 0 if head is None else len(head.text)

@@ -1,4 +1,4 @@
-"""Blocks of log-probabilities as JSON, encoded a few tokens at a time, so that none of them holds the event loop."""
+"""Encode blocks of log-probabilities as JSON, a few tokens at a time, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from xla_engine.sampling_params import SamplingParams
 
 ENTRIES = 512  # log-probabilities between two pauses, about half a millisecond of work
 
-PAUSE = b""  # what a generator yields when its caller may let others go on
+PAUSE = b""  # a generator yields this when its caller may give way to other work
 Pauses = Generator[bytes, None, "Columns"]
 _encode = msgspec.json.Encoder().encode
 
 
 class Columns:
-    """An object whose lists grow, as JSON.
+    """A JSON object of growing lists.
 
-    before: its lists come first. They are shared and not copied, so that what choices have in common is encoded and
-    held once.
+    before: its lists come first. They are shared, not copied, so data that choices share is encoded and stored once.
     """
 
     def __init__(self, before: Columns | None = None) -> None:
@@ -40,7 +39,7 @@ class Columns:
         self._others: dict[str, bytes] = {}
 
     def add(self, block: Mapping[str, Any]) -> None:
-        """Extend the lists by those of a block; other values are the last one's."""
+        """Append the lists of a block. Other values replace earlier ones."""
         for name, value in block.items():
             if not isinstance(value, list):
                 self._others[name] = _encode(value)
@@ -62,12 +61,12 @@ class Columns:
         yield b"}"
 
     def list_pieces(self, name: str) -> Iterator[bytes]:
-        """The JSON of one of the lists."""
+        """The JSON of one list."""
         return _list_of(self._lists[name])
 
 
 def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """A list in JSON, whose parts are not copied."""
+    """A JSON list from encoded parts, without copying them."""
     yield b"["
     for number, part in enumerate(parts):
         if number:
@@ -77,7 +76,7 @@ def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def counted(counter: ReasoningTokens, token_ids: Sequence[int]) -> Iterator[bytes]:
-    """Let a counter read tokens, a few at a time, with `PAUSE` between."""
+    """Feed tokens to a counter, a few at a time, with `PAUSE` in between."""
     for begin in range(0, len(token_ids), ENTRIES):
         counter.add(token_ids[begin : begin + ENTRIES])
         yield PAUSE
@@ -91,7 +90,7 @@ def completion_columns(
     offsets: Offsets | None,
     before: Columns | None = None,
 ) -> Pauses:
-    """The block of a completion that has log-probabilities. offsets: None in a chat."""
+    """The logprobs block of a completion. offsets: None in a chat."""
     columns = Columns(before)
     for part in _parts(len(completion.token_ids), params.logprobs):
         tops = completion.top_logprobs
@@ -110,7 +109,7 @@ def completion_columns(
 
 
 def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None) -> Pauses:
-    """The block of a prompt that is repeated."""
+    """The logprobs block of an echoed prompt."""
     columns, offsets = Columns(), Offsets(params, tokenizer)
     for part in _parts(len(output.prompt_token_ids), params.logprobs):
         columns.add(prompt_block(output, params, tokenizer, part, offsets))
@@ -119,7 +118,7 @@ def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tok
 
 
 def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Iterator[bytes]:
-    """`prompt_logprobs` in vLLM's form."""
+    """`prompt_logprobs` in vLLM's format."""
     columns = Columns()
     for part in _parts(len(output.prompt_token_ids), params.prompt_logprobs):
         columns.add({"found": prompt_logprobs(output, part)})
@@ -128,7 +127,7 @@ def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Ite
 
 
 def spelled(output: RequestOutput, tokenizer: TokenText | None) -> Generator[bytes, None, str]:
-    """The prompt as it was given, or what its token ids spell."""
+    """The prompt's text as given, or decoded from its token ids."""
     if output.prompt is not None or tokenizer is None:
         return output.prompt or ""
     text = tokenizer.incremental()
@@ -140,6 +139,6 @@ def spelled(output: RequestOutput, tokenizer: TokenText | None) -> Generator[byt
 
 
 def _parts(tokens: int, logprobs: int | None) -> Iterator[slice]:
-    """So few tokens at a time, at least once."""
+    """Slices of tokens with about `ENTRIES` log-probabilities each; at least one slice."""
     size = max(ENTRIES // (1 + (logprobs or 0)), 1)
     return (slice(begin, begin + size) for begin in range(0, max(tokens, 1), size))

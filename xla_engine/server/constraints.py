@@ -1,4 +1,4 @@
-"""Constraints are compiled off the event loop, in an order that is fair to keys, and only so many at a time."""
+"""Compile constraints off the event loop, in fair order between keys, and with a limit on their number."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.fair_worker import FairWorker
 from xla_engine.server.shares import Shares
 
-# constraints that wait or are compiled, a second each at most; each key may have half of them
+# constraints waiting or being compiled, up to a second each; half of them per key
 MAX_WAITING = 256
 
 
 class Constraints:
-    """Compiles what texts must match, before their requests are queued."""
+    """Compiles the constraints of requests before these are queued."""
 
     def __init__(
         self, compile_: Callable[[SamplingParams], object], knows: Callable[[SamplingParams], bool]
     ) -> None:
-        """compile_: may take a second, in any thread. knows: whether it has nothing to do. Both raise
-        InvalidRequestError."""
+        """compile_: may take a second, in any thread. knows: whether the constraint is compiled already.
+
+        Both raise InvalidRequestError.
+        """
         self._compile = compile_
         self._knows = knows
         self._worker = FairWorker("constraints")
         self.shares = Shares(MAX_WAITING, "too many constraints wait to be compiled; ask again later")
 
     async def compile(self, params: SamplingParams, key: str) -> None:
-        """Compile the constraint of a request when its turn has come; one that is known does not wait.
+        """Compile the constraint of a request when it is its key's turn, or return at once if it is compiled already.
 
-        key: whose it is. Raises InvalidRequestError, and ApiError where too many wait.
+        key: of the caller. Raises InvalidRequestError, and ApiError if too many are waiting.
         """
         if params.structured_outputs is None or self._knows(params):
             return
@@ -36,5 +38,5 @@ class Constraints:
             await self._worker.run(lambda: self._compile(params), key)
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop compiling."""
         self._worker.close()

@@ -1,4 +1,4 @@
-"""What went wrong, in the form that OpenAI's clients read."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 
-# Codes of the engine whose word here is another.
+# Codes of the engine that have another name here.
 _CODES = {"token_limit_exceeded": "context_length_exceeded", "invalid_json_line": "invalid_json"}
 _FIELDS = frozenset(
     {entry.name for entry in fields(SamplingParams)}
@@ -23,10 +23,10 @@ _STATUS_OF_END = {"deadline": 408, "queue_timeout": 503, "aborted": 499}
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error answer.
 
-    status: of HTTP. code: for machines. param: the field of the request that is wrong, where one is.
-    headers: in addition to the usual ones.
+    status: of HTTP. code: for programs. param: the wrong field of the request, if any.
+    headers: additional ones.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's word for the class of error."""
+        """OpenAI's name for the class of error (`type`)."""
         match self.status:
             case 401:
                 return "authentication_error"
@@ -69,7 +69,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to whatever an engine or a parser raised."""
+    """The answer for an exception of the engine or a parser."""
     if isinstance(error, ApiError):
         return error
     code, message = explain(error)
@@ -83,24 +83,24 @@ def api_error(error: Exception) -> ApiError:
 
 
 def refused(error: LineError, body: Mapping[str, Any]) -> ApiError:
-    """The answer to a body that the parser refused."""
+    """The answer to a body that the parser rejected."""
     code = _CODES.get(error.code, error.code)
     return ApiError(400, error.message, code=code, param=_field(error.message, body))
 
 
 def ended(error: LineError) -> ApiError:
     """The answer to a request that ended without a result."""
-    # a constraint whose masks take too long, or that is none
+    # an invalid constraint, or one whose masks take too long
     if error.message.startswith("structured_outputs"):
         return ApiError(400, error.message, code="invalid_request", param="structured_outputs")
     return ApiError(_STATUS_OF_END.get(error.code, 500), error.message, code=error.code)
 
 
 class ClientGone(Exception):
-    """The client hung up, or does not take its answer; there is nobody to tell."""
+    """The client disconnected or does not read its answer, so no answer can be sent."""
 
 
 def _field(message: str, names: Container[str]) -> str | None:
-    """The first of these names that a message has among its words."""
+    """The first word of a message that is one of these names."""
     words = message.replace("'", " ").replace('"', " ").replace(":", " ").split()
     return next((word for word in words if word in names), None)

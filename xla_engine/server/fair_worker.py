@@ -1,4 +1,4 @@
-"""Calls that take long, in one thread in the background, in an order that is fair to keys."""
+"""Run long calls in one background thread, in fair order between keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FairWorker:
-    """A thread of its own for calls of many keys: keys take turns, and each key's calls keep their order."""
+    """A thread for calls of many keys. Keys take turns; the calls of a key keep their order."""
 
     def __init__(self, name: str) -> None:
         """name: of the thread."""
@@ -22,8 +22,10 @@ class FairWorker:
         self._busy = False
 
     async def run(self, call: Callable[[], T], key: str) -> T:
-        """What the call returns, when its turn has come. Raises what it raises. A caller that is cancelled before its
-        turn gives it away; later, the call still ends."""
+        """Run the call in its key's turn, and return or raise what it does.
+
+        A caller that is cancelled before its turn leaves the queue. A call that has begun runs to its end.
+        """
         turn = asyncio.Event()
         turns = self._waiting.setdefault(key, deque())
         turns.append(turn)
@@ -50,17 +52,17 @@ class FairWorker:
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
-        """Make no more calls."""
+        """Stop running calls."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _next(self) -> None:
-        """Let the next one go on."""
+        """Start the next call."""
         self._busy = False
         for key in list(self._waiting):
             turns = self._waiting.pop(key)
             turn = turns.popleft()
             if turns:
-                self._waiting[key] = turns  # the last of the keys now
+                self._waiting[key] = turns  # this key is now last
             self._busy = True
             turn.set()
             return

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`, streamed and whole; and what models answer that pool."""
+"""`/v1/completions`, `/v1/chat/completions` and the pooling endpoints, streamed and unstreamed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SSE_HEADERS = [
 class Generation:
     """The endpoint of one path of `xla_engine.batch.envelope.URLS`, as an ASGI application.
 
-    A client that hangs up is noticed while its request waits, runs or is sent, and the request is aborted at once: its
-    slot is free for the next step that is planned. A client that reads slowly gets what has come meanwhile in one
-    piece; the engine waits for none.
+    If a client disconnects while its request waits, runs or is sent, the request is aborted at once, and its slot
+    is free for the next planned step. A client that reads slowly gets all text since its last chunk in one piece;
+    the engine never waits for clients.
     """
 
-    prefix = ""  # of the ids of answers; empty: what fits the request
+    prefix = ""  # of the ids of answers; empty: depends on the request
 
     def __init__(self, service: Service, url: str) -> None:
         self._service = service
@@ -85,7 +85,7 @@ class Generation:
     async def _answer(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
-        """Wait for every prompt's end and answer in one piece."""
+        """Wait until all prompts have ended, and send one answer."""
         whole, service = await self._whole(call, submission, gone), self._service
         header = service.header()
         if call.request.pooling is not None:
@@ -97,7 +97,7 @@ class Generation:
     async def _whole(
         self, call: Call, submission: Submission, gone: asyncio.Task[None]
     ) -> list[RequestOutput]:
-        """The prompts' outputs once all have ended. Raises ApiError at the first that failed."""
+        """The outputs of all prompts. Raises ApiError when the first of them fails."""
         parts: list[dict[int, CompletionOutput]] = [{} for _ in call.request.prompts]
         last: list[RequestOutput | None] = [None] * len(parts)
         while not submission.finished:
@@ -116,7 +116,7 @@ class Generation:
     async def _stream(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
-        """Send what is new whenever the socket takes more."""
+        """Send new text whenever the socket accepts more."""
         turns = self._service.turns
         writer = ChunkWriter(call, name, self._service.header(), thinking=submission.thinking)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
@@ -134,7 +134,7 @@ class Generation:
 def _events(
     call: Call, writer: ChunkWriter, news: list[tuple[int, RequestOutput]], *, whole: bool
 ) -> Iterator[bytes]:
-    """What a stream tells of news, up to the first failure. whole: nothing comes after them."""
+    """The events of new outputs, up to the first failure. whole: these are the last outputs."""
     for index, output in news:
         yield from writer.events(index, output)
         if (error := output_error(call.request, output)) is not None:
@@ -145,7 +145,7 @@ def _events(
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    """One whole answer."""
+    """Send one complete answer."""
     lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     lines += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": lines})
@@ -153,7 +153,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 
 async def send_whole(send: Send, turns: Turns, pieces: Iterator[bytes]) -> None:
-    """Send an answer in JSON, in parts that are made as the client takes them, unless it is small."""
+    """Send a JSON answer: at once if small, else in parts that are encoded as the client reads them."""
     begun = False
     async for part in turns.parts(pieces):
         if not begun and len(part) < PART_BYTES:
@@ -168,18 +168,18 @@ async def send_whole(send: Send, turns: Turns, pieces: Iterator[bytes]) -> None:
 
 
 async def send_part(send: Send, data: bytes, *, last: bool = False) -> None:
-    """A part of an answer that has begun."""
+    """Send a part of an answer whose headers were sent."""
     await send({"type": "http.response.body", "body": data, "more_body": not last})
 
 
 def cut_off(scope: Scope) -> None:
-    """End the connection of a client that takes nothing."""
+    """Close the connection of a client that does not read."""
     if (abort := scope["state"].get("abort_connection")) is not None:
         abort()
 
 
 async def next_news(submission: Submission, gone: asyncio.Task[None]) -> None:
-    """Wait until there is something to take. Raises ClientGone."""
+    """Wait for new output. Raises ClientGone."""
     await submission.news.wait()
     if gone.done():
         raise ClientGone
@@ -187,7 +187,7 @@ async def next_news(submission: Submission, gone: asyncio.Task[None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _watching(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that ends when the client hangs up."""
+    """A task that ends when the client disconnects."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -201,7 +201,7 @@ async def _watching(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def _deadline(scope: Scope, longest: float | None) -> float | None:
-    """Seconds for the answer: the server's bound, or less where a header asks for less. Raises ApiError."""
+    """Time limit of the answer in seconds: the server's, or a lower one from a header. Raises ApiError."""
     asked = next((value for name, value in scope["headers"] if name == TIMEOUT_HEADER), None)
     if asked is None:
         return longest

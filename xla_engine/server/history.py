@@ -1,4 +1,4 @@
-"""The last minutes of a server: rates by the second, and who held which slot, for the page at /."""
+"""Recent history of a server for the page at /: rates by the second, and which request held which slot."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xla_engine.engine.client import EngineClient
 from xla_engine.observability.observer import Observer
 from xla_engine.scheduler import Plan, Row, VerifyRow
 
-SECONDS = 300  # that are kept
-RESOLUTION_S = 0.02  # between looks at a plan
-LOOK_S = 0.1  # between looks at slots
-GAP_S = 0.25  # a slot that did nothing for so long was free
+SECONDS = 300  # length of the history
+RESOLUTION_S = 0.02  # minimum time between recorded plans
+LOOK_S = 0.1  # time between snapshots of the slots
+GAP_S = 0.25  # a slot that was idle for longer counts as free
 MOST_SEGMENTS = 20_000
 
 
 class Sample(NamedTuple):
-    """One second. time: Unix seconds. generated, prefilled: tokens a second. kv: share of the cache in use."""
+    """One second. time: Unix seconds. generated, prefilled: tokens a second. kv: fraction of the cache in use."""
 
     time: float
     generated: float
@@ -30,7 +30,8 @@ class Sample(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A slot that did one thing for one request. kind: "prefill" or "decode". Times in Unix seconds."""
+    """A period in which a slot prefilled or decoded for one request. kind: "prefill" or "decode". Times in Unix
+    seconds."""
 
     slot: int
     kind: str
@@ -40,9 +41,9 @@ class Segment(NamedTuple):
 
 
 class History:
-    """Looks at the engine's plans, at most every `RESOLUTION_S`, and at its counters once a second.
+    """Records the engine's plans, at most every `RESOLUTION_S`, and its counters once a second.
 
-    Several engines side by side tell no plans; their slots are looked at instead, every `LOOK_S`.
+    With data parallelism there are no plans to observe, so a snapshot of the slots is taken every `LOOK_S` instead.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -54,7 +55,7 @@ class History:
         self._hears_plans = False
 
     def watch(self) -> None:
-        """See plans from now on."""
+        """Begin to observe plans."""
         self._engine.observers.add(Observer(started=self._see_plan))
 
     def _see_plan(self, plan: Plan) -> None:
@@ -85,7 +86,7 @@ class History:
         self._open[slot] = Segment(slot, kind, request_id, now, now)
 
     async def sample(self) -> None:
-        """Take a sample every second, for ever."""
+        """Take a sample every second, until cancelled."""
         engine = self._engine
         before, at = engine.stats(), time.monotonic()
         while True:
@@ -108,7 +109,7 @@ class History:
             before, at = stats, now
 
     def since(self, moment: float) -> dict[str, Any]:
-        """What was seen after a moment in Unix seconds, as JSON values; latencies are of the whole life."""
+        """The history after a moment (Unix seconds), as JSON values. Latencies are since the server's start."""
         spread = self._engine.stats().distributions
         segments = [segment for segment in (*self._segments, *self._open.values()) if segment.end > moment]
         histograms = {

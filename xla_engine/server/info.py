@@ -1,4 +1,4 @@
-"""Paths that ask about the server: probes, models, tokens, who is where and why."""
+"""Informational endpoints: probes, metrics, models, tokenizer, and the state of requests."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PAGE_HEADERS = {
     "connect-src 'self'; frame-ancestors 'none'",
     "cache-control": "no-cache",
 }
-MAX_TEXT = 1 << 20  # characters to tokenise, or ids to make text of
-QUEUED = 16 * MAX_TEXT  # of all of them whose answers are not sent; each key may have half of it
-PIECE_TOKENS = 512  # of an answer that are handled together, in less than a millisecond
-SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
+MAX_TEXT = 1 << 20  # characters to tokenise, or ids to detokenise
+QUEUED = 16 * MAX_TEXT  # limit on both over all unsent answers; half of it per key
+PIECE_TOKENS = 512  # tokens encoded together, in less than a millisecond
+SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
 
 
 class JsonResponse(Response):
@@ -50,7 +50,7 @@ class JsonResponse(Response):
 
 
 class MadeResponse(Response):
-    """An answer in JSON that is made as the client takes it. held: is closed at its end."""
+    """A JSON answer that is encoded as the client reads it. held: closed at the end."""
 
     def __init__(self, turns: Turns, pieces: Iterator[bytes], held: contextlib.ExitStack) -> None:
         super().__init__(media_type="application/json")
@@ -62,7 +62,7 @@ class MadeResponse(Response):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Text to tokenise: a prompt, or the messages of a chat."""
+    """Body of /tokenize: a prompt, or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -76,14 +76,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """Ids to make text of."""
+    """Body of /detokenize."""
 
     tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=MAX_TEXT)]
     model: str | None = None
 
 
 class Info:
-    """Handlers that read one service."""
+    """Handlers for one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -185,7 +185,7 @@ class Info:
         encode: Callable[[], Sequence[int]],
         pieces: Callable[[Sequence[int]], Iterator[bytes]],
     ) -> Response:
-        """An answer of ids, which is made as the client takes it. size: characters or tokens."""
+        """An answer that is encoded as the client reads it. size: of the input, in characters or tokens."""
         tenant = request.scope["state"].get("tenant", "")
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._shares.hold(size, tenant))

@@ -1,4 +1,4 @@
-"""Running the application under uvicorn: limits before a request exists, and an end in order."""
+"""Run the application under uvicorn, with limits on connections and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from xla_engine.server.protocol import KEEP_ALIVE_S, limited_protocol
 from xla_engine.server.service import Service
 
 POLL_S = 0.05
-SWITCH_S = (
-    5e-4  # how long the event loop waits for a thread that parses or tokenises; ten times it by default
-)
-OTHER_FILES = 256  # that the process may have open besides connections
+# how long the event loop waits for the interpreter lock while a thread parses or tokenises; Python's default is 5e-3
+SWITCH_S = 5e-4
+OTHER_FILES = 256  # file descriptors reserved for other uses than connections
 log = logging.getLogger("xla_engine.server")
 
 
 class Server(uvicorn.Server):
-    """Ends in order: the first SIGTERM or SIGINT lets what is under way finish, the second ends the process."""
+    """Shuts down in order: the first SIGTERM or SIGINT lets live requests finish, the second ends the process."""
 
     def __init__(self, service: Service, *, max_connections: int | None = None, **options: Any) -> None:
         if options.get("ssl_ca_certs"):
-            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED  # uvicorn would take clients without one, too
+            # by default uvicorn also accepts clients without a certificate
+            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
         config = uvicorn.Config(
             make_app(service),
             http=limited_protocol(service.settings, max_connections),
@@ -49,14 +49,14 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal, or from a test: begin to drain."""
+        """Begin to drain. Called on a signal, or by a test."""
         self._service.draining = True
         if signal.getsignal(sig) == self.handle_exit:
-            for each in HANDLED_SIGNALS:  # a second one then ends the process, whatever it is waiting for
+            for each in HANDLED_SIGNALS:  # so that a second signal ends the process at once
                 signal.signal(each, signal.SIG_DFL)
 
     async def on_tick(self, counter: int) -> bool:
-        """Looked at ten times a second."""
+        """Called by uvicorn ten times a second."""
         if self._service.draining and self._drain is None:
             self._drain = asyncio.create_task(self._end_in_order())
         return await super().on_tick(counter)
@@ -90,7 +90,7 @@ def serve(service: Service, *, max_connections: int | None = None, **options: An
 
 
 def _connections_with_files(wanted: int) -> int:
-    """How many connections may be open: with more than the process may have files, none could be accepted."""
+    """The limit on connections: at most the process's file descriptors less `OTHER_FILES`."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""`/metrics`: what the engine counts (`xla_engine.observability.metrics`), and what only a server can know."""
+"""`/metrics`: the engine's metrics (`xla_engine.observability.metrics`) and those of the server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Values = list[tuple[float, dict[str, str]]]
 
 
 class RequestTimes:
-    """What the server knows of requests, beyond what the engine counts.
+    """Counts of requests that only the server has.
 
-    recent_seconds: how long recent requests took. refused: requests that found the queue full.
-    responses: by path and status.
+    recent_seconds: moving average of request times. refused: requests rejected because the queue was full.
+    responses: counts by path and status.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class RequestTimes:
         self.responses: Counter[tuple[str, str]] = Counter()
 
     def count(self, output: RequestOutput) -> None:
-        """Take the time of a request that has ended."""
+        """Record the time of a finished request."""
         if (metrics := output.metrics) is not None and metrics.finished_time is not None:
             seconds = metrics.finished_time - metrics.arrival_time
             self.recent_seconds += _RECENT * (seconds - self.recent_seconds)
 
 
 class Serving(Protocol):
-    """What has metrics of its own: `Service`, which documents these."""
+    """The part of `Service` that metrics read; see there."""
 
     engine: EngineClient
     settings: ServerSettings
@@ -51,7 +51,7 @@ class Serving(Protocol):
 
 
 class ServerMetric(NamedTuple):
-    """A metric of the server. make: `gauge` or `counter`. read: its values, each with its labels."""
+    """A metric of the server. make: `gauge` or `counter`. read: returns its values with their labels."""
 
     name: str
     make: Callable[[str, str, _Values], Family]
@@ -103,7 +103,7 @@ SERVER_METRICS = (
 
 
 def metrics_text(service: Serving) -> str:
-    """Every metric. Those of the engine have the label that vLLM has on each: the model's name."""
+    """All metrics. Those of the engine have the model's name as a label, as in vLLM."""
     engine = service.engine.metrics(service.settings.model_names[0])
     own = (metric.make(metric.name, metric.about, metric.read(service)) for metric in SERVER_METRICS)
     return text_of((*engine, *own))

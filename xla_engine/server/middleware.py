@@ -1,5 +1,7 @@
-"""What happens to every request: its id, its keys, its errors, its line in the access log. Pure ASGI, so that a client
-that hangs up is still seen by the endpoint (Starlette's BaseHTTPMiddleware hides it)."""
+"""Middleware for every request: its id, API keys, errors and access log.
+
+It is pure ASGI, so that endpoints see when a client disconnects (Starlette's BaseHTTPMiddleware hides it).
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ from xla_engine.server.generation import cut_off, send_json
 from xla_engine.server.metrics import RequestTimes
 from xla_engine.server.turns import PART_BYTES
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key is asked for
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key needed
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")  # paths with a name in them
+# prefixes of paths that contain a name
+_FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")
 _UNEXPECTED = ApiError(500, "the server failed at this request; its log tells more", code="internal_error")
 
 access_log = logging.getLogger("xla_engine.server.access")
 
 
 class RequestContext:
-    """Gives each request an id, which its answer bears, and counts and logs its answer.
+    """Gives each request an id, adds it to the answer's headers, and counts and logs the answer.
 
-    Answers are sent in parts. A client that does not take one in time is cut off.
+    Answers are sent in parts. A client that does not read one in time is disconnected.
 
-    paths: those that answers are counted by; the others are one, so that no client can make up any.
-    send_timeout_s: for a client to take a part of an answer.
+    paths: label values of the answer counter. All other paths share one label, so that clients cannot create labels.
+    send_timeout_s: time for a client to read a part of an answer.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class RequestContext:
         except ClientGone:
             status = 499
             cut_off(scope)
-            await asyncio.sleep(0)  # until the connection knows
+            await asyncio.sleep(0)  # let the connection notice
         finally:
             path = scope["path"]
             family = next((family for family in _FAMILIES if path.startswith(family)), "other")
@@ -83,7 +86,7 @@ class RequestContext:
                 )
 
     async def _send(self, send: Send, message: Message) -> None:
-        """Send a message, whose body may be large. Raises ClientGone if the client does not take it."""
+        """Send a message, whose body may be large. Raises ClientGone if the client does not read it."""
         body, more = message.get("body", b""), message.get("more_body", False)
         parts = range(0, max(len(body), 1), PART_BYTES)
         try:
@@ -98,8 +101,10 @@ class RequestContext:
 
 
 class ApiErrors:
-    """Answers with the errors that are raised below it; middleware above it adds its headers to them. What nobody
-    expected is answered with status 500 and raised again, for the log."""
+    """Turns errors raised below it into answers, to which middleware above it adds headers.
+
+    An unexpected error becomes an answer with status 500 and is raised again, for the log.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,9 +130,9 @@ class ApiErrors:
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys; a key's hash is the tenant whose files and prefixes they see.
+    """Rejects requests without a valid key. The key's hash is the tenant, whose files and prefixes a request can use.
 
-    Every key is compared, each in constant time, so that an answer's time tells nothing of them.
+    Compares with every key in constant time, so that timing reveals nothing about them.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

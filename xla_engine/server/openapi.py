@@ -1,4 +1,4 @@
-"""`/openapi.json`: the paths of a server and the fields of its requests, from its routes and records."""
+"""`/openapi.json`: the paths and request fields of a server, generated from its routes and records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xla_engine.server.middleware import OPEN_PATHS
 
 _JSON = "application/json"
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
-_OWN = {COMPLETIONS_URL: ("prompt",), CHAT_URL: ("messages",)}  # of fields that a request must have
+_OWN = {COMPLETIONS_URL: ("prompt",), CHAT_URL: ("messages",)}  # required fields
 
 
 def description(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _sampling() -> dict[str, Any]:
 
 
 def _schema(kind: Any) -> dict[str, Any]:
-    """JSON Schema of a type; empty for what JSON has no word for."""
+    """JSON Schema of a type; empty if JSON has no equivalent."""
     if kind in _TYPES:
         return {"type": _TYPES[kind]}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP protocol, with a bound for everything that a client may send and for every wait for it.
+"""uvicorn's HTTP protocol with limits on everything that a client can send, and on every wait for a client.
 
-(uvicorn has few of them with httptools: CVE-2025-48956 is a head without end.)
+(With httptools uvicorn has few limits: CVE-2025-48956 is an endless request head.)
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from xla_engine.server.settings import ServerSettings
 
 MAX_FIELDS = 100  # headers and trailers of one request
-MAX_PIPELINED = 4  # requests of one connection that wait for the answers before them
-REST_S = 5.0  # for the rest of a request that was answered before all of it came
-# longer than the 60 s of common proxies, which must not find a connection closed under them
+MAX_PIPELINED = 4  # requests of one connection waiting for earlier answers
+REST_S = 5.0  # time for the rest of a request that was answered before it was complete
+# longer than the 60 s of common proxies, so that the proxy closes the connection first
 KEEP_ALIVE_S = 75
 _TOO_LARGE = "431 Request Header Fields Too Large"
 
 
 class Places:
-    """The connections of one server that may make room for new ones, oldest first.
+    """The connections of one server that may be closed to make room for new ones, oldest first.
 
-    These are all without a request that a key has let in, so that nobody without a key can keep others out.
-    limit: connections that may be open; requests of further ones get status 503.
+    These are the connections without an authenticated request, so that clients without a key cannot keep others out.
+    limit: open connections; requests on further ones get status 503.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -32,20 +32,20 @@ class Places:
         self._without_key: dict[HttpToolsProtocol, None] = {}
 
     def make_room(self, connections: int) -> None:
-        """Abort the oldest if this many, with a new one, are too many."""
+        """Abort the oldest connection if `connections`, including a new one, exceeds the limit."""
         if self.limit is not None and connections > self.limit and self._without_key:
             oldest = next(iter(self._without_key))
             self.remove(oldest)
-            # At once: uvloop may read of the new connection before it tells this one of its end.
+            # Discard it now: uvloop may read from the new connection before it calls this one's connection_lost.
             oldest.connections.discard(oldest)
             oldest.transport.abort()
 
     def add(self, connection: HttpToolsProtocol) -> None:
-        """It has no request now, or none with a key."""
+        """Add a connection that has no authenticated request."""
         self._without_key[connection] = None
 
     def remove(self, connection: HttpToolsProtocol) -> None:
-        """It has a request with a key, or is closed."""
+        """Remove a connection that has an authenticated request, or is closed."""
         self._without_key.pop(connection, None)
 
 
@@ -54,13 +54,12 @@ class _RefusedError(Exception):
 
 
 def limited_protocol(settings: ServerSettings, max_connections: int | None) -> type[HttpToolsProtocol]:
-    """The protocol's class, whose instances are one server's connections.
+    """A protocol class for the connections of one server.
 
-    The size of heads, of chunks' lines and of trailers is bounded, their number of fields, and how many requests
-    may be pipelined. While nothing of a request is being answered there is always a timer: for a head, for the next
-    request, for the rest of one that was answered early, or for a client to take what it was sent before its
-    connection is closed. Everything else is the application's: it bounds the wait for bodies and for answers to be
-    taken.
+    It limits the size of heads, chunk lines and trailers, the number of fields, and the number of pipelined
+    requests. Whenever no request is being answered, a timer runs: for a head, for the next request, for the rest of
+    a request that was answered early, or for the client to read the last answer before its connection is closed.
+    The application limits the remaining waits, for bodies and for clients to read answers.
     """
     places = Places(max_connections)
     most = settings.max_header_bytes
@@ -73,7 +72,7 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
 
     class Limited(HttpToolsProtocol):
         _in_head = True  # of a request, or before it
-        _framing = 0  # bytes received since the last of a body: of heads, chunks' lines and trailers
+        _framing = 0  # bytes of heads, chunk lines and trailers received since the last byte of a body
         _fields = _field_bytes = 0
         _refusal: str | None = None
         _awaited: str | None = None
@@ -103,7 +102,7 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
                 self._stop("429 Too Many Requests")
             super().on_message_begin()
             self._fields = self._field_bytes = 0
-            # For a client that takes nothing: closing would wait until it does.
+            # For a client that does not read: close() would wait for it.
             self.scope["state"]["abort_connection"] = self.transport.abort
             self.scope["state"]["key_found"] = lambda: places.remove(self)
 
@@ -112,7 +111,7 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
             self._field_bytes += len(name) + len(value)
             if self._fields > MAX_FIELDS or self._field_bytes > most:
                 self._stop(_TOO_LARGE)
-            if self._in_head:  # else it is a trailer, which nobody reads
+            if self._in_head:  # else it is a trailer, which is ignored
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
@@ -150,7 +149,7 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
             return self.cycle is not None and not self.cycle.response_complete
 
         def _watch(self) -> None:
-            """See that the timer is the one of what this connection waits for."""
+            """Set the timer for whatever this connection now waits for."""
             awaited: str | None = "next"
             if self.transport.is_closing():
                 awaited = "close"
@@ -177,12 +176,12 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
             self._watch()
 
         def _stop(self, status: str) -> None:
-            """Refuse what comes, from within the parser."""
+            """Reject the input, from within the parser."""
             self._refusal = status
             raise _RefusedError(status)
 
         def _refuse(self, status: str) -> None:
-            if not self._is_answering:  # else it would stand within another answer
+            if not self._is_answering:  # else it would be inside another answer
                 head = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
                 self.transport.write(head.encode())
             self.transport.close()

@@ -1,4 +1,4 @@
-"""Chats become prompts in processes of their own, in an order that is fair to keys, and within bounds."""
+"""Render chats to prompts in worker processes, in fair order between keys, and within limits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from xla_engine.server.shares import Shares
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.worker_process import WorkerProcess
 
-MAX_MESSAGES = 8192  # of one chat
+MAX_MESSAGES = 8192  # in one chat
 MAX_VALUES = 1 << 16  # JSON values in the messages, tools and template variables of one chat
-MAX_CHARACTERS = 1 << 22  # of one chat, names of fields included: a million tokens of text
-SMALL_VALUES = 1 << 10  # a chat with no more of either is rendered in a few milliseconds
+MAX_CHARACTERS = 1 << 22  # in one chat, including field names: about a million tokens
+SMALL_VALUES = 1 << 10  # a chat below both limits is rendered in a few milliseconds
 SMALL_CHARACTERS = 1 << 16
-QUEUED_CHARACTERS = 4 * MAX_CHARACTERS  # of all chats that wait; each key may have half of it
-_LEAST = 256  # characters that any chat counts as, for its messages' fields and the request around it
+QUEUED_CHARACTERS = 4 * MAX_CHARACTERS  # limit on all waiting chats; half of it per key
+_LEAST = 256  # characters added to each chat, for its fields and the request around it
 
 Render = Callable[..., str]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSize:
-    """values: strings, numbers, lists and objects. characters: of strings and names."""
+    """Size of a chat. values: strings, numbers, lists and objects. characters: of strings and field names."""
 
     values: int
     characters: int
@@ -37,7 +37,7 @@ class ChatSize:
 
 
 def chat_size(chat: Chat) -> ChatSize:
-    """How much there is to render, without the template. Raises ApiError for more than the bounds."""
+    """The size of a chat's input to the template. Raises ApiError if it exceeds the limits."""
     if len(chat.messages) > MAX_MESSAGES:
         raise ApiError(
             400,
@@ -73,7 +73,7 @@ def chat_size(chat: Chat) -> ChatSize:
 
 
 class _Lane:
-    """A process that renders, and the thread that waits for it."""
+    """A rendering process and the thread that waits for it."""
 
     def __init__(self) -> None:
         self.process = WorkerProcess("chat_worker.py")
@@ -81,7 +81,7 @@ class _Lane:
 
 
 class Rendering:
-    """Renders chats: large ones in one process and small ones in another, which no large one holds up."""
+    """Renders large chats in one process and small ones in another, so that large chats do not delay small ones."""
 
     def __init__(self, render: Render) -> None:
         """render: `XlaBatchEngine.render_chat`."""
@@ -90,9 +90,10 @@ class Rendering:
         self.shares = Shares(QUEUED_CHARACTERS, "too many chats wait for the chat template; ask again later")
 
     async def render(self, chat: Chat, key: str) -> str:
-        """The chat's prompt, when its turn has come.
+        """Render a chat to its prompt when it is its key's turn.
 
-        key: whose it is. Raises ApiError for a chat beyond the bounds or one too many, and what `render_chat` does.
+        key: of the caller. Raises ApiError if the chat exceeds the limits or too many wait, and what `render_chat`
+        raises.
         """
         size = chat_size(chat)
         with self.shares.hold(size.characters + _LEAST, key):
@@ -101,7 +102,7 @@ class Rendering:
             return await lane.worker.run(render, key)
 
     def close(self) -> None:
-        """End the processes; nothing is rendered from then on."""
+        """Stop the processes. Nothing can be rendered afterwards."""
         for lane in self._lanes.values():
             lane.process.stop()
             lane.worker.close()

@@ -1,4 +1,4 @@
-"""The engine as the server's endpoints see it: who may come in, and what is on its way."""
+"""The engine behind the server's endpoints: admission, preparation and submission of requests."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.choose import Dialect
 
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised in another thread
-ECHOED_TEXT = 256  # the same of a prompt that the answer repeats: its tokens are counted before
-_NORMALISER_SLACK = 4  # as in the engine's own check of characters
+ECHOED_TEXT = 256  # the same limit for an echoed prompt, whose exact length the size check needs
+_NORMALISER_SLACK = 4  # as in the engine's check of characters
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrompt:
-    """A prompt as the engine takes it.
+    """A prompt ready for the engine.
 
-    value: text, token ids, both, or two texts. add_special_tokens: of text.
-    thinking: it ends in the opening tag of a reasoning.
+    value: text, token ids, both, or a pair of texts. add_special_tokens: when text is tokenised.
+    thinking: whether it ends with the opening tag of reasoning.
     """
 
     value: str | tuple[int, ...] | TokensPrompt | TextPair
@@ -54,7 +54,7 @@ class ReadyPrompt:
 
     @property
     def most_tokens(self) -> int:
-        """Its tokens, or for text as many as it can have: one for each byte, and those at its ends."""
+        """Its number of tokens; for text an upper bound: one for each byte, and two special tokens."""
         if isinstance(self.value, str):
             return len(self.value.encode(errors="replace")) + 2
         if isinstance(self.value, TextPair):
@@ -63,7 +63,7 @@ class ReadyPrompt:
 
 
 class Background(Protocol):
-    """What runs beside interactive requests: batches."""
+    """Background work: batches."""
 
     @property
     def running(self) -> int: ...
@@ -71,9 +71,9 @@ class Background(Protocol):
 
 
 class Service:
-    """One engine, its settings, and what is known of its requests.
+    """One engine with the server's settings and the state of its requests.
 
-    draining: the server is about to end, and says so to probes. refusing: it takes no new requests.
+    draining: the server is shutting down, and its probes say so. refusing: it rejects new requests.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
@@ -93,37 +93,37 @@ class Service:
         self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)
         self._compiling = threading.Lock()
         self._live = 0
-        self.values = 0  # log-probabilities that answers under way may hold
+        self.values = 0  # upper bound of the log-probabilities held for live answers
         self._submissions: set[Submission] = set()
-        self.loaded: dict[str, LoRARequest] = {}  # adapters that were loaded over HTTP, by name
+        self.loaded: dict[str, LoRARequest] = {}  # adapters loaded over HTTP, by name
 
     def defaults(self) -> dict[str, Any]:
-        """What `parse_line` is given for the bodies of POSTs and the lines of batches."""
+        """The `defaults` of `parse_line` for request bodies and batch lines."""
         return self.settings.defaults() | self.dialect.as_defaults()
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model and its adapters now."""
+        """The names of the model and of its current adapters."""
         return (*self.settings.model_names, *self.loaded)
 
     def _template(self) -> str:
-        """The text of the chat templates that requests may be rendered by."""
+        """The source of the chat templates in use."""
         own = self.engine.chat_template
         given = self.settings.sampling_defaults.get("chat_template")
         return str(given) if given is not None else "" if own is None else "\n".join(own.sources.values())
 
     @property
     def live(self) -> int:
-        """Sequences of interactive requests that were let in and have not ended."""
+        """Number of admitted, unfinished sequences of interactive requests."""
         return self._live
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine can still run."""
+        """Whether the engine still runs."""
         return self.engine.closed_because is None
 
     def header(self, *, created: int | None = None) -> ResultHeader:
-        """What the answers of this server have in common."""
+        """The fields that all answers of this server share."""
         return ResultHeader(
             created=int(time.time()) if created is None else created,
             model=self.settings.model_names[0],
@@ -134,7 +134,7 @@ class Service:
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Let a request in, from before its prompt is made until its end. Raises ApiError."""
+        """Admit a request, from before its prompt is rendered until its end. Raises ApiError."""
         if self.refusing:
             raise ApiError(
                 503,
@@ -164,17 +164,17 @@ class Service:
             self._live -= sequences
 
     def _retry_after(self) -> int:
-        """Seconds in which a fair part of the queue will have gone, by the times of recent requests."""
+        """Value of the retry-after header: the mean time of recent requests, between 1 and 60 seconds."""
         return min(60, max(1, math.ceil(self.times.recent_seconds)))
 
     async def ready_prompt(self, prompt: Prompt, *, key: str, long: int = LONG_TEXT) -> ReadyPrompt:
-        """Text or token ids of a prompt; long work is done in other threads. Raises ApiError and InvalidRequestError.
+        """Prepare a prompt; long work runs in other threads. Raises ApiError and InvalidRequestError.
 
-        key: whose it is. long: text with more characters is tokenised here, in another thread.
+        key: of the caller. long: text with more characters is tokenised here, in another thread.
         """
         if isinstance(prompt, Chat):
             text = await self.rendering.render(prompt, key)
-            # it has all special tokens
+            # a rendered chat already has its special tokens
             ready = ReadyPrompt(text, False, text[-32:].rstrip().endswith("<think>"))
         else:
             ready = ReadyPrompt(prompt, True)
@@ -187,14 +187,15 @@ class Service:
         if not isinstance(ready.value, str) or len(ready.value) <= long or tokenizer is None:
             return ready
         longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
-        if len(ready.value) > longest:  # the engine refuses it unread
+        if len(ready.value) > longest:  # the engine rejects it without tokenising
             return ready
         special = ready.add_special_tokens
         ids = await asyncio.to_thread(tokenizer.encode, ready.value, add_special_tokens=special)
         return replace(ready, value=TokensPrompt(prompt=ready.value, prompt_token_ids=ids))
 
     def _bounded(self, request: LineRequest, prompts: Sequence[ReadyPrompt]) -> int:
-        """The log-probabilities that the answer may hold. Raises ApiError if it, or all answers, may be too large."""
+        """Upper bound of the log-probabilities held for the answer. Raises ApiError if it, or the sum of all, is
+        too large."""
         longest = self.engine.max_model_len
         limit = max(self.settings.max_answer_values, (1 + MAX_LOGPROBS) * longest)
         lengths = [min(prompt.most_tokens, longest) for prompt in prompts]
@@ -219,13 +220,13 @@ class Service:
         return held
 
     def adapter_named(self, name: str | None) -> LoRARequest | None:
-        """The adapter that a client means by its `model`; None: one of the model's own names."""
+        """The adapter that a request's `model` names; None for the base model."""
         return None if name in self.settings.base_names else self.engine.adapter_named(name)
 
     def compile(self, params: SamplingParams) -> None:
-        """Compile what a request's text must match, which may take a second: in another thread than the loop's.
+        """Compile a request's constraint. This may take a second, so call it outside the event loop's thread.
 
-        The engine keeps it for the submission that follows. Raises InvalidRequestError.
+        The engine caches the result for the submission that follows. Raises InvalidRequestError.
         """
         if params.structured_outputs is not None:
             validator = self.engine.validator
@@ -235,10 +236,11 @@ class Service:
     async def submit(
         self, request: LineRequest, name: str, *, every_token: bool, salt: str, deadline_s: float | None
     ) -> Submission:
-        """Queue all prompts of a request, or none. Raises what `XlaBatchEngine.submit` does.
+        """Queue all prompts of a request, or none. Raises what `XlaBatchEngine.submit` raises.
 
-        name: a unique id, from which noise is drawn where the request has no seed.
-        salt: keeps its cached prefixes from other callers. deadline_s: seconds for the whole of it, at most.
+        name: a unique id; it determines the noise if the request has no seed.
+        salt: separates its cached prefixes from other callers'. deadline_s: time limit of the whole request, in
+        seconds.
         """
         long = ECHOED_TEXT if request.echo else LONG_TEXT
         prompts = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
@@ -285,36 +287,36 @@ class Service:
 
     @property
     def batches_running(self) -> int:
-        """Batches whose lines are in the engine."""
+        """Number of running batches."""
         return 0 if self.batches is None else self.batches.running
 
     def stop_batches(self) -> None:
-        """Let running batches end at a line; they go on when the server starts again."""
+        """Stop running batches after the lines in flight; they resume when the server starts again."""
         if self.batches is not None:
             self.batches.stop()
 
     def abort_all(self) -> None:
-        """End every interactive request now; each reader gets what its request has."""
+        """Abort all interactive requests; each reader gets the text so far."""
         for submission in list(self._submissions):
             submission.abort()
 
 
 class Submission:
-    """The prompts of one POST in the engine, read together.
+    """The prompts of one POST in the engine, which are read together.
 
-    news: set when there is something to take. thinking: the prompt began the model's reasoning.
+    news: set when there is new output. thinking: whether the prompt opened the model's reasoning.
     """
 
     def __init__(
         self, service: Service, *, every_token: bool, thinking: bool = False, values: int = 0
     ) -> None:
-        """values: log-probabilities that `Service.values` counts for it until it is closed."""
+        """values: log-probabilities counted in `Service.values` until this is closed."""
         self.thinking = thinking
         self._values = values
         self.news = asyncio.Event()
         self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
         self._service = service
-        self._open: dict[str, int] = {}  # requests that have not ended, and which prompt each has
+        self._open: dict[str, int] = {}  # unfinished requests, with the index of their prompt
         self._seen: defaultdict[str, AllSeen] = defaultdict(lambda: defaultdict(Seen))
 
     def expect(self, request_id: str, index: int) -> None:
@@ -325,7 +327,7 @@ class Submission:
         return not self._open
 
     def take(self) -> list[tuple[int, RequestOutput]]:
-        """What is new, each with the place of its prompt: of streams every token, else sequences as they end."""
+        """New outputs, each with the index of its prompt: for streams every token, otherwise sequences that ended."""
         self.news.clear()
         found, only_ended = [], not self.collector.every_token
         for request in self.collector.take():
@@ -338,12 +340,12 @@ class Submission:
         return found
 
     def abort(self) -> None:
-        """End what has not ended; the reader gets it as it stands."""
+        """Abort unfinished requests; the reader gets their text so far."""
         for request_id in list(self._open):
             self._service.engine.abort(request_id)
 
     def close(self) -> None:
-        """End what has not ended, unread."""
+        """Abort unfinished requests and discard their output."""
         self.abort()
         if self._open:
             self.take()

@@ -1,4 +1,4 @@
-"""What an operator can set of the server, besides the engine's own options."""
+"""Settings of the server, in addition to the engine's options."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from xla_engine.errors import ConfigError
 class ServerSettings:
     """Names, keys, defaults and limits of one server.
 
-    model_names: what clients may call the model; answers to requests that name none bear the first.
+    model_names: names that clients may use; answers to requests without a model have the first one.
     adapter_names: those of `model_names` that are adapters.
-    api_keys: any of them opens every path but the probes; empty where the server asks for none.
-    sampling_defaults: sampling fields, and `chat_template`, for requests that do not say otherwise.
-    max_tokens: of requests without one; None is 16 for completions and the rest of the context for chats.
-    max_waiting: sequences beyond the slots that wait; further requests get status 429.
-    max_answer_values: tokens of an answer, each counted with its log-probabilities; see `answer_values`. A single
-        sequence is always allowed. All answers under way together may hold twice as many log-probabilities.
-    max_body_bytes: of a request. All that are read or parsed together may have `BODIES` times
-        as much.
-    max_header_bytes: of a request's line and headers, of its trailers, and of a line between its chunks.
-    header_timeout_s, body_timeout_s: for a client to send either.
-    request_timeout_s: for an answer; None is unbounded. A request may ask for less.
-    send_timeout_s: for a client to take a part of any answer; its request is aborted then.
-    drain_grace_s: after SIGTERM, seconds in which new requests are still taken.
-    drain_timeout_s: after that, seconds in which those under way may finish.
-    batch_dir: where files and batches are kept; None has neither.
-    max_file_bytes, max_file_lines: of an uploaded file.
-    max_stored_bytes: of the files of one key and the results of its batches; further uploads get status 413.
-    allowed_origins: for CORS; empty is off.
+    api_keys: one of them is needed for every path except the probes; empty: no key is needed.
+    sampling_defaults: sampling fields, and `chat_template`, for requests that do not set them.
+    max_tokens: default of requests; None means 16 for completions and the rest of the context for chats.
+    max_waiting: limit on waiting sequences, in addition to those in slots; further requests get status 429.
+    max_answer_values: limit on tokens plus log-probabilities of an answer; see `answer_values`. A single sequence is
+        always allowed. All live answers together may hold twice as many log-probabilities.
+    max_body_bytes: limit on a request's body. All bodies being read or parsed may have `BODIES` times as much.
+    max_header_bytes: limit on a request's line and headers, on its trailers, and on a line between its chunks.
+    header_timeout_s, body_timeout_s: time for a client to send either.
+    request_timeout_s: time for an answer; None is unlimited. A request may set a lower limit.
+    send_timeout_s: time for a client to read a part of an answer; after that its request is aborted.
+    drain_grace_s: seconds after SIGTERM in which new requests are still accepted.
+    drain_timeout_s: seconds after that in which live requests may finish.
+    batch_dir: folder of files and batches; None disables both.
+    max_file_bytes, max_file_lines: limits on an uploaded file.
+    max_stored_bytes: limit on one key's files and batch results; further uploads get status 413.
+    allowed_origins: for CORS; empty disables it.
     allow_runtime_changes: clients may load and unload adapters, and reset the prefix cache.
     tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
         all text as it is.
@@ -69,18 +68,18 @@ class ServerSettings:
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        """Names of the model itself."""
+        """Names of the base model."""
         return tuple(name for name in self.model_names if name not in self.adapter_names)
 
     def defaults(self) -> dict[str, Any]:
-        """Fields for a request that does not say otherwise."""
+        """Fields for requests that do not set them."""
         return ({} if self.max_tokens is None else {"max_tokens": self.max_tokens}) | dict(
             self.sampling_defaults
         )
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file: one a line, without blanks around it; empty lines and lines that begin with # are skipped.
+    """Read the keys in a file: one a line, stripped. Empty lines and lines that begin with # are skipped.
 
     Raises ConfigError for a file without a key, and OSError.
     """

@@ -1,4 +1,4 @@
-"""What requests may hold together, of which no key may have more than half."""
+"""A limit on a resource that all requests share. No key may hold more than half of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xla_engine.server.errors import ApiError
 
 
 class Shares:
-    """An amount of something that requests of many keys hold for a while."""
+    """Counts how much of a resource the requests of each key hold."""
 
     def __init__(self, most: int, refusal: str, *, code: str = "queue_full") -> None:
-        """most: that all may hold together. refusal, code: of the error of a request that is one too many."""
+        """most: limit over all keys. refusal, code: message and code of the error beyond it."""
         self._most = most
         self._refusal = refusal
         self._code = code
@@ -21,24 +21,24 @@ class Shares:
 
     @property
     def held(self) -> int:
-        """What all hold now."""
+        """The amount held by all keys."""
         return self._held.total()
 
     def take(self, amount: int, key: str) -> None:
-        """Hold this much more, until `give_back`. Raises ApiError with status 429, and holds nothing then."""
+        """Hold `amount` more, until `give_back`. Raises ApiError with status 429 if that exceeds a limit."""
         if amount and (self.held + amount > self._most or self._held[key] + amount > self._most // 2):
             raise ApiError(429, self._refusal, code=self._code, headers={"retry-after": "1"})
         self._held[key] += amount
 
     def give_back(self, amount: int, key: str) -> None:
-        """End holding this much."""
+        """Release `amount`."""
         self._held[key] -= amount
         if not self._held[key]:
             del self._held[key]
 
     @contextlib.contextmanager
     def hold(self, amount: int, key: str) -> Iterator[None]:
-        """Hold this much within. Raises ApiError as `take` does."""
+        """Hold `amount` within the context. Raises ApiError as `take` does."""
         self.take(amount, key)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Long work on the event loop, a millisecond at a time, so that steps and other clients go on."""
+"""Run long work on the event loop, a millisecond at a time, so that steps and other clients continue."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 
-PIECE_S = 1e-3  # of work between two turns of the loop
-PART_BYTES = 64 << 10  # of an answer that are handed on together
+PIECE_S = 1e-3  # seconds of work before the loop runs other tasks
+PART_BYTES = 64 << 10  # size of the parts of an answer
 
 
 class Turns:
-    """Lets one long answer work at a time, each for `PIECE_S`, in rotation."""
+    """Lets long answers work one at a time, each for `PIECE_S`, in rotation."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def parts(self, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-        """The pieces, joined into parts of about `PART_BYTES`.
+        """Join pieces into parts of about `PART_BYTES`.
 
-        Each piece must be little work. Work that is over within `PIECE_S` waits for nothing.
+        Each piece must take little time. Work shorter than `PIECE_S` is done at once.
         """
         iterator, held = iter(pieces), bytearray()
         more = _work(iterator, held)
@@ -28,14 +28,15 @@ class Turns:
                 yield bytes(held)
                 held.clear()
             async with self._lock:
-                await asyncio.sleep(0)  # while the lock is held: nobody else works in this turn of the loop
+                # with the lock held, so that only one answer works in this iteration of the loop
+                await asyncio.sleep(0)
                 more = _work(iterator, held)
         if held:
             yield bytes(held)
 
 
 def _work(iterator: Iterator[bytes], held: bytearray) -> bool:
-    """Take pieces for a while; false once there are no more."""
+    """Take pieces for up to `PIECE_S`. Returns false when there are no more."""
     until = time.perf_counter() + PIECE_S
     for piece in iterator:
         held += piece

@@ -1,4 +1,4 @@
-"""From the body of a POST to a request. The parser is that of batch lines, so both give the same bits."""
+"""Parse the body of a POST with the parser of batch lines, so that both give the same bits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One POST that asks for text.
+    """One parsed POST.
 
-    request: what a batch line with this body would ask for.
-    stream: answer piece by piece. include_usage: a last piece tells the tokens used; continuous_usage: each does.
-    return_token_ids: answers tell the ids of prompt and completion.
+    request: the request of a batch line with this body.
+    stream: answer in chunks. include_usage: the last chunk has the token usage; continuous_usage: each chunk has it.
+    return_token_ids: the answer has the token ids of prompt and completion.
     """
 
     request: LineRequest
@@ -34,18 +34,18 @@ class Call:
     return_token_ids: bool = False
 
     def parser(self, *, thinking: bool) -> Parser | None:
-        """A parser for one choice of a chat; None where its whole text is content."""
+        """A parser for one choice of a chat; None if its whole text is content."""
         reading = self.request.reading
         return None if reading is None else reading.parser(thinking=thinking)
 
     @property
     def sequences(self) -> int:
-        """Choices of the answer."""
+        """Number of choices in the answer."""
         return len(self.request.prompts) * self.request.params.n
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The object in a body. Raises ApiError."""
+    """Parse a body as a JSON object. Raises ApiError."""
     try:
         return load_object(raw)
     except ValueError as error:
@@ -54,7 +54,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def typed_body(raw: bytes, kind: type[T]) -> T:
-    """The body as a record of this type. Raises ApiError."""
+    """Parse a body as a record of this type. Raises ApiError."""
     try:
         check_structure(raw)
         return msgspec.json.decode(raw, type=kind)
@@ -65,9 +65,9 @@ def typed_body(raw: bytes, kind: type[T]) -> T:
 def parse_call(
     body: Mapping[str, Any], url: str, defaults: Mapping[str, Any], model_names: Sequence[str]
 ) -> Call:
-    """Read the body of a request for text, or for vectors or scores. Raises ApiError, naming the field and the remedy.
+    """Parse the body of a generation or pooling request. Raises ApiError, naming the field and the remedy.
 
-    defaults: as `parse_line` has them.
+    defaults: as in `parse_line`.
     """
     rest = dict(body)
     check_model(rest.get("model"), model_names)
@@ -99,7 +99,7 @@ def _parsed(body: Mapping[str, Any], url: str, defaults: Mapping[str, Any]) -> L
 
 
 def check_model(name: object, names: Sequence[str]) -> None:
-    """Raise ApiError unless the name is one of the model's, or none."""
+    """Raise ApiError unless the name is one of `names`, or None."""
     if isinstance(name, str) and name not in names:
         raise ApiError(
             404,
@@ -128,9 +128,9 @@ def _stream_options(options: object, stream: bool) -> dict[str, bool]:
         raise ApiError(400, f"{name} must be an object, not {options!r}", code="invalid_request", param=name)
     for key, value in options.items():
         if key == "include_obfuscation":
-            continue  # padding against eavesdroppers, which changes nothing for the client
+            continue  # padding against traffic analysis; it makes no difference to the client
         if key not in STREAM_OPTIONS or not isinstance(value, bool | None):
             message = f"{name} may hold {' and '.join(STREAM_OPTIONS)}, true or false; not {key!r}: {value!r}"
             raise ApiError(400, message, code="invalid_request", param=name)
-    wanted = bool(options.get("include_usage"))  # without it there is no usage, and none that continues
+    wanted = bool(options.get("include_usage"))  # continuous usage needs it, too
     return {key: wanted and bool(options.get(key)) for key in STREAM_OPTIONS}

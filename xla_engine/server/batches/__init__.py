@@ -1,1 +1,1 @@
-"""`/v1/files` and `/v1/batches`: files of requests that run when no other request needs the slot."""
+"""`/v1/files` and `/v1/batches`: files of requests that run when no interactive request needs the slot."""

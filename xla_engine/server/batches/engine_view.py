@@ -1,4 +1,4 @@
-"""The server's engine as a batch run sees it from its own thread."""
+"""The server's engine, as used by a batch run in its own thread."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PRIORITIES
 from xla_engine.server.service import Service
 
-BATCH_PRIORITY = PRIORITIES[-1]  # after every interactive request, within the bounds of priority_aging
+BATCH_PRIORITY = PRIORITIES[-1]  # below every interactive request, except for priority_aging
 POLL_S = 0.2
 T = TypeVar("T")
 
 
 class BatchExpiredError(XlaEngineError, code="batch_expired"):
-    """A line whose batch was out of time before it ran."""
+    """The batch expired before this line ran."""
 
 
 class EngineView:
-    """What `BatchRun` needs of an engine. Requests are made ready in the caller's thread and queued in the loop's.
+    """The engine interface that `BatchRun` needs. Prepares requests in the caller's thread, queues them in the
+    loop's.
 
-    A request without a seed gets the noise it would have in `xla-engine run`, of its line, whatever else runs.
+    A request without a seed gets the same noise as its line in `xla-engine run`, whatever else runs.
 
-    name: tells the batch's requests from others. Every key sees it in `/v1/requests`, so it is not the batch's id.
-    salt: keeps its cached prefixes from other tenants.
-    expires_at: Unix seconds from which no line is begun.
+    name: prefix of the batch's request ids. Every key sees it in `/v1/requests`, so it is not the batch's id.
+    salt: separates the batch's cached prefixes from other tenants'.
+    expires_at: Unix seconds after which no line is started.
     """
 
     def __init__(
         self, service: Service, loop: asyncio.AbstractEventLoop, name: str, *, salt: str, expires_at: float
     ) -> None:
-        self.halted = threading.Event()  # end now; what is under way has no result
+        self.halted = threading.Event()  # set: stop at once; live requests get no result
         self.expired = False
         self._service = service
         self._engine = service.engine
@@ -80,10 +81,9 @@ class EngineView:
         collector: object = None,
         **options: Any,
     ) -> str:
-        """As `XlaBatchEngine.submit`, but constraints are tried here, so `on_refused` is not called, and `step` is
-        the only reader, so there is no `collector`.
+        """As `XlaBatchEngine.submit`, but compiles constraints here and ignores `on_refused` and `collector`.
 
-        Raises BatchExpiredError too, and KeyboardInterrupt once the view is halted.
+        Also raises BatchExpiredError, and KeyboardInterrupt if the view is halted.
         """
         if time.time() >= self._expires_at:
             self.expired = True
@@ -113,12 +113,12 @@ class EngineView:
         try:
             self._in_loop(queue_it)
         except EngineClosedError:
-            raise KeyboardInterrupt from None  # its lines stay open, for the next server
+            raise KeyboardInterrupt from None  # its lines stay unfinished for the next server
         self._open.add(request_id)
         return request_id
 
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """Wait until a request of this batch has ended. Raises KeyboardInterrupt once the view is halted."""
+        """Wait until a request of this batch ends. Raises KeyboardInterrupt if the view is halted."""
         while not self.halted.is_set():
             try:
                 ended = [self._ended.get(timeout=POLL_S)]
@@ -129,7 +129,7 @@ class EngineView:
             outputs = [replace(output, request_id=self._outer(output.request_id)) for output in ended]
             self._open.difference_update(output.request_id for output in outputs)
             if self._engine.closed_because is not None:
-                break  # they ended with the engine
+                break  # the requests ended with the engine
             return outputs
         raise KeyboardInterrupt
 
@@ -138,7 +138,7 @@ class EngineView:
         return self._in_loop(lambda: self._engine.abort(self._inner(request_id)), patient=True)
 
     def _on_news(self) -> None:
-        self._loop.call_soon(self._collect)  # the engine is in the middle of a turn
+        self._loop.call_soon(self._collect)  # not now: the engine is in the middle of a turn
 
     def _collect(self) -> None:
         for request in self._collector.take():
@@ -152,7 +152,7 @@ class EngineView:
         return request_id.removeprefix(f"{self._name}/")
 
     def _in_loop(self, work: Callable[[], T], *, patient: bool = False) -> T:
-        """Do something in the engine's thread and wait for it; unless patient, no longer than until a halt."""
+        """Run a function in the engine's thread and wait for it. Unless patient, stop waiting when halted."""
 
         async def do() -> T:
             return work()
@@ -162,7 +162,7 @@ class EngineView:
             try:
                 return future.result(POLL_S)
             except TimeoutError:
-                if future.done():  # the work's own
+                if future.done():  # raised by the function itself
                     raise
                 if self.halted.is_set() and not patient:
                     future.cancel()

@@ -1,4 +1,4 @@
-"""Files and batches as they are kept on disk and shown to clients, with OpenAI's names."""
+"""Records of files and batches, as stored on disk and shown to clients, with OpenAI's field names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNFINISHED = frozenset({"validating", "in_progress", "finalizing", "cancelling"}
 
 
 class FileRecord(msgspec.Struct, kw_only=True):
-    """A file. tenant: the hash of the key that owns it, which is not shown."""
+    """A file. tenant: hash of the owner's key; not shown to clients."""
 
     id: str
     bytes: int
@@ -38,8 +38,9 @@ class Counts(msgspec.Struct):
 class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch.
 
-    tenant, results_id, errors_id, output_expires_s: not shown. The ids become `output_file_id` and `error_file_id`
-    when the files are whole, which expire after so many seconds; None keeps them.
+    tenant, results_id, errors_id, output_expires_s: not shown to clients.
+    results_id, errors_id: become `output_file_id` and `error_file_id` when the files are complete.
+    output_expires_s: lifetime of these files in seconds; None keeps them.
     """
 
     id: str
@@ -69,35 +70,35 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     output_expires_s: int | None = None
 
     def output_expiry(self) -> int | None:
-        """When files that are finished now expire, in Unix seconds."""
+        """When an output file that is finished now expires, in Unix seconds."""
         return None if self.output_expires_s is None else int(time.time()) + self.output_expires_s
 
     def enter(self, status: str) -> None:
-        """Move to a status and note when."""
+        """Change the status and record the time."""
         self.status = status
         name = f"{status}_at"
         if hasattr(self, name) and getattr(self, name) is None:
             setattr(self, name, int(time.time()))
 
     def note(self, *problems: dict[str, Any]) -> None:
-        """Say why it fails. problems: code, message, and the line where there is one."""
+        """Record why the batch fails. problems: code, message and, if known, line."""
         data = [{"line": None, "param": None, **problem} for problem in problems]
         self.errors = {"object": "list", "data": data}
 
 
 def shown(record: FileRecord | BatchRecord) -> dict[str, Any]:
-    """What a client sees of a record."""
+    """The fields of a record that clients see."""
     private = ("tenant", "results_id", "errors_id", "output_expires_s")
     return {name: value for name, value in msgspec.structs.asdict(record).items() if name not in private}
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess; later ones sort after earlier ones."""
+    """A random id that cannot be guessed. Later ids sort after earlier ones."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 
 def save(path: Path, record: msgspec.Struct) -> None:
-    """Replace a record's file at once: a process that dies, or a machine, leaves one state or the other."""
+    """Replace a record's file atomically: if the process or the machine dies, the old or the new state remains."""
     fresh = path.with_name(f".{path.name}.new")
     with open(fresh, "wb") as file:
         file.write(msgspec.json.encode(record))
@@ -108,7 +109,7 @@ def save(path: Path, record: msgspec.Struct) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make new names in a folder last."""
+    """Sync a folder, so that new names in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The HTTP side of files and batches."""
+"""HTTP routes of files and batches."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from xla_engine.server.info import JsonResponse
 from xla_engine.server.service import Service
 from xla_engine.server.wire import typed_body
 
-FORM_SLACK = 64 << 10  # bytes of a form beside its file
-UPLOADS = 8  # of one tenant at the same time: each has a temporary file
-MOST_BATCHES = 100  # of one list
+FORM_SLACK = 64 << 10  # bytes of a form in addition to its file
+UPLOADS = 8  # concurrent uploads of one tenant; each has a temporary file
+MOST_BATCHES = 100  # in one list
 MAX_BATCH_BODY = 256 << 10  # bytes of a POST to /v1/batches
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 _SECONDS = {"h": 3600, "d": 86400}
@@ -50,7 +50,7 @@ class CreateBatch(msgspec.Struct, kw_only=True):
 
 
 class BatchRoutes:
-    """Handlers over one store. What another key owns is as if it did not exist."""
+    """Handlers for one store. Records of other keys are treated as nonexistent."""
 
     def __init__(self, service: Service, batches: Batches) -> None:
         self._service = service
@@ -100,7 +100,7 @@ class BatchRoutes:
 
     @contextlib.contextmanager
     def _uploading(self, tenant: str) -> Iterator[None]:
-        """Let one of few uploads of a tenant in. Raises ApiError."""
+        """Count a concurrent upload of a tenant. Raises ApiError if there are too many."""
         if self._uploads[tenant] >= UPLOADS:
             raise ApiError(
                 429,
@@ -115,7 +115,7 @@ class BatchRoutes:
             self._uploads[tenant] -= 1
 
     def _limited(self, request: Request) -> Callable[[], Awaitable[Message]]:
-        """`receive` with a bound to the whole form and to the wait for each piece."""
+        """`receive` with limits on the size of the form and on the wait for each part."""
         settings, size = self._service.settings, 0
 
         async def receive() -> Message:

@@ -1,4 +1,4 @@
-"""Files and batches in a folder; there is no database. Every change is whole or not there."""
+"""Store files and batches in a folder, without a database. Every change is atomic."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from xla_engine.server.batches.records import UNFINISHED, BatchRecord, FileRecor
 from xla_engine.server.batches.stored_bytes import StoredBytes
 from xla_engine.server.errors import ApiError
 
-MAX_FILES = 10_000  # of one tenant
-MAX_UNFINISHED = 1_000  # batches of one tenant
-MAX_ENDED = 1_000  # batches of one tenant that are over; the oldest are forgotten
+MAX_FILES = 10_000  # per tenant
+MAX_UNFINISHED = 1_000  # batches per tenant
+MAX_ENDED = 1_000  # ended batches per tenant; older ones are forgotten
 _COPY_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -29,12 +29,12 @@ R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class Store:
-    """`FOLDER/files/<id>/{data,meta.json}` and `FOLDER/batches/<id>/batch.json`, each record held in memory too.
+    """`FOLDER/files/<id>/{data,meta.json}` and `FOLDER/batches/<id>/batch.json`; all records are also in memory.
 
-    One process owns a folder. A file without meta.json is one that is being written. Raises ConfigError where another
-    server has the folder, and OSError.
+    One process owns the folder. A file without meta.json is still being written. Raises ConfigError if another
+    server uses the folder, and OSError.
 
-    max_stored_bytes: of the files and results of one tenant.
+    max_stored_bytes: limit on the files and results of one tenant.
     """
 
     def __init__(self, folder: Path, max_stored_bytes: int = 10 << 30) -> None:
@@ -42,7 +42,7 @@ class Store:
         for each in (self._files_folder, self._batches_folder):
             each.mkdir(parents=True, exist_ok=True)
         self._saving = threading.Lock()
-        self._lock = open(folder / "lock", "wb")  # noqa: SIM115, it is held as long as the store
+        self._lock = open(folder / "lock", "wb")  # noqa: SIM115, open as long as the store
         try:
             import fcntl
 
@@ -67,7 +67,7 @@ class Store:
             self.forget_ended(tenant)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Unlock the folder."""
         self._lock.close()
 
     # -- files ------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Store:
     def add_file(
         self, source: BinaryIO, *, filename: str, purpose: str, tenant: str, expires_at: int | None
     ) -> FileRecord:
-        """Take what an upload holds, or nothing. Raises ApiError where the tenant, or the disk, has no room for it."""
+        """Store an upload completely or not at all. Raises ApiError if the tenant's quota or the disk is full."""
         self._check_number_of_files(tenant)
         file_id = new_id("file-")
         try:
@@ -104,13 +104,13 @@ class Store:
             )
 
     def open_file(self, file_id: str) -> None:
-        """Make room for a file that is written from now on; nobody sees it."""
+        """Create the folder of a file that will be written. Clients do not see it yet."""
         (self._files_folder / file_id).mkdir(exist_ok=True)
 
     def finish_file(
         self, file_id: str, *, filename: str, purpose: str, tenant: str, expires_at: int | None = None
     ) -> FileRecord:
-        """Show a file whose data are whole."""
+        """Make a completely written file visible."""
         record = FileRecord(
             id=file_id,
             bytes=self.data_path(file_id).stat().st_size,
@@ -127,7 +127,7 @@ class Store:
         return record
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file. Raises ApiError where a batch still reads it."""
+        """Delete a file. Raises ApiError if a batch is reading it."""
         for batch in list(self.batches.values()):
             reads = batch.status in UNFINISHED and batch.status != "finalizing"
             if reads and batch.input_file_id == file_id:
@@ -144,14 +144,15 @@ class Store:
         shutil.rmtree(folder, ignore_errors=True)
 
     def expire_files(self, now: float) -> None:
-        """Delete the files whose time is over, but for those that are read."""
+        """Delete expired files, except those that a batch is reading."""
         for record in list(self.files.values()):
             if record.expires_at is not None and record.expires_at <= now:
                 with contextlib.suppress(ApiError):
                     self.delete_file(record.id)
 
     def _drop_torn_folders(self) -> None:
-        """What a killed server did not finish: uploads and new batches; not the results of a batch that goes on."""
+        """Remove unfinished uploads and new batches of a killed server, but not results of batches that will
+        resume."""
         unfinished = [batch for batch in self.batches.values() if batch.status in UNFINISHED]
         kept = {name for batch in unfinished for name in (batch.results_id, batch.errors_id)}
         for folder in self._files_folder.iterdir():
@@ -164,7 +165,7 @@ class Store:
     # -- batches ----------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Take a new batch. Raises ApiError where the tenant, or the disk, has no room for it or its results."""
+        """Store a new batch. Raises ApiError if the tenant's quota or the disk has no room for it or its results."""
         mine = [each for each in list(self.batches.values()) if each.tenant == record.tenant]
         if sum(each.status in UNFINISHED for each in mine) >= MAX_UNFINISHED:
             message = f"{MAX_UNFINISHED} batches are not finished; wait for one or cancel it"
@@ -182,7 +183,7 @@ class Store:
         self.batches[record.id] = record
 
     def count_results(self, record: BatchRecord) -> None:
-        """Take the counts of a batch from its files of results, and cut off what a write left torn at their ends."""
+        """Set the counts of a batch from its result files, and cut off torn ends of these files."""
         counts = record.request_counts
         paths = self.data_path(record.results_id), self.data_path(record.errors_id)
         (counts.completed, end), (counts.failed, other_end) = map(_whole_lines, paths)
@@ -194,7 +195,8 @@ class Store:
                 self.stored.replace(file_id, record.tenant, size)
 
     def forget_ended(self, tenant: str) -> None:
-        """Keep the latest `MAX_ENDED` of a tenant's batches that are over. Their files stay until they are deleted."""
+        """Forget all but the latest `MAX_ENDED` ended batches of a tenant. Their files stay until they are
+        deleted."""
         ended = [
             batch
             for batch in list(self.batches.values())
@@ -205,13 +207,13 @@ class Store:
             shutil.rmtree(self._batches_folder / batch.id, ignore_errors=True)
 
     def save_batch(self, record: BatchRecord) -> None:
-        with self._saving:  # the event loop and the batch's own thread may do so at a time
+        with self._saving:  # called by the event loop and by the batch's thread
             save(self._batches_folder / record.id / "batch.json", record)
 
 
 @contextlib.contextmanager
 def room_on_disk() -> Iterator[None]:
-    """Raises ApiError with status 507 in place of an OSError that says that the disk is full."""
+    """Turn an OSError for a full disk into an ApiError with status 507."""
     try:
         yield
     except OSError as error:
@@ -225,7 +227,7 @@ def room_on_disk() -> Iterator[None]:
 
 
 def _whole_lines(path: Path) -> tuple[int, int]:
-    """How many whole lines a file has, and where the last of them ends; nothing for a file that is not there."""
+    """The number of whole lines in a file, and where the last one ends; zeros if the file does not exist."""
     lines = end = read = 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         while block := file.read(_COPY_BYTES):
@@ -236,7 +238,7 @@ def _whole_lines(path: Path) -> tuple[int, int]:
 
 
 def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:
-    """The record of this id, if it is the tenant's; another's is as one that does not exist."""
+    """The tenant's record with this id. Raises ApiError if it does not exist or belongs to another tenant."""
     record = records.get(name)
     if record is None or record.tenant != tenant:
         raise ApiError(404, f"no {what} found with id {name[:100]!r}", code="not_found", param="id")
@@ -244,7 +246,7 @@ def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:
 
 
 def page(records: Iterable[R], after: str | None, limit: int, *, newest_first: bool) -> tuple[list[R], bool]:
-    """At most `limit` records behind the id `after`, and whether there are more."""
+    """At most `limit` records that follow the id `after`, and whether there are more."""
     ordered = sorted(
         records, key=lambda record: record.id.partition("-")[2] or record.id, reverse=newest_first
     )

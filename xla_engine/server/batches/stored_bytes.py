@@ -1,4 +1,4 @@
-"""How much each key keeps on the server's disk."""
+"""Count the bytes that each key stores on the server's disk."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xla_engine.server.errors import ApiError
 
 
 class StoredBytes:
-    """Bytes of files and of results that batches write, summed for each tenant. Any thread may call it.
+    """Bytes of each tenant's files and batch results. Thread-safe.
 
-    limit: for one tenant.
+    limit: bytes per tenant.
     """
 
     def __init__(self, limit: int) -> None:
@@ -21,7 +21,7 @@ class StoredBytes:
         self._sums: Counter[str] = Counter()
 
     def add(self, file_id: str, tenant: str, size: int) -> None:
-        """Count more bytes of a file, before they are written. Raises ApiError if the tenant has no room for them."""
+        """Count bytes of a file before they are written. Raises ApiError if they exceed the tenant's limit."""
         with self._lock:
             held = self._sums[tenant]
             if held + size > self._limit:
@@ -35,13 +35,13 @@ class StoredBytes:
             self._sums[tenant] = held + size
 
     def replace(self, file_id: str, tenant: str, size: int) -> None:
-        """Count what a file has on disk, whatever the limit."""
+        """Set a file's size on disk, regardless of the limit."""
         with self._lock:
             self._sums[tenant] += size - self._files.get(file_id, (tenant, 0))[1]
             self._files[file_id] = (tenant, size)
 
     def remove(self, file_id: str) -> None:
-        """Count a file no more."""
+        """Stop counting a file."""
         with self._lock:
             tenant, size = self._files.pop(file_id, ("", 0))
             self._sums[tenant] -= size

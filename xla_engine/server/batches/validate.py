@@ -1,4 +1,4 @@
-"""A file of requests before it runs. As at OpenAI, a file with a line that is no request does not run at all."""
+"""Validate a file of requests before it runs. As at OpenAI, a file with an invalid line does not run at all."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xla_engine.batch.lines import Line, read_lines
 from xla_engine.utils.json_line import load_object
 
 SHOWN_PROBLEMS = 50
-MAX_MESSAGE = 200  # characters: lists show the problems of up to 100 batches
+MAX_MESSAGE = 200  # characters; short, because lists show the problems of up to 100 batches
 _ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages", RESPONSES_URL: "input"}
 
 
 def problems_of(
     path: Path, endpoint: str, model_names: Sequence[str], max_lines: int
 ) -> tuple[int, list[Any]]:
-    """How many lines a file has, and what is wrong with it: code, message, line and field of each problem.
+    """The number of lines in a file, and its problems: code, message, line and field of each.
 
-    What a line asks for is checked when it runs: it may fail by itself then.
+    Only the envelope is checked here. A line's parameters are checked when it runs, and may fail it alone.
     """
     names: dict[str, int] = {}
     found: list[Any] = []

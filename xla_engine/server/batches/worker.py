@@ -1,4 +1,4 @@
-"""Running batches: which go next, one thread for each that runs, and what happens at its end."""
+"""Run batches: choose the next one, run each in its own thread, and publish its results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from xla_engine.server.batches.validate import problems_of
 from xla_engine.server.errors import ApiError
 from xla_engine.server.service import Service
 
-RUNNING = 4  # batches at a time: their lines take turns
+RUNNING = 4  # concurrent batches; their lines are interleaved
 TICK_S = 0.5
-SAVE_S = 5.0  # between the counts that are written while a batch runs
-EXPIRE_S = 60.0  # between looks for files that are to be deleted
-RETRY_S = 5.0  # between attempts to show the results of a batch while the disk is full
+SAVE_S = 5.0  # time between writes of a running batch's counts
+EXPIRE_S = 60.0  # time between checks for expired files
+RETRY_S = 5.0  # time between attempts to publish results while the disk is full
 
 log = logging.getLogger("xla_engine.server.batches")
 
 
 class Job:
-    """A batch that runs. stopped: read no more lines; it goes on later, or it was cancelled."""
+    """A running batch. stopped: read no more lines, because the server stops or the batch was cancelled."""
 
     def __init__(self, record: BatchRecord, view: EngineView) -> None:
         self.record = record
@@ -44,21 +44,21 @@ class Job:
         self._saved = time.monotonic()
 
     def lines(self, source: Iterable[Line]) -> Iterator[Line]:
-        """The lines to run, until the job is stopped; `BatchRun` then finishes those it has."""
+        """The lines to run, until the job is stopped; `BatchRun` then finishes the lines in flight."""
         for line in source:
             if self.stopped.is_set():
                 raise KeyboardInterrupt
             yield line
 
     def count(self, totals: RunTotals, before: tuple[int, int]) -> None:
-        """Note how far it is. before: lines with a result and with an error when this run began."""
+        """Update the counts. before: lines with a result and with an error when this run began."""
         counts = self.record.request_counts
         counts.completed = before[0] + totals.ok
         counts.failed = before[1] + totals.failed.total()
 
     @property
     def is_due(self) -> bool:
-        """Whether the counts should be written again."""
+        """Whether it is time to write the counts again."""
         now = time.monotonic()
         if now - self._saved < SAVE_S:
             return False
@@ -67,7 +67,7 @@ class Job:
 
 
 class _CountedSink:
-    """Takes lines for a file of results whose bytes count as its tenant's. Raises ApiError when there is no room."""
+    """Writes a result file, and counts its bytes for its tenant. Raises ApiError if there is no room."""
 
     def __init__(self, sink: Sink, store: Store, file_id: str, tenant: str) -> None:
         self._sink, self._store = sink, store
@@ -79,10 +79,11 @@ class _CountedSink:
 
 
 class Batches:
-    """Runs the batches of a store beside the interactive requests of a service, behind them in the queue.
+    """Runs the batches of a store, with lower priority than interactive requests.
 
-    At most `RUNNING` at a time, taken from the tenant that has the fewest. A killed server leaves whole result lines
-    and records that say what is unfinished; the next one goes on with exactly the lines that have no result.
+    At most `RUNNING` batches run at a time; the next is taken from the tenant with the fewest running. A killed
+    server leaves whole result lines and records of what is unfinished, and the next server runs exactly the lines
+    without a result.
     """
 
     def __init__(self, service: Service, store: Store) -> None:
@@ -90,7 +91,7 @@ class Batches:
         self.stopping = False
         self._service = service
         self._jobs: dict[str, Job] = {}
-        # batches whose results could not be shown, and when to try again
+        # batches whose results could not be published, and when to retry
         self._retry_at: dict[str, float] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -101,22 +102,22 @@ class Batches:
         return len(self._jobs)
 
     def start(self) -> None:
-        """In the engine's event loop: go on with what is unfinished."""
+        """Resume unfinished batches. Call it in the engine's event loop."""
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._supervise())
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Announce a new batch."""
         self._news.set()
 
     def stop(self) -> None:
-        """Read no more lines; those under way finish."""
+        """Stop reading lines; those in flight finish."""
         self.stopping = True
         for job in self._jobs.values():
             job.stopped.set()
 
     async def close(self) -> None:
-        """End now. Lines under way have no result and run again with the next server."""
+        """Stop at once. Lines in flight get no result, and run again with the next server."""
         self.stop()
         if self._task is not None:
             self._task.cancel()
@@ -129,7 +130,7 @@ class Batches:
         self.store.close()
 
     def cancel(self, record: BatchRecord) -> None:
-        """End a batch: what has a result keeps it, the rest has none."""
+        """Cancel a batch. Finished lines keep their results."""
         record.enter("cancelling")
         self._save(record)
         if (job := self._jobs.get(record.id)) is not None:
@@ -152,7 +153,7 @@ class Batches:
                 await asyncio.wait_for(self._news.wait(), TICK_S)
 
     def _next(self) -> BatchRecord | None:
-        """The oldest batch that waits, of the tenant with the fewest that run."""
+        """The oldest waiting batch of the tenant with the fewest running batches."""
         waiting = [
             record
             for record in self.store.batches.values()
@@ -199,7 +200,8 @@ class Batches:
             self._loop.call_soon_threadsafe(self.wake)
 
     def _end(self, job: Job) -> None:
-        """Show what a batch has, however it ended. It stays unfinished, for another attempt, if the disk is full."""
+        """Publish the results of a batch, however it ended. If the disk is full, it stays unfinished and is
+        retried."""
         record = job.record
         try:
             self._finalize(job)
@@ -216,7 +218,7 @@ class Batches:
             log.error("the state of batch %s could not be written: %s", record.id, error)
 
     def _run_to_end(self, job: Job) -> bool:
-        """Check a batch's file and run its lines; whether it is over, and not left to the next server."""
+        """Validate a batch's file and run its lines. Returns false if the next server has to continue."""
         record, store, settings = job.record, self.store, self._service.settings
         source = store.data_path(record.input_file_id)
         if record.status == "validating":
@@ -227,7 +229,7 @@ class Batches:
             if problems:
                 record.note(*problems)
                 return True
-            if record.status == "validating":  # and was not cancelled meanwhile
+            if record.status == "validating":  # not cancelled meanwhile
                 record.enter("in_progress")
             store.save_batch(record)
         if record.status in ("in_progress", "cancelling"):
@@ -239,7 +241,7 @@ class Batches:
         return True
 
     def _run_lines(self, job: Job) -> bool:
-        """Run the lines that have no result; whether the batch is over."""
+        """Run the lines without a result. Returns whether the batch is over."""
         record, service = job.record, self._service
         done = FinishedLines()
         with contextlib.ExitStack() as stack:
@@ -277,7 +279,7 @@ class Batches:
             self.store.save_batch(job.record)
 
     def _finalize(self, job: Job) -> None:
-        """Show the files that hold something. May be done again by the next server."""
+        """Publish the files that are not empty. Idempotent, because the next server may repeat it."""
         record, store = job.record, self.store
         store.count_results(record)
         shown: list[str | None] = []
@@ -307,12 +309,12 @@ class Batches:
 
 
 def shown_name(record: BatchRecord) -> str:
-    """What the requests of a batch are called in `/v1/requests`, which shows those of every key."""
+    """The name of a batch's requests in `/v1/requests`, which shows the requests of all keys."""
     return f"batch-{blake2b(record.id.encode(), digest_size=6).hexdigest()}"
 
 
 def _problem(error: Exception) -> dict[str, Any]:
-    """Why a batch ended early, as its client sees it."""
+    """The error of a batch that ended early, as clients see it."""
     if isinstance(error, ApiError | XlaEngineError):
         return {"code": error.code, "message": str(error)}
     return {"code": "internal_error", "message": f"{type(error).__name__}: {error}"}

@@ -1,1 +1,1 @@
-"""`/v1/responses`: OpenAI's Responses API for texts and functions, over chats."""
+"""`/v1/responses`: OpenAI's Responses API for text and functions, on top of chats."""

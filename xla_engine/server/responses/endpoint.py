@@ -31,15 +31,15 @@ from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Parser
 
-TOO_LONG = "context_length_exceeded"  # code of the error of a prompt that does not fit
+TOO_LONG = "context_length_exceeded"  # error code of a prompt that does not fit
 MAX_LISTED = 100  # items in one answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall(Call):
-    """The call of a chat that answers in the form of a response.
+    """A chat call whose answer is a response.
 
-    body: as it came. items: what it answers, with all before it. tenant: whose it is.
+    body: as received. items: the whole conversation that it answers. tenant: the owner.
     """
 
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class ResponseCall(Call):
 
 
 class Responses(Generation):
-    """Answers as a chat does, in another form."""
+    """The chat endpoint with answers in the Responses format."""
 
     prefix = "resp_"
 
@@ -81,7 +81,7 @@ class Responses(Generation):
         return ResponseCall(**fields, body=body, items=items, tenant=tenant)
 
     async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
-        """Queue the call; with `truncation: "auto"` without its oldest messages where it does not fit with them."""
+        """Queue the call. With `truncation: "auto"`, drop its oldest messages if it does not fit."""
         assert isinstance(call, ResponseCall)
         without, shorter = 0, call.request
         while True:
@@ -185,7 +185,7 @@ class Responses(Generation):
         tokens: int,
         counter: ReasoningTokens,
     ) -> Iterator[bytes]:
-        """What a stream tells of news. tokens: those of the answer, the new ones included."""
+        """The events of new outputs. tokens: of the answer, including the new ones."""
         for output in news:
             completion = output.outputs[0]
             events = parser.feed(completion.text)
@@ -207,9 +207,9 @@ class Responses(Generation):
 def _without_oldest(
     messages: Sequence[Mapping[str, Any]], number: int
 ) -> tuple[Mapping[str, Any], ...] | None:
-    """Messages without the oldest ones but for instructions, and without results of their calls.
+    """Drop the oldest messages, except instructions, and the results of dropped tool calls.
 
-    None if none is left.
+    Returns None if no message is left.
     """
     first = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
     rest = list(messages[first + number :])
@@ -219,7 +219,7 @@ def _without_oldest(
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """The tenant who asks, and the response's id."""
+    """The caller's tenant, and the response's id."""
     return request.scope["state"].get("tenant", ""), request.path_params["id"]
 
 

@@ -1,4 +1,4 @@
-"""Responses that clients asked to be kept: in memory, bounded, each seen with the key that made it only."""
+"""Stored responses: in memory, of bounded size, each visible only to the key that created it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TOTAL_BYTES = 64 << 20
 
 
 class Memory:
-    """The newest responses with `store: true`, as bytes of JSON; the oldest of whoever holds most make room."""
+    """The newest responses with `store: true`, as JSON. If full, the tenant with the most bytes loses its oldest
+    ones."""
 
     def __init__(self, tenant_bytes: int = TENANT_BYTES, total_bytes: int = TOTAL_BYTES) -> None:
         self._tenant_bytes = tenant_bytes
@@ -23,7 +24,7 @@ class Memory:
         self._held: defaultdict[str, int] = defaultdict(int)
 
     def keep(self, tenant: str, response: dict[str, Any], items: list[Any]) -> None:
-        """Remember a response. items: all that it answers, and its own output, for one that follows it."""
+        """Store a response. items: its whole conversation and its output, for a response that follows it."""
         data = msgspec.json.encode(response), msgspec.json.encode(items)
         self._kept[tenant][response["id"]] = data
         self._held[tenant] += sum(map(len, data))
@@ -38,7 +39,7 @@ class Memory:
         return None if data is None else list(msgspec.json.decode(data[1]))
 
     def response(self, tenant: str, name: str) -> bytes:
-        """A response as JSON, which all who read it share. Raises ApiError if there is none, or it is another's."""
+        """A response as JSON; the bytes are shared. Raises ApiError if it does not exist or is another tenant's."""
         return self.kept(tenant, name)[0]
 
     def kept(self, tenant: str, name: str) -> tuple[bytes, bytes]:
