@@ -17,6 +17,8 @@ from xla_engine.batch.datasets.output import result_row
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineError, parse_record
 from xla_engine.batch.responses.body import chat_body
+from xla_engine.batch.responses.builder import ResponseBuilder
+from xla_engine.batch.responses.logprobs import MessageLogprobs
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.server.responses.memory import Memory
@@ -59,6 +61,87 @@ def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "be short"}, {"role": "user", "content": ASK["input"]}]
     chat = client.chat.completions.create(model="embedded", messages=messages, max_tokens=12, temperature=0)
     assert response.output_text == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize("asked", [{"top_logprobs": 3}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_are_those_of_a_chat(client: openai.OpenAI, asked: Any) -> None:
+    """Whole, in a stream's deltas together, and in a stored response that another follows."""
+    whole = client.responses.create(**ASK, **asked, store=True)
+    chat = client.chat.completions.create(
+        model="embedded", messages=[{"role": "user", "content": ASK["input"]}], max_tokens=12, temperature=0,
+        logprobs=True, top_logprobs=(top := asked.get("top_logprobs", 0)),
+    )  # fmt: skip
+    (part,), told = whole.output[0].content, chat.choices[0].logprobs.content
+    assert whole.top_logprobs == top and len(part.logprobs) == 12
+    assert [each.to_dict() for each in part.logprobs] == [each.to_dict() for each in told]
+    assert all(len(each.top_logprobs) == top for each in part.logprobs)
+    events: list[Any] = list(client.responses.create(**ASK, **asked, stream=True))
+    deltas = [each for event in events if event.type.endswith("text.delta") for each in event.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [each.to_dict() for each in deltas] == [each.to_dict() for each in part.logprobs]
+    assert [each.to_dict() for each in done.logprobs] == [each.to_dict() for each in deltas]
+    assert plain(events[-1].response) == plain(whole)
+    assert client.responses.retrieve(whole.id) == whole
+    assert client.responses.create(**ASK, previous_response_id=whole.id).output[0].content[0].logprobs == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_log_probabilities_stand_beside_the_text_of_their_tokens(size: int) -> None:
+    """Those of reasoning and calls are told nowhere, however the text comes; those without text are a message's."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    tokens = [
+        "<think>",
+        "hm",
+        "</th",
+        "ink>",
+        "\n",
+        "one",
+        "",
+        " <two",
+        call[:20],
+        call[20:],
+        "thr",
+        "ee",
+        "",
+    ]
+    body = {**ASK, "tools": [FUNCTION | {"name": "f", "strict": None}], "top_logprobs": 1}
+    line = {"method": "POST", "url": "/v1/responses", "body": body}
+    request = parse_record(line, 1, {"tool_parser": "hermes", "reasoning_parser": "think"})
+    assert not isinstance(request, LineError) and request.reading is not None
+    logprobs = MessageLogprobs(request, Spelled(tokens), thinking=False)
+    parser = request.reading.parser(thinking=False)
+    assert parser is not None
+    builder = ResponseBuilder("r", body=body, model="m", created=0, logprobs=logprobs)
+    deltas = []
+    for begin in range(0, len(tokens), size):
+        ids = range(len(tokens))[begin : begin + size]
+        logprobs.add(ids, ids)
+        events = parser.feed("".join(tokens[begin : begin + size]))
+        if begin + size >= len(tokens):
+            logprobs.finish()
+            events += parser.finish()
+        deltas += [*builder.add(events)]
+    deltas += [*builder.end(reason="stop", usage={}, now=0)]
+    parts = [item["content"][0] for item in builder.output if item["type"] == "message"]
+    assert [(part["text"], part["logprobs"]) for part in parts] == [
+        ("one <two", [5, 6, 7]),
+        ("three", [10, 11, 12]),
+    ]
+    assert [each for event in deltas if event["type"].endswith("text.delta") and "logprobs" in event
+            for each in event["logprobs"]] == [5, 6, 7, 10, 11, 12]  # fmt: skip
+
+
+class Spelled:
+    """A tokenizer of tokens with these texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.push = texts.__getitem__
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.push(token_id).encode()
+
+    def incremental(self, skip_special_tokens: bool = True) -> Any:
+        return self
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,6 +238,7 @@ def test_lines_have_the_responses_of_posts(
         ASK,
         {**ASK, "instructions": "be brief", "metadata": {"a": "b"}, "store": True},
         {**ASK, "tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 60},
+        {**ASK, "top_logprobs": 2},
         {**ASK, "input": [{"role": "user", "content": "x"}], "text": {"format": {"type": "json_object"}}},
     ]
     lines = [
@@ -216,8 +300,10 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"include": ["message.output_text.logprobs"]},
+        {"include": ["file_search_call.scores"]},
         {"include": 5},
+        {"top_logprobs": 21},
+        {"top_logprobs": True},
         {"previous_response_id": "resp_1"},
         {"background": True},
         {"input": []},

@@ -16,6 +16,7 @@ from typing import Any
 from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
 from xla_engine.batch.responses.builder import ResponseBuilder
+from xla_engine.batch.responses.logprobs import MessageLogprobs
 from xla_engine.batch.token_text import TokenText
 from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.engine.identity import result_fingerprint
@@ -157,8 +158,15 @@ def _response_body(
     """The response to a line whose output ended with "stop" or "length". name: its id."""
     assert request.response is not None and request.reading is not None
     (completion,), model = output.outputs, request.model or header.model
-    builder = ResponseBuilder(name, body=request.response, model=model, created=header.created)
-    thinking = begins_thinking(output, header.tokenizer)
+    thinking, tokenizer = begins_thinking(output, header.tokenizer), header.tokenizer
+    logprobs = None
+    if completion.logprobs is not None and tokenizer is not None:
+        logprobs = MessageLogprobs(request, tokenizer, thinking=thinking)
+        logprobs.add(completion.token_ids, chat_logprobs_content(completion, request.params, tokenizer))
+        logprobs.finish()
+    builder = ResponseBuilder(
+        name, body=request.response, model=model, created=header.created, logprobs=logprobs
+    )
     parser = request.reading.parser(thinking=thinking) or Plain()
     reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
     usage = Usage.of([output], new=len(completion.token_ids), reasoning=reasoning).as_response()
@@ -330,15 +338,22 @@ def chat_logprobs(
     """The chat API's logprobs block with one record for each token, and `token_ids` added."""
     if completion.logprobs is None:
         return None
+    content = chat_logprobs_content(completion, params, tokenizer)
+    return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
+
+
+def chat_logprobs_content(
+    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
+) -> list[dict[str, Any]]:
+    """The record of each token of a completion that has log-probabilities, as chats and responses have it."""
     tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
-    content = [
+    return [
         {
             **_token(token_id, _finite(value), tokenizer),
             "top_logprobs": [_token(*other, tokenizer) for other in _likeliest(top, params.logprobs or 0)],
         }
-        for token_id, value, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+        for token_id, value, top in zip(completion.token_ids, completion.logprobs or (), tops, strict=True)
     ]
-    return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
 
 
 def prompt_logprobs(output: RequestOutput, part: slice) -> list[dict[str, Any] | None]:

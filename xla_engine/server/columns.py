@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from xla_engine.batch.responses.logprobs import MessageLogprobs
 from xla_engine.batch.results import (
     Offsets,
     chat_logprobs,
+    chat_logprobs_content,
     prompt_block,
     prompt_logprobs,
     text_logprobs,
@@ -92,20 +94,28 @@ def completion_columns(
 ) -> Pauses:
     """The logprobs block of a completion. offsets: None in a chat."""
     columns = Columns(before)
-    for part in _parts(len(completion.token_ids), params.logprobs):
-        tops = completion.top_logprobs
-        few = replace(
-            completion,
-            token_ids=completion.token_ids[part],
-            logprobs=None if completion.logprobs is None else completion.logprobs[part],
-            top_logprobs=None if tops is None else tops[part],
-        )
+    for few in _pieces(completion, params):
         if offsets is None:
             columns.add(chat_logprobs(few, params, tokenizer) or {})
         else:
             columns.add(text_logprobs(few, params, tokenizer, offsets) or {})
         yield PAUSE
     return columns
+
+
+def noted(
+    logprobs: MessageLogprobs,
+    completion: CompletionOutput,
+    params: SamplingParams,
+    tokenizer: TokenText | None,
+) -> Iterator[bytes]:
+    """Let log-probabilities of a response read a completion, encoded, with `PAUSE` between."""
+    for few in _pieces(completion, params):
+        entries = chat_logprobs_content(few, params, tokenizer)
+        logprobs.add(few.token_ids, [msgspec.Raw(_encode(entry)) for entry in entries])
+        yield PAUSE
+    if completion.finish_reason is not None:
+        logprobs.finish()
 
 
 def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None) -> Pauses:
@@ -136,6 +146,18 @@ def spelled(output: RequestOutput, tokenizer: TokenText | None) -> Generator[byt
         pieces += text.push_all(output.prompt_token_ids[part])
         yield PAUSE
     return "".join(pieces) + text.flush()
+
+
+def _pieces(completion: CompletionOutput, params: SamplingParams) -> Iterator[CompletionOutput]:
+    """A completion a few tokens at a time."""
+    for part in _parts(len(completion.token_ids), params.logprobs):
+        tops = completion.top_logprobs
+        yield replace(
+            completion,
+            token_ids=completion.token_ids[part],
+            logprobs=None if completion.logprobs is None else completion.logprobs[part],
+            top_logprobs=None if tops is None else tops[part],
+        )
 
 
 def _parts(tokens: int, logprobs: int | None) -> Iterator[slice]:

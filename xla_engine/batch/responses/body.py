@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown
 
@@ -16,12 +17,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "truncation": (None, "disabled", "auto"),
     "max_tool_calls": (None,),
-    "top_logprobs": (None, 0),
     "service_tier": (None, "auto", "default"),
     "n": (None, 1),
     "logprobs": (None, False),
     "return_token_ids": (None, False),
 }
+LOGPROBS = "message.output_text.logprobs"  # what `include` calls them
 # Parts of items that only other servers produce, so that there is nothing to include.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
@@ -56,8 +57,13 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(include, list):
         raise _wrong("include", f"must be a list, not {kind(include)}")
     for name in include:
-        if name not in _NOTHING_TO_INCLUDE:
+        if name not in (LOGPROBS, *_NOTHING_TO_INCLUDE):
             raise _wrong("include", f"has {shown(name)}, which this path has not; leave it out")
+    top = rest.pop("top_logprobs", None)
+    if top is not None and (
+        isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_LOGPROBS
+    ):
+        raise _wrong("top_logprobs", f"must be from 0 to {MAX_LOGPROBS}, not {shown(top)}")
     messages = []
     if (instructions := rest.pop("instructions", None)) is not None:
         if not isinstance(instructions, str):
@@ -65,6 +71,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         messages.append({"role": "system", "content": instructions})
     messages += _messages(rest.pop("input", None))
     chat: dict[str, Any] = {"messages": messages}
+    if top or LOGPROBS in include:
+        chat |= {"logprobs": True, "top_logprobs": top or 0}
     if (most := rest.pop("max_output_tokens", None)) is not None:
         chat["max_completion_tokens"] = most
     if tools := rest.pop("tools", None):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from xla_engine.batch.responses.logprobs import MessageLogprobs
 from xla_engine.outputs import CompletionOutput
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 
@@ -17,7 +18,17 @@ _ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "user", 
 class ResponseBuilder:
     """Builds one response. Streamed and unstreamed answers take the same steps."""
 
-    def __init__(self, name: str, *, body: Mapping[str, Any], model: str, created: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        body: Mapping[str, Any],
+        model: str,
+        created: int,
+        logprobs: MessageLogprobs | None = None,
+    ) -> None:
+        """logprobs: what is told of tokens, if anything; it has read those whose text is added."""
+        self._logprobs = logprobs
         self.output: list[dict[str, Any]] = []
         self._name = name
         self._number = -1
@@ -49,7 +60,7 @@ class ResponseBuilder:
             "top_p": body.get("top_p") if body.get("top_p") is not None else 1.0,
             "presence_penalty": body.get("presence_penalty") or 0.0,
             "frequency_penalty": body.get("frequency_penalty") or 0.0,
-            "top_logprobs": 0,
+            "top_logprobs": body.get("top_logprobs") or 0,
             "max_tool_calls": None,
             "safety_identifier": body.get("safety_identifier"),
             "prompt_cache_key": body.get("prompt_cache_key"),
@@ -136,12 +147,22 @@ class ResponseBuilder:
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._parts.append(part)
-            yield self._at("response.content_part.added", content_index=0, part=dict(part))
+            yield self._at("response.content_part.added", content_index=0, part=_copied(part))
 
     def _delta(self, event: str, key: str, text: str) -> Iterator[dict[str, Any]]:
         self._parts[0][key] += text
-        extra: dict[str, Any] = {"logprobs": []} if event == "response.output_text.delta" else {}
+        extra = {}
+        if event == "response.output_text.delta":
+            extra["logprobs"] = self._new_logprobs()
         yield self._at(event, content_index=0, delta=text, **extra)
+
+    def _new_logprobs(self) -> list[Any]:
+        """Those of the open message that nothing has told yet."""
+        if self._logprobs is None:
+            return []
+        found = self._logprobs.take(sum(item["type"] == "message" for item in self.output) - 1)
+        self._parts[0]["logprobs"] += found
+        return found
 
     def _close(self, *, cut: bool = False) -> Iterator[dict[str, Any]]:
         """End the open item."""
@@ -154,7 +175,9 @@ class ResponseBuilder:
         else:
             part = self._parts[0]
             word = "output_text" if item["type"] == "message" else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            if item["type"] == "message" and (late := self._new_logprobs()):  # of tokens without text
+                yield self._at("response.output_text.delta", content_index=0, delta="", logprobs=late)
+            extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield self._at(f"response.{word}.done", content_index=0, text=part["text"], **extra)
             yield self._at("response.content_part.done", content_index=0, part=dict(part))
         item["status"] = "incomplete" if cut else "completed"
@@ -180,6 +203,8 @@ class ResponseBuilder:
 def _copied(item: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of an item that later changes do not affect."""
     return {
-        key: [dict(part) for part in value] if isinstance(value, list) else value
+        key: [dict(part) if isinstance(part, dict) else part for part in value]
+        if isinstance(value, list)
+        else value
         for key, value in item.items()
     }

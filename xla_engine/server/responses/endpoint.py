@@ -16,11 +16,12 @@ from starlette.types import Scope, Send
 from xla_engine.batch.envelope import CHAT_URL
 from xla_engine.batch.responses.body import FieldError, chat_body, items_of
 from xla_engine.batch.responses.builder import ResponseBuilder
+from xla_engine.batch.responses.logprobs import MessageLogprobs
 from xla_engine.batch.results import output_error
 from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.chunks import DONE
-from xla_engine.server.columns import counted
+from xla_engine.server.columns import counted, noted
 from xla_engine.server.errors import ApiError, ended
 from xla_engine.server.generation import SSE_HEADERS, Generation, next_news, send_json, send_part
 from xla_engine.server.info import JsonResponse
@@ -136,20 +137,33 @@ class Responses(Generation):
         self.memory.delete(tenant, name)
         return JsonResponse({"id": name, "object": "response", "deleted": True})
 
-    def _builder(self, call: Call, name: str) -> ResponseBuilder:
+    def _builder(self, call: Call, name: str, logprobs: MessageLogprobs | None) -> ResponseBuilder:
         assert isinstance(call, ResponseCall)
         model = call.request.model or self._service.settings.model_names[0]
-        return ResponseBuilder(name, body=call.body, model=model, created=int(time.time()))
+        now = int(time.time())
+        return ResponseBuilder(name, body=call.body, model=model, created=now, logprobs=logprobs)
+
+    def _logprobs(self, call: Call, submission: Submission) -> MessageLogprobs | None:
+        tokenizer = self._service.engine.tokenizer
+        if call.request.params.logprobs is None or tokenizer is None:
+            return None
+        return MessageLogprobs(call.request, tokenizer, thinking=submission.thinking)
 
     async def _answer(
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
         (output,) = await self._whole(call, submission, gone)
-        builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
-        completion = output.outputs[0]
-        counter = ReasoningTokens(call.request, self._service.engine.tokenizer, thinking=submission.thinking)
+        logprobs, completion = self._logprobs(call, submission), output.outputs[0]
+        builder = self._builder(call, name, logprobs)
+        parser = call.parser(thinking=submission.thinking) or Plain()
+        tokenizer = self._service.engine.tokenizer
+        counter = ReasoningTokens(call.request, tokenizer, thinking=submission.thinking)
         async for _ in self._service.turns.parts(counted(counter, completion.token_ids)):
             pass
+        if logprobs is not None:
+            reading = noted(logprobs, completion, call.request.params, tokenizer)
+            async for _ in self._service.turns.parts(reading):
+                pass
         usage = Usage.of([output], new=len(completion.token_ids), reasoning=counter.count).as_response()
         builder.whole(parser, completion, usage=usage, now=int(time.time()))
         self._keep(call, builder)
@@ -159,11 +173,11 @@ class Responses(Generation):
         self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
     ) -> None:
         turns = self._service.turns
-        builder, parser = self._builder(call, name), call.parser(thinking=submission.thinking) or Plain()
-        tokens, counter = (
-            0,
-            ReasoningTokens(call.request, self._service.engine.tokenizer, thinking=submission.thinking),
-        )
+        logprobs = self._logprobs(call, submission)
+        builder = self._builder(call, name, logprobs)
+        parser = call.parser(thinking=submission.thinking) or Plain()
+        tokens, tokenizer = 0, self._service.engine.tokenizer
+        counter = ReasoningTokens(call.request, tokenizer, thinking=submission.thinking)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async for part in turns.parts(map(_event, builder.begin())):
             await send_part(send, part)
@@ -171,7 +185,8 @@ class Responses(Generation):
             await next_news(submission, gone)
             news = [output for _, output in submission.take()]
             tokens += sum(len(output.outputs[0].token_ids) for output in news)
-            async for part in turns.parts(self._events(call, builder, parser, news, tokens, counter)):
+            told = self._events(call, builder, parser, news, tokens, counter, logprobs)
+            async for part in turns.parts(told):
                 await send_part(send, part)
         await send_part(send, DONE)
         await send_part(send, b"", last=True)
@@ -184,12 +199,15 @@ class Responses(Generation):
         news: list[RequestOutput],
         tokens: int,
         counter: ReasoningTokens,
+        logprobs: MessageLogprobs | None,
     ) -> Iterator[bytes]:
         """The events of new outputs. tokens: of the answer, including the new ones."""
         for output in news:
             completion = output.outputs[0]
             events = parser.feed(completion.text)
             yield from counted(counter, completion.token_ids)
+            if logprobs is not None:
+                yield from noted(logprobs, completion, call.request.params, self._service.engine.tokenizer)
             if (error := output_error(call.request, output)) is not None:
                 failure = ended(error)
                 yield _event(builder.failed(failure.code, failure.message))
