@@ -124,10 +124,13 @@ _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
         reasoning_parser="", reasoning_parser_plugin=None, reasoning_config=None,
     ),
     "`engine.metrics_text()` and step logs show what is measured (docs/observability.md)": dict(
-        show_hidden_metrics_for_version=None, otlp_traces_endpoint=None, collect_detailed_traces=None,
+        show_hidden_metrics_for_version=None,
         per_request_spec_decode_metrics="none", kv_cache_metrics=False, kv_cache_metrics_sample=0.01,
         custom_histogram_buckets=None, cudagraph_metrics=False, enable_layerwise_nvtx_tracing=False,
         enable_mfu_metrics=False,
+    ),
+    "the server sends traces: `xla-engine serve --otlp-traces-endpoint`": dict(
+        otlp_traces_endpoint=None, collect_detailed_traces=None,
     ),
     "configure Python's `logging`": dict(logging_config=None, log_level=None, log_config_file=None),
     "`LLM.update_weights` takes new weights": dict(weight_transfer_config=None),

@@ -52,6 +52,11 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
     is_flag=True,
     help="Let clients load and unload adapters and reset the prefix cache.",
 )
+@click.option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    help="Send a trace of each request to this OpenTelemetry collector, as http://localhost:4318/v1/traces.",
+)
 @click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
 @click.option(
     "--tool-parser", default="auto", metavar="NAME", help="Format of tool calls: auto, none, hermes, ..."
@@ -94,6 +99,7 @@ def serve(
     batch_dir: Path | None,
     max_stored_bytes: int,
     allow_runtime_changes: bool,
+    otlp_traces_endpoint: str | None,
     template_path: Path | None,
     tool_parser: str,
     reasoning_parser: str,
@@ -156,6 +162,7 @@ def serve(
             batch_dir=batch_dir,
             max_stored_bytes=max_stored_bytes,
             allow_runtime_changes=allow_runtime_changes,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             allowed_origins=origins,
             tool_parser=_one_of("--tool-parser", tool_parser, TOOL_PARSERS),
             reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),

@@ -60,6 +60,8 @@ def make_app(service: Service) -> Starlette:
             service.rendering.close()
             service.constraints.close()
             await service.llm.close()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     origins = list(service.settings.allowed_origins)
     every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": _EXPOSED}

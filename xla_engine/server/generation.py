@@ -78,6 +78,7 @@ class Generation:
                 every_token=call.stream,
                 salt=scope["state"].get("tenant", ""),
                 deadline_s=_deadline(scope, self._service.settings.request_timeout_s),
+                headers=scope["headers"],
             )
         except Exception as error:
             raise api_error(error) from error

@@ -8,9 +8,10 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.requests import LineRequest, Prompt
@@ -34,6 +35,9 @@ from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.choose import Dialect
+
+if TYPE_CHECKING:
+    from xla_engine.server.tracing import Tracing
 
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised in another thread
 ECHOED_TEXT = 256  # the same limit for an echoed prompt, whose exact length the size check needs
@@ -91,6 +95,11 @@ class Service:
         self.draining = self.refusing = False
         self.started = int(time.time())
         self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)
+        self.tracing: Tracing | None = None
+        if settings.otlp_traces_endpoint is not None:
+            from xla_engine.server.tracing import Tracing
+
+            self.tracing = Tracing(settings.otlp_traces_endpoint, settings.model_names[0])
         self._compiling = threading.Lock()
         self._live = 0
         self.values = 0  # upper bound of the log-probabilities held for live answers
@@ -234,13 +243,21 @@ class Service:
                 validator.token_mask(params, validator.stop_token_ids(params))
 
     async def submit(
-        self, request: LineRequest, name: str, *, every_token: bool, salt: str, deadline_s: float | None
+        self,
+        request: LineRequest,
+        name: str,
+        *,
+        every_token: bool,
+        salt: str,
+        deadline_s: float | None,
+        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> Submission:
         """Queue all prompts of a request, or none. Raises what `XlaBatchEngine.submit` raises.
 
         name: a unique id; it determines the noise if the request has no seed.
         salt: separates its cached prefixes from other callers'. deadline_s: time limit of the whole request, in
         seconds.
+        headers: of HTTP; a `traceparent` names the trace that the request belongs to.
         """
         long = ECHOED_TEXT if request.echo else LONG_TEXT
         prompts = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
@@ -256,7 +273,12 @@ class Service:
             asked is None or (isinstance(asked, int | float) and asked > deadline_s)
         ):
             options["deadline_s"] = deadline_s
-        submission = Submission(self, every_token=every_token, thinking=prompts[0].thinking, values=held)
+        trace = None
+        if (tracing := self.tracing) is not None:
+            trace = partial(tracing.record, request, context=tracing.context(headers))
+        submission = Submission(
+            self, every_token=every_token, thinking=prompts[0].thinking, values=held, trace=trace
+        )
         self.values += held
         paused = time.perf_counter()
         try:
@@ -308,10 +330,18 @@ class Submission:
     """
 
     def __init__(
-        self, service: Service, *, every_token: bool, thinking: bool = False, values: int = 0
+        self,
+        service: Service,
+        *,
+        every_token: bool,
+        thinking: bool = False,
+        values: int = 0,
+        trace: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """values: log-probabilities counted in `Service.values` until this is closed."""
+        """values: log-probabilities counted in `Service.values` until this is closed. trace: called with each prompt's
+        output when it has ended."""
         self.thinking = thinking
+        self._trace = trace
         self._values = values
         self.news = asyncio.Event()
         self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
@@ -337,6 +367,8 @@ class Submission:
             if output.finished:
                 del self._open[output.request_id]
                 self._service.times.count(output)
+                if self._trace is not None:
+                    self._trace(request.output())
         return found
 
     def abort(self) -> None:

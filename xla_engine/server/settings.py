@@ -34,6 +34,7 @@ class ServerSettings:
     max_stored_bytes: limit on one key's files and batch results; further uploads get status 413.
     allowed_origins: for CORS; empty disables it.
     allow_runtime_changes: clients may load and unload adapters, and reset the prefix cache.
+    otlp_traces_endpoint: address of an OpenTelemetry collector that a span of each request is sent to; None is off.
     tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
         all text as it is.
     """
@@ -59,6 +60,7 @@ class ServerSettings:
     max_stored_bytes: int = 10 << 30
     allowed_origins: tuple[str, ...] = ()
     allow_runtime_changes: bool = False
+    otlp_traces_endpoint: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
