@@ -169,6 +169,6 @@ def test_planted_fault_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    # PlanError is an AssertionError; a token for a request that is not there is a LookupError.
+    # A token for a request that is not there is a LookupError.
     with pytest.raises((AssertionError, ValueError, LookupError)):
         storms()

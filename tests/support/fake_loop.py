@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from tests.support.fake_runner import FakeRunner, expected, require
+from tests.support.fake_runner import FakeRunner, expected
 from xla_engine.scheduler import (
     NO_CHOICE,
     Events,
@@ -38,14 +38,14 @@ class Life:
     def check(self) -> None:
         """The law: a request returns what it returns alone, or as much of it as it lived for."""
         samples, reason = expected(self.request)
-        require(self.reason is not None, f"never ended: {self}")
+        assert self.reason is not None, f"never ended: {self}"
         if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            require((self.samples, self.reason) == (samples, reason), f"{self}, not {samples}, {reason}")
+            assert (self.samples, self.reason) == (samples, reason), f"{self}, not {samples}, {reason}"
         elif (self.samples, self.reason) != (samples, reason):
             # an ERROR may be this request's own, or the caller's
-            require(self.samples == samples[: len(self.samples)], f"{self} should begin {samples}")
+            assert self.samples == samples[: len(self.samples)], f"{self} should begin {samples}"
             still_to_come = len(samples) - len(self.samples) + (reason is FinishReason.ERROR)
-            require(still_to_come > 0, f"taken back after its end: {self}")
+            assert still_to_come > 0, f"taken back after its end: {self}"
 
 
 class Loop:
@@ -92,11 +92,11 @@ class Loop:
             if any(time is not None and time <= self.now for time in times):
                 due.add(request_id)
         expired = self.scheduler.expire(self.now)
-        require({request_id for request_id, _ in expired} == due, f"{expired} expired, not {due}")
+        assert {request_id for request_id, _ in expired} == due, f"{expired} expired, not {due}"
         for request_id, reason in expired:
             request = self.live[request_id].request
             time = request.deadline if reason is FinishReason.DEADLINE else request.queue_deadline
-            require(time is not None and time <= self.now, f"{request_id} ended by {reason} before its time")
+            assert time is not None and time <= self.now, f"{request_id} ended by {reason} before its time"
             self._end(request_id, reason)
 
     def restart(self) -> None:
@@ -137,24 +137,24 @@ class Loop:
         plan = self._next_plan()
         by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
         pooled = self.scheduler.config.num_blocks is not None
-        require(self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}")
+        assert self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}"
         for lost in by_preemption:
-            require(lost.request_id != oldest, f"the first of all was preempted: {plan}")
+            assert lost.request_id != oldest, f"the first of all was preempted: {plan}"
             place = self.live[lost.request_id].place
             if pooled:  # for a row that grows, perhaps itself, or an arrival
                 gained = [*plan.admitted, *(table.request_id for table in plan.tables), lost.request_id]
                 first = min(self.live[name].place for name in gained)
-                require(place > first or {*gained} == {lost.request_id}, f"preempted by a later one: {plan}")
+                assert place > first or {*gained} == {lost.request_id}, f"preempted by a later one: {plan}"
                 self._lost_its_slot(lost.request_id, lost.action)
             else:
                 later = max(self.live[name].place for name in plan.admitted)
-                require(place > later, f"preempted by a later one: {plan}")
+                assert place > later, f"preempted by a later one: {plan}"
         line = sorted(self.queue, key=self.queue.__getitem__)
         ready = line[: min((line.index(name) for name in unread), default=len(line))]
         granted = min(free + len(by_preemption), len(ready))
         if pooled:  # blocks may be short instead
             granted = min(granted, len(plan.admitted))
-        require(plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}")
+        assert plan.admitted == tuple(ready[:granted]), f"{free} free slots are for {ready}: {plan}"
         for request_id in plan.admitted:
             del self.queue[request_id]
         for lost in by_preemption if not pooled else ():
@@ -164,7 +164,7 @@ class Loop:
         prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
         self._check_order(prompts)
         stuck = not plan.chunks and any(request.status is Status.PREFILLING for request in prompts)
-        require(not stuck, f"prompts in slots, but none advances: {plan}")
+        assert not stuck, f"prompts in slots, but none advances: {plan}"
         self.plans.append(plan)
         self._check_constrained(plan)
         if not plan.is_empty:
@@ -183,10 +183,10 @@ class Loop:
             return self.scheduler.plan(self.speculation, self.held)
         before = self.scheduler.snapshot()
         foreseen = peek(self.scheduler, self.speculation, held=self.held, now=self.now)
-        require(self.scheduler.snapshot() == before, "a look at the next plan has changed something")
+        assert self.scheduler.snapshot() == before, "a look at the next plan has changed something"
         plan = self.scheduler.plan(self.speculation, self.held)
-        require(foreseen.plan == plan and not foreseen.expired, f"{foreseen.plan} was foreseen, not {plan}")
-        require(foreseen.then == self.scheduler.snapshot(), f"{foreseen.then} was foreseen")
+        assert foreseen.plan == plan and not foreseen.expired, f"{foreseen.plan} was foreseen, not {plan}"
+        assert foreseen.then == self.scheduler.snapshot(), f"{foreseen.then} was foreseen"
         return plan
 
     def _check_order(self, held: list[RequestView]) -> None:
@@ -200,7 +200,7 @@ class Loop:
             and not self._is_not_next(waiting[0])
         ):
             last = max(self.live[view.request_id].place for view in held)
-            require(last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it")
+            assert last < self.queue[waiting[0].request_id], f"{waiting[0]} waits for one behind it"
 
     def _check_constrained(self, plan: Plan) -> None:
         """A constrained row decodes when no sample of its occupancy is in flight, and only then."""
@@ -213,11 +213,11 @@ class Loop:
             for row in (*plan.decode, *plan.verify)
             if self.runner.requests[row.request_id].constrained
         }
-        require(not asked & in_flight, f"{asked & in_flight} decode before their last token was read")
+        assert not asked & in_flight, f"{asked & in_flight} decode before their last token was read"
         decoding = {row.request_id for row in (*plan.decode, *plan.verify)}
         gated = {name for name in self.held & self.live.keys() if self.live[name].request.constrained}
-        require(
-            plan.held == gated and not decoding & gated, f"{decoding & gated} decode without a mask: {plan}"
+        assert plan.held == gated and not decoding & gated, (
+            f"{decoding & gated} decode without a mask: {plan}"
         )
         leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:
@@ -226,15 +226,15 @@ class Loop:
             if row.slot in leaving or row.request_id in self.held:
                 continue
             if self.runner.requests[row.request_id].constrained and row.slot not in in_flight:
-                require(row.slot in asked, f"{row} could decode, but does not")
+                assert row.slot in asked, f"{row} could decode, but does not"
 
     def commit(self) -> Events:
         """Read the oldest step in flight."""
         events = self.scheduler.commit(*self.in_flight.popleft())
         for event in events:
-            require(event.request_id in self.live, f"an event for no live request: {event}")
+            assert event.request_id in self.live, f"an event for no live request: {event}"
             if event.sample.token_id == NO_CHOICE:
-                require(event.finish_reason is FinishReason.ERROR, f"goes on without a token: {event}")
+                assert event.finish_reason is FinishReason.ERROR, f"goes on without a token: {event}"
             else:
                 self.live[event.request_id].samples.append(event.sample)
             if event.finish_reason is not None:
@@ -244,7 +244,7 @@ class Loop:
     def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         known = request_id in self.live
         took = self.scheduler.finish(request_id, reason)
-        require(took == known, f"finish said {took} of a request that was {'live' if known else 'unknown'}")
+        assert took == known, f"finish said {took} of a request that was {'live' if known else 'unknown'}"
         if took:
             self._end(request_id, reason)
         return took
@@ -252,7 +252,7 @@ class Loop:
     def _end(self, request_id: str, reason: FinishReason) -> None:
         life = self.live.pop(request_id)
         self.queue.pop(request_id, None)
-        require(life.reason is None, f"ended twice: {life}")
+        assert life.reason is None, f"ended twice: {life}"
         life.reason = reason
         self.ended.append(life)
         self.runner.release(request_id)
@@ -270,7 +270,7 @@ class Loop:
             self.turn(lag)
             self.scheduler.check()
             quiet = quiet + 1 if self.plans[-1].is_empty else 0
-            require(quiet < 2, f"nothing to plan, but these are live: {self.live}")
+            assert quiet < 2, f"nothing to plan, but these are live: {self.live}"
         while self.in_flight:
             self.commit()
         self.check()
@@ -278,6 +278,6 @@ class Loop:
     def check(self) -> None:
         """The laws that hold whenever no request is live."""
         self.scheduler.check()
-        require(not self.scheduler.has_unfinished, "the scheduler still has requests")
+        assert not self.scheduler.has_unfinished, "the scheduler still has requests"
         for life in self.ended:
             life.check()

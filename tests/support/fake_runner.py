@@ -37,15 +37,6 @@ VOCABULARY = 13
 GARBAGE = -777  # a rejected draft's key
 
 
-class PlanError(AssertionError):
-    """A plan that would corrupt a real device, or that breaks a promise of the scheduler."""
-
-
-def require(holds: bool, message: str) -> None:
-    if not holds:
-        raise PlanError(message)
-
-
 def sample(context: Sequence[int]) -> Sample:
     """The token after `context`, a pure function of it and so of (prompt, position); one in 61 times none."""
     word = zlib.crc32(repr(tuple(context)).encode())
@@ -102,7 +93,10 @@ class DeviceRow:
 
 
 class FakeRunner:
-    """Runs plans at `start`, in order. Raises PlanError for a plan that no device should be given."""
+    """Runs plans at `start`, in order.
+
+    Raises AssertionError for a plan that would corrupt a real device or breaks a promise of the scheduler.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -132,8 +126,8 @@ class FakeRunner:
 
     def start(self, plan: Plan) -> StepResult:
         """Run a step; the result may be read any number of steps later."""
-        require(not plan.is_empty, "an empty plan was started")
-        require(plan.step == self.steps, f"step {plan.step} was started as number {self.steps}")
+        assert not plan.is_empty, "an empty plan was started"
+        assert plan.step == self.steps, f"step {plan.step} was started as number {self.steps}"
         self.steps += 1
         self._check_budget(plan)
         for swap in plan.parks:
@@ -150,25 +144,25 @@ class FakeRunner:
             self._reuse(reuse)
         first = [self._prefill(chunk) for chunk in plan.chunks]
         decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
-        require(not (plan.decode and plan.width > 1), f"decodes and verifies in one step: {plan}")
-        require(all(row.width <= max(plan.width, 1) for row in plan.verify), f"a row is wider than {plan}")
+        assert not (plan.decode and plan.width > 1), f"decodes and verifies in one step: {plan}"
+        assert all(row.width <= max(plan.width, 1) for row in plan.verify), f"a row is wider than {plan}"
         verify = [self._verify(row) for row in plan.verify]
         self._check_all_decode(plan)
         for row in self.rows if self.config.num_blocks is not None else ():
             if not row.over and self._in_blocks(row.slot, len(row.kv)) != row.kv:
-                raise PlanError(f"the blocks of {row} were overwritten")
+                raise AssertionError(f"the blocks of {row} were overwritten")
         return StepResult(first=[token for token in first if token is not None], decode=decode, verify=verify)
 
     def _check_budget(self, plan: Plan) -> None:
         tokens = len(plan.decode) + len(plan.verify) + len(plan.chunks) * self.config.chunk_size
         within = tokens <= self.config.max_num_batched_tokens
-        require(within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}")
+        assert within or len(plan.chunks) <= 1, f"{tokens} tokens, beyond budget and floor: {plan}"
 
     def _set_table(self, table: BlockTable) -> None:
         own = self.tables[table.slot.index]
-        require(table.start <= len(own), f"{table} leaves a gap behind {own}")
+        assert table.start <= len(own), f"{table} leaves a gap behind {own}"
         own[table.start :] = table.blocks
-        require(len(set(own)) == len(own), f"a block twice in {own}")
+        assert len(set(own)) == len(own), f"a block twice in {own}"
 
     def _in_blocks(self, slot: Slot | None, length: int) -> list[int]:
         assert slot is not None
@@ -181,56 +175,54 @@ class FakeRunner:
             assert row.slot is not None
             size, table = self.config.block_size, self.tables[row.slot.index]
             if len(row.kv) > len(table) * size:
-                raise PlanError(f"{row} has written behind its blocks {table}")
+                raise AssertionError(f"{row} has written behind its blocks {table}")
             for position in range(max(start, len(row.kv) - len(tokens)), len(row.kv)):
                 self.blocks[table[position // size]][position % size] = row.kv[position]
 
     def _take_over(self, slot: Slot, request_id: str) -> DeviceRow:
         """A blank row for a new occupancy."""
         row = self.rows[slot.index]
-        require(row.over, f"{slot} of {request_id} would overwrite {row}")
+        assert row.over, f"{slot} of {request_id} would overwrite {row}"
         newer = row.slot is None or slot.epoch > row.slot.epoch
-        require(newer, f"{slot} has the epoch of an earlier occupancy {row.slot}")
+        assert newer, f"{slot} has the epoch of an earlier occupancy {row.slot}"
         self.rows[slot.index] = DeviceRow(slot=slot, request_id=request_id, over=False)
         return self.rows[slot.index]
 
     def _park(self, swap: Swap) -> None:
         row = self.rows[swap.slot.index]
-        require((row.slot, row.request_id) == (swap.slot, swap.request_id), f"{swap} is not for {row}")
-        require(row.token is not None, f"{swap} of a prompt that is not whole")
-        require(len(row.kv) <= swap.length, f"{swap} leaves part of {row}")
+        assert (row.slot, row.request_id) == (swap.slot, swap.request_id), f"{swap} is not for {row}"
+        assert row.token is not None, f"{swap} of a prompt that is not whole"
+        assert len(row.kv) <= swap.length, f"{swap} leaves part of {row}"
         if self.config.num_blocks is not None:
             size = self.config.block_size
-            require(len(swap.blocks) == -(-swap.length // size), f"{swap} has not the blocks of its length")
+            assert len(swap.blocks) == -(-swap.length // size), f"{swap} has not the blocks of its length"
             found = [token for block in swap.blocks for token in self.blocks[block]][: len(row.kv)]
-            require(found == row.kv, f"{swap} reads {found}, not {row}")
+            assert found == row.kv, f"{swap} reads {found}, not {row}"
         self.host[swap.request_id] = replace(row, kv=list(row.kv))
         row.over = True
 
     def _resume(self, swap: Swap) -> None:
         self._take_over(swap.slot, swap.request_id)
-        require(swap.request_id in self.host, f"{swap}: nothing of it is on the host")
+        assert swap.request_id in self.host, f"{swap}: nothing of it is on the host"
         parked = self.host.pop(swap.request_id)
-        require(parked.remaining > 0, f"{swap} of a row that is done: {parked}")
-        require(len(parked.kv) == swap.length, f"{swap} is not {parked}")
+        assert parked.remaining > 0, f"{swap} of a row that is done: {parked}"
+        assert len(parked.kv) == swap.length, f"{swap} is not {parked}"
         self.rows[swap.slot.index] = row = replace(parked, slot=swap.slot, over=False, kv=[])
         shared = swap.blocks.count(-1)
-        require(set(swap.blocks[:shared]) <= {-1}, f"{swap} leaves blocks behind those it writes")
+        assert set(swap.blocks[:shared]) <= {-1}, f"{swap} leaves blocks behind those it writes"
         self._write(row, parked.kv, start=shared * self.config.block_size)
         own = self.tables[swap.slot.index][shared : len(swap.blocks)]
-        require(
-            self.config.num_blocks is None or list(swap.blocks[shared:]) == own, f"{swap} is not for {own}"
-        )
+        assert self.config.num_blocks is None or list(swap.blocks[shared:]) == own, f"{swap} is not for {own}"
 
     def _go_on(self, part: Continuation) -> None:
         """The row is as the request left it, whoever came since."""
         row = self.rows[part.slot.index]
-        require(row.over and row.request_id == part.request_id, f"{part} finds {row}")
-        require(row.slot is not None and row.slot.epoch + 1 == part.slot.epoch, f"{part} finds {row}")
-        require(
-            row.token is not None and row.token not in row.stop_ids, f"{part} goes on after the end of {row}"
+        assert row.over and row.request_id == part.request_id, f"{part} finds {row}"
+        assert row.slot is not None and row.slot.epoch + 1 == part.slot.epoch, f"{part} finds {row}"
+        assert row.token is not None and row.token not in row.stop_ids, (
+            f"{part} goes on after the end of {row}"
         )
-        require(len(row.kv) == part.length and part.remaining > 0, f"{part} is not {row}")
+        assert len(row.kv) == part.length and part.remaining > 0, f"{part} is not {row}"
         row.slot, row.remaining, row.over, row.guessed = part.slot, part.remaining, False, False
 
     def _reuse(self, reuse: Reuse) -> None:
@@ -238,10 +230,10 @@ class FakeRunner:
         if self.config.num_blocks is None:
             found = self.rows[reuse.source].kv[: reuse.length]
         else:
-            require(reuse.source == -1, f"{reuse} names a slot where there are blocks")
+            assert reuse.source == -1, f"{reuse} names a slot where there are blocks"
             found = self._in_blocks(reuse.slot, reuse.length)
         context = self._context(reuse.request_id)[: reuse.length]
-        require(found == context, f"stale: {reuse} finds {found}, not {context}")
+        assert found == context, f"stale: {reuse} finds {found}, not {context}"
         row = self._take_over(reuse.slot, reuse.request_id)
         row.kv = found
 
@@ -258,17 +250,17 @@ class FakeRunner:
             request = self.requests[chunk.request_id]
             size = len(request.prompt_token_ids) + chunk.generated
             row.prompt = tuple(self._context(chunk.request_id)[:size])
-        require((row.slot, row.request_id) == (chunk.slot, chunk.request_id), f"{chunk} is not for {row}")
+        assert (row.slot, row.request_id) == (chunk.slot, chunk.request_id), f"{chunk} is not for {row}"
         end = chunk.start + len(chunk.tokens)
-        require(chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}")
+        assert chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}"
         alone = self.config.cut_invariant and chunk.is_first and end == len(row.prompt) == chunk.start + 1
         most = self.requests[chunk.request_id].max_cached_tokens if self.config.cut_invariant else None
         # behind what may be cached at most
         grids = {start % self.config.chunk_size for start in (0, most or 0)}
-        require(chunk.start % self.config.chunk_size in grids or alone, f"{chunk} is off the chunk grid")
-        require(chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}")
-        require(chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last")
-        require(chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short")
+        assert chunk.start % self.config.chunk_size in grids or alone, f"{chunk} is off the chunk grid"
+        assert chunk.tokens == row.prompt[chunk.start : end], f"{chunk} is not the prompt of {row}"
+        assert chunk.is_last == (end == len(row.prompt)), f"{chunk} has the wrong is_last"
+        assert chunk.is_last or len(chunk.tokens) == self.config.chunk_size, f"{chunk} is short"
         self._write(row, chunk.tokens)
         self.prefilled += len(chunk.tokens)
         if not chunk.is_last:
@@ -282,11 +274,11 @@ class FakeRunner:
 
     def _decode(self, asked: Row) -> Sample | None:
         row = self.rows[asked.slot.index]
-        require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
-        require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
+        assert (row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}"
+        assert row.token is not None, f"{asked} decodes before its prompt ended: {row}"
         if row.remaining == 0:
             ended = row.token in row.stop_ids or row.token == NO_CHOICE or row.guessed
-            require(ended, f"{asked} decodes beyond max_tokens: {row}")
+            assert ended, f"{asked} decodes beyond max_tokens: {row}"
             return None
         assert row.token is not None
         self._write(row, [row.token if self.config.prefill_equals_decode else ~row.token])
@@ -295,8 +287,8 @@ class FakeRunner:
     def _verify(self, asked: VerifyRow) -> list[Sample]:
         """As many tokens as drafts happen to be right, and garbage where the others were written."""
         row = self.rows[asked.slot.index]
-        require((row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}")
-        require(row.token is not None, f"{asked} decodes before its prompt ended: {row}")
+        assert (row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}"
+        assert row.token is not None, f"{asked} decodes before its prompt ended: {row}"
         row.guessed = True
         begin, written = len(row.kv), min(asked.width, row.remaining)
         right = 1 + zlib.crc32(f"{asked.request_id} {self.steps}".encode()) % max(written, 1)
@@ -307,17 +299,17 @@ class FakeRunner:
             found.append(row.take(self._sample(row)))
         if self.config.num_blocks is not None and found:
             size, table = self.config.block_size, self.tables[asked.slot.index]
-            require(begin + written <= len(table) * size, f"{asked} would write behind the pages of {row}")
+            assert begin + written <= len(table) * size, f"{asked} would write behind the pages of {row}"
             for position in range(len(row.kv), begin + written):
                 self.blocks[table[position // size]][position % size] = GARBAGE
         return found
 
     def _check_all_decode(self, plan: Plan) -> None:
         asked = [row.slot for row in (*plan.decode, *plan.verify)]
-        require(len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}")
+        assert len(set(asked)) == len(asked), f"a row decodes twice in {plan.decode}"
         if plan.joins > plan.step:  # rows that have just got their first token begin in the next step
             asked += [chunk.slot for chunk in plan.first_rows]
         for row in self.rows:
             free = row.request_id is not None and not self.requests[row.request_id].constrained
             stalls = free and row.token is not None and not row.over and row.slot not in asked
-            require(not stalls, f"a live row was left out of step {plan.step}: {row}")
+            assert not stalls, f"a live row was left out of step {plan.step}: {row}"
