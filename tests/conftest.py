@@ -9,6 +9,7 @@ import pytest
 from tests.support import profiles as profiles
 from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.parallel import pytest_cmdline_main as pytest_cmdline_main
+from tests.support.parallel import pytest_collection_modifyitems as pytest_collection_modifyitems
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import compile_cache_directory

@@ -32,10 +32,10 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_memory", lambda: 64 << 30)
 
 
-def test_a_run_of_many_files_uses_all_cores() -> None:
+def test_a_run_of_many_files_uses_all_cores_and_one_worker_more() -> None:
     chosen = config()
     pytest_cmdline_main(chosen)
-    assert (chosen.option.numprocesses, chosen.option.dist) == (4, "loadfile")
+    assert (chosen.option.numprocesses, chosen.option.dist) == (5, "loadfile")
 
 
 def test_the_command_line_decides_and_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,10 @@ def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
         assert found["drafted"] > found["accepted"] > 0
 
 
+XLA = {"engine": {"isa": "none"}}
+XLA_INT8 = {"engine": {"isa": "none", "quantization": "int8"}}
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str) -> None:
@@ -132,14 +136,17 @@ def test_every_family(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[pytest.mark.release] * (each != "wide")) for each in sorted(WIDE_MODELS)],
+    ("name", "forms"),
+    [
+        ("wide", [{"dtype": "float32", "engine": {"num_blocks": 80}}, XLA, XLA_INT8]),
+        *(
+            pytest.param(each, [{"dtype": "float32"}, XLA, XLA_INT8], marks=pytest.mark.release)
+            for each in sorted(WIDE_MODELS)
+        ),
+        pytest.param("wide", [{"dtype": "float32", **XLA}], marks=pytest.mark.release),
+    ],
 )
-def test_products_of_xla_where_each_device_has_some_features(name: str) -> None:
-    forms: list[dict[str, Any]] = [{"dtype": "float32"}, {"engine": {"isa": "none"}}]
-    if name == "wide":
-        forms += [{"dtype": "float32", "engine": form} for form in ({"isa": "none"}, {"num_blocks": 80})]
-    forms.append({"engine": {"isa": "none", "quantization": "int8"}})
+def test_products_of_xla_where_each_device_has_some_features(name: str, forms: list[dict[str, Any]]) -> None:
     for results in run(*({"model": name, **form} for form in forms)):
         assert results[1]["products"] == "xla"
         check(results)
