@@ -1,8 +1,8 @@
-"""The command line: `xla-engine COMMAND`. Each module here, and in a folder here, without a leading underscore is the
-command of its name.
+"""The command line: `xla-engine COMMAND`.
 
-Command modules are imported when they are asked for, and import jax and the engine inside their functions, so that
-help and a wrong option answer at once.
+Each module without a leading underscore, in this folder or a folder in it, defines the command of its name. It is
+imported only when its command is used, and imports jax and the engine inside functions, so that help and usage errors
+appear at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xla_engine.cli._common import INTERRUPTED
 
 @cache
 def _modules() -> dict[str, str]:
-    """The module of each command."""
+    """Module names by command."""
     folders = [
         __name__,
         *(f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__) if each.ispkg),
@@ -36,7 +36,7 @@ def _modules() -> dict[str, str]:
 
 
 class _Commands(click.Group):
-    """The commands are the modules of this package: `some_name.py` defines the click command `some_name`."""
+    """A group that loads commands from modules: `some_name.py` defines the click command `some_name`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_modules())
@@ -49,7 +49,7 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; one that Ctrl-C ends has the exit status 130."""
+        """Run a command; Ctrl-C ends it with exit status 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""One answer of an engine on standard output, as it comes."""
+"""Stream one answer of an engine to standard output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutput:
-    """Write the text of the request that `submit` queues, and return its last output. Main thread only.
+    """Write the text of the request that `submit` queues, and return its final output. Main thread only.
 
-    Ctrl-C aborts the request between two steps: its finish reason is then "abort". Raises what `submit` does.
+    Ctrl-C aborts the request between two steps; its finish reason is then "abort". Raises what `submit` raises.
     """
     asked: list[bool] = []
     before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
@@ -37,5 +37,5 @@ def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutpu
 
 
 def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: str | None) -> dict[str, Any]:
-    """Arguments of `submit` for a conversation; template: jinja2 source in place of the checkpoint's."""
+    """Arguments of `submit` for a conversation. template: jinja2 source that replaces the checkpoint's."""
     return {"prompt": engine.render_chat(messages, chat_template=template), "add_special_tokens": False}

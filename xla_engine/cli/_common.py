@@ -1,4 +1,4 @@
-"""What commands share: exit statuses, options of the engine, loading it, errors before the start."""
+"""Shared by commands: exit statuses, engine options, loading the engine, and start-up errors."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.engine.client import EngineClient
 
-# not fields of `EngineConfig`
+# options that are not fields of `EngineConfig`
 _BESIDE = ("model", "files", "start_timeout_s", "data_parallel_size", "lora_modules")
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 
 
 class NotStarted(click.ClickException):
-    """Nothing ran; the message says why."""
+    """The command could not start; the message says why."""
 
     exit_code = NOT_STARTED
 
 
 def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
-    """A number of slots, or auto."""
+    """Parse a number of slots, or "auto"."""
     return value if value == "auto" else click.IntRange(1)(value, option, context)
 
 
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
-    """A number of bytes, or auto."""
+    """Parse a number of bytes, or "auto"."""
     return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
 
 
@@ -70,7 +70,7 @@ model_option = click.option(
 )
 
 
-# Fields of `EngineConfig` beside the number of slots.
+# Fields of `EngineConfig` except the number of slots.
 device_options = together(
     click.option(
         "--memory-utilization",
@@ -178,12 +178,12 @@ engine_options = together(
     ),
     device_options,
 )
-# Of every command that loads a model: which one, and `engine_options`.
+# Options of every command that loads a model.
 model_options = together(model_option, engine_options)
 
 
 class _ToStderr(logging.Handler):
-    """Writes lines to what is standard error at that moment."""
+    """Writes lines to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -191,7 +191,7 @@ class _ToStderr(logging.Handler):
 
 
 def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
-    """Show what the package logs, until the command ends."""
+    """Show the package's log until the command ends."""
     if not value:
         return
     log, handler = logging.getLogger("xla_engine"), _ToStderr()
@@ -222,7 +222,7 @@ verbose_option = click.option(
 )
 
 
-# Fields of `EngineConfig` that say which request goes first, and how much runs in a step.
+# Fields of `EngineConfig` for the order of requests and the size of steps.
 scheduling_options = together(
     click.option(
         "--policy",
@@ -265,7 +265,7 @@ chat_template_option = click.option(
     metavar="FILE",
     help="A jinja2 template to use for chats in place of the checkpoint's.",
 )
-# Sampling fields of requests that leave them out.
+# Sampling fields for requests that do not set them.
 request_defaults = together(
     click.option("--seed", type=int, default=0, help="Seed for requests that have none."),
     click.option(
@@ -281,7 +281,7 @@ request_defaults = together(
 )
 
 
-# How long a device may take, for commands that run unattended.
+# Time limits on the device, for commands that run unattended.
 time_limits = together(
     click.option(
         "--step-timeout",
@@ -302,7 +302,7 @@ time_limits = together(
 
 @contextlib.contextmanager
 def _start_limit(seconds: float | None) -> Iterator[None]:
-    """End the process when the block takes longer: what hangs in a driver or a compiler cannot be interrupted."""
+    """End the process if the block takes longer, because a hang in a driver or compiler cannot be interrupted."""
     if seconds is None:
         yield
         return
@@ -326,14 +326,14 @@ def _give_up(seconds: float) -> None:
 
 @contextlib.contextmanager
 def startup_errors() -> Iterator[None]:
-    """Make of an error that keeps a command from starting one line and exit status 2."""
+    """Turn a start-up error into one line and exit status 2."""
     try:
         yield
     except OSError as error:
         raise NotStarted(os_message(error)) from error
     except XlaEngineError as error:
         raise NotStarted(f"{error.code}: {error}") from error
-    except (RuntimeError, MemoryError) as error:  # XLA raises RuntimeErrors, for lack of memory among others
+    except (RuntimeError, MemoryError) as error:  # XLA raises RuntimeError, for example when memory runs out
         raise NotStarted(f"the engine could not start: {type(error).__name__}: {error}") from error
 
 
@@ -341,8 +341,10 @@ def startup_errors() -> Iterator[None]:
 def load_engine(
     options: dict[str, Any], *, show: bool, times: StartTimes | None = None
 ) -> Iterator[EngineClient]:
-    """An engine with these options, closed at the end; `show` says what it does until it is ready, and `times` is told
-    how long each part took."""
+    """An engine with these options, closed at the end.
+
+    show: print the progress of loading. times: records how long each part took.
+    """
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.open_engine import open_engine
@@ -368,7 +370,7 @@ def load_engine(
 
 @contextlib.contextmanager
 def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
-    """`load_engine` for commands without `data_parallel_option`."""
+    """`load_engine` for commands that need a single engine (without `data_parallel_option`)."""
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
     with load_engine(options, show=show) as engine:
@@ -377,15 +379,17 @@ def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatch
 
 
 def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Sampling fields for requests that leave them out: what the model recommends, unless the options say otherwise,
-    and those `given` that are not None."""
+    """Sampling fields for requests that do not set them.
+
+    They are the model's recommendations, unless switched off by an option, and those of `given` that are not None.
+    """
     from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.describe import sampling_defaults
     from xla_engine.model_loader.model_files import open_model
 
     fields: dict[str, Any] = {}
     if options["generation_config"] == "model":
-        # for `load_engine`, too
+        # opened here once, and used again by `load_engine`
         options["files"] = open_model(options["model"] or embedded_model_directory())
         fields = sampling_defaults(options["files"])
     fields |= {name: value for name, value in given.items() if value is not None}
@@ -394,7 +398,7 @@ def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def text_of(path: str | Path | None) -> str | None:
-    """The text of a file that an option names."""
+    """Read the file that an option names."""
     try:
         return None if path is None else Path(path).read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -402,19 +406,19 @@ def text_of(path: str | Path | None) -> str | None:
 
 
 def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's options that are fields of `EngineConfig`."""
+    """The options that are fields of `EngineConfig`."""
     return _lora.with_room({name: each for name, each in options.items() if name not in _BESIDE}, options)
 
 
 def os_message(error: OSError, path: str | None = None) -> str:
-    """An error of the system in words; `path` names the file where the error does not."""
+    """The message of an OSError; `path` is used if the error names no file."""
     name = error.filename or path
     hint = did_you_mean_path(name) if isinstance(error, FileNotFoundError) else ""
     return f"{name}: {error.strerror or error}{hint}" if name else str(error)
 
 
 def did_you_mean_path(path: str | None) -> str:
-    """`; did you mean ...?` where a file that is there has nearly this name, else nothing."""
+    """`; did you mean ...?` if an existing file has a similar name, else an empty string."""
     folder, name = os.path.split(path or "")
     try:
         return did_you_mean(name, os.listdir(folder or "."))

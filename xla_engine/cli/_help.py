@@ -1,4 +1,4 @@
-"""Options of commands: several as one, and how the help shows them."""
+"""Groups of options, and how help shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_engine.scheduler.user_policy import find_policy
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-SECTIONS = {  # of the help of commands: titles, and names of the options under each
+SECTIONS = {  # sections of help: titles, and the options in each
     "Model": (
         "model",
         "dtype",
@@ -53,7 +53,7 @@ SECTIONS = {  # of the help of commands: titles, and names of the options under 
 
 
 def together(*options: Option) -> Option:
-    """Several options as one, which stand in this order in a command's help."""
+    """Combine options into one decorator, in this order."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -64,7 +64,7 @@ def together(*options: Option) -> Option:
 
 
 class Sectioned(click.Command):
-    """A command whose help shows its options under the headings of `SECTIONS`."""
+    """A command whose help groups its options under the headings of `SECTIONS`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         heading = {name: title for title, names in SECTIONS.items() for name in names}
@@ -80,7 +80,7 @@ class Sectioned(click.Command):
 
 
 class RenamedOption(click.Option):
-    """An option of several names, of which help shows the first: the others are what it was called before."""
+    """An option of which help shows only the first name; the others are former names."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = copy.copy(self)
@@ -89,7 +89,7 @@ class RenamedOption(click.Option):
 
 
 class Policy(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.2
-    """A scheduling policy: its name, or an import path that the working directory counts for, too."""
+    """A scheduling policy: its name, or an import path, which may begin in the working directory."""
 
     name = "policy"
 

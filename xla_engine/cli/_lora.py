@@ -1,4 +1,4 @@
-"""Options of commands whose requests may have adapters."""
+"""LoRA options of commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _adapters(context: click.Context, option: click.Parameter, values: tuple[str
     return pairs
 
 
-# Adapters that requests choose by name, and the room for them.
+# Adapters that requests select by name, and their limits.
 lora_options = together(
     click.option("--enable-lora", is_flag=True, help="Allow each request its own LoRA adapter."),
     click.option(
@@ -43,7 +43,7 @@ lora_options = together(
 
 
 def with_room(fields: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `EngineConfig` with room for the adapters that the options name."""
+    """Add LoRA limits to fields of `EngineConfig` so that the adapters in the options fit."""
     if adapters := options.get("lora_modules"):
         if not fields["enable_lora"]:
             raise ConfigError("--lora-modules needs --enable-lora")
@@ -52,7 +52,7 @@ def with_room(fields: dict[str, Any], options: Mapping[str, Any]) -> dict[str, A
 
 
 def load(engine: EngineClient, options: Mapping[str, Any]) -> None:
-    """Load the adapters that the options name; they stay."""
+    """Load the adapters in the options and pin them."""
     from xla_engine.model_loader.peft.request import LoRARequest
 
     for number, (name, path) in enumerate(options.get("lora_modules", {}).items(), 1):

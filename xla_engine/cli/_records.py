@@ -1,4 +1,4 @@
-"""What `replay` and `shrink` share: a record, and an engine like the one it was made on."""
+"""Shared by `replay` and `shrink`: load a record, and an engine like the one that made it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def load_record(
     stack: contextlib.ExitStack, path: str, model: str | None, *, force: bool
 ) -> tuple[Record, XlaBatchEngine]:
-    """A record, and an engine with its options on its model, or on `model`."""
+    """Load a record, and an engine with its options and its model, or `model`."""
     from dataclasses import asdict
 
     from xla_engine.equivalence.record_file import read_record

@@ -1,4 +1,4 @@
-"""`xla-engine bench`: the benchmark, whose own parser takes the options, so that it also runs without click."""
+"""`xla-engine bench`: the benchmark. It has its own option parser, so that it also runs without click."""
 
 from __future__ import annotations
 

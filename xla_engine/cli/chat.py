@@ -1,4 +1,4 @@
-"""`xla-engine chat`: a conversation in the terminal, or through a pipe."""
+"""`xla-engine chat`: a conversation in the terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xla_engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from xla_engine.engine.client import EngineClient
 
-BLOCK = '"""'  # begins and ends a message of several lines
+BLOCK = '"""'  # delimits a message of several lines
 HELP = f"""\
 /system TEXT      set the system message; without TEXT, remove it
 /reset            forget the conversation
@@ -87,7 +87,7 @@ def chat(
 
 
 def _talk(session: _Session, *, interactive: bool) -> int:
-    """Read messages and commands until they end; returns how many failed."""
+    """Read messages and commands until the input ends. Returns how many failed."""
     failed = 0
     while True:
         try:
@@ -129,7 +129,7 @@ def _message(*, interactive: bool) -> str:
 
 
 class _Session:
-    """A conversation, the sampling fields of its answers, and the engine that gives them."""
+    """A conversation, its sampling fields, and its engine."""
 
     def __init__(
         self, engine: EngineClient, fields: dict[str, Any], system: str | None, template: str | None
@@ -145,7 +145,7 @@ class _Session:
         return [*([{"role": "system", "content": self._system}] if self._system else []), *self._said]
 
     def answer(self, text: str) -> None:
-        """Answer a message; both become part of the conversation. Raises InvalidRequestError."""
+        """Answer a message, and add both to the conversation. Raises InvalidRequestError."""
         self._said.append({"role": "user", "content": text})
         try:
             request = chat_prompt(self._engine, self._messages, self._template)
@@ -169,7 +169,7 @@ class _Session:
             click.echo("(stopped)", err=True)
 
     def command(self, name: str, value: str) -> None:
-        """Obey a command. Raises InvalidRequestError and OSError."""
+        """Execute a command. Raises InvalidRequestError and OSError."""
         match name:
             case "/help":
                 click.echo(HELP, err=True)

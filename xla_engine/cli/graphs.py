@@ -1,4 +1,4 @@
-"""`xla-engine graphs`: the compiled programs."""
+"""`xla-engine graphs`: list the compiled programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xla-engine inspect`: what a model is and whether it runs here, before anything is loaded."""
+"""`xla-engine inspect`: describe a model and check whether it runs here, without loading it."""
 
 from __future__ import annotations
 

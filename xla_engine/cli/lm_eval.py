@@ -30,7 +30,7 @@ def lm_eval(context: click.Context, words: tuple[str, ...]) -> None:
         from xla_engine import lm_eval as ours
     except ImportError as error:
         missing = f"lm-evaluation-harness is missing ({error}): {install('lm-eval')}"
-        if set(words) <= {"-h", "--help"}:  # its own help tells the rest
+        if set(words) <= {"-h", "--help"}:  # the harness's own help follows
             click.echo(f"{context.get_help()}\n\n{missing}")
             return
         raise click.ClickException(missing) from error

@@ -1,4 +1,4 @@
-"""`xla-engine merge`: the outputs of all shards as one file."""
+"""`xla-engine merge`: merge the outputs of all shards into one file."""
 
 from __future__ import annotations
 

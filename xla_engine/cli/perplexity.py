@@ -1,4 +1,4 @@
-"""`xla-engine perplexity`: how well a model predicts a text, and what another precision changes."""
+"""`xla-engine perplexity`: measure a model's perplexity on a text, and the effect of a different precision."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def perplexity(
     with contextlib.ExitStack() as stack, _common.startup_errors():
         text = _read(text_path)
         if save_logits is not None and not Path(save_logits).parent.is_dir():
-            raise _common.NotStarted(f"{save_logits}: there is no such folder")  # told before the work
+            # reported before the work begins
+            raise _common.NotStarted(f"{save_logits}: there is no such folder")
         if compares:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xla-engine-"))
             against = str(Path(folder, "base.logits"))
@@ -95,7 +96,7 @@ def perplexity(
 
 
 def _measure(text: str, options: dict[str, Any], **measured: Any) -> Any:
-    """The report of one engine, which is closed at the end, so that memory holds one at a time."""
+    """The report of one engine, which is closed at the end, so that only one is in memory at a time."""
     from xla_engine.perplexity import measure
 
     with (

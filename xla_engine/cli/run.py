@@ -1,4 +1,4 @@
-"""`xla-engine run`: a file of requests in, a file of results out; or a check of the file; or a stream."""
+"""`xla-engine run`: run a file of requests, check it, run a stream, or complete one prompt."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def run(
 
         for name in ("tool_parser", "reasoning_parser"):
             defaults.pop(name, None)
-        completes = raw or options["model"] is None  # the embedded model is there to complete code
+        completes = raw or options["model"] is None  # the embedded model completes code
         as_chat = True if chat or system is not None else False if completes else None
         run_prompt(prompt, defaults, options, chat=as_chat, system=system)
         return

@@ -1,4 +1,4 @@
-"""`xla-engine serve`: OpenAI's HTTP protocol in front of the engine."""
+"""`xla-engine serve`: serve the engine over OpenAI's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def serve(
             reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells each platform that is not there
+    logging.getLogger("jax").setLevel(logging.WARNING)  # jax logs every platform that is missing
     logging.getLogger("xla_engine.server.access").disabled = no_access_log
     place = {name: options.pop(name) for name in _UVICORN}
     with _common.startup_errors():
@@ -186,7 +186,8 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
             engine = stack.enter_context(_common.load_engine(options, show=True))
             service = Service(AsyncLLM.from_engine(engine), settings)
         gc.collect()
-        gc.freeze()  # or full collections visit modules and engine, and hold the event loop for 0.2 s
+        # otherwise full collections visit all modules and the engine, and block the event loop for 0.2 s
+        gc.freeze()
         run(service, **place)
 
 

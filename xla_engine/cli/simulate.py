@@ -1,4 +1,4 @@
-"""`xla-engine simulate`: what a schedule would take, without a device."""
+"""`xla-engine simulate`: predict the times of a schedule without a device."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def simulate(
             )
         widths = (_fit(memory, source, "slot", int(source.engine.get("slot_bytes", 0))),)
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
-    if recorded is None:  # nothing is known of what prompts have in common
+    if recorded is None:  # shared prefixes are unknown
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
     if step_log_path is not None and (len(configs) > 1 or wanted):
         raise _common.NotStarted("--step-log takes the steps of one simulation; ask for one")
@@ -219,7 +219,7 @@ def _made(trace: str) -> bool:
 
 
 def _fit(memory: str, source: StepLog | StatedMachine, what: str, each: int) -> int:
-    """How many slots or blocks (`what`) of `each` bytes fit into a size like 8GB."""
+    """How many slots or blocks (`what`) of `each` bytes fit into a memory size such as 8GB."""
     found = re.fullmatch(r"([0-9.]+) *([kMGT]?)B?", memory.strip())
     if found is None or not each:
         raise _common.NotStarted(
@@ -232,7 +232,7 @@ def _fit(memory: str, source: StepLog | StatedMachine, what: str, each: int) -> 
 
 
 def _blocks(memory: str | None, source: StepLog | StatedMachine) -> int:
-    """KV blocks of the memory, or as recorded."""
+    """The number of KV blocks that fit into the memory, or the recorded number."""
     if memory is not None:
         each = int(source.engine.get("kv_bytes_per_token", 0)) * int(source.scheduler["block_size"])
         return _fit(memory, source, "block", each)
@@ -249,7 +249,7 @@ def _configs(
     max_num_batched_tokens: int | None,
     num_blocks: int | None,
 ) -> dict[str, SchedulerConfig]:
-    """Configurations to simulate, by the name each has in the table."""
+    """The configurations to simulate, by their names in the table."""
     from xla_engine.scheduler import SchedulerConfig
 
     recorded = SchedulerConfig(**source.scheduler)
@@ -266,7 +266,7 @@ def _configs(
                 scheduling_policy=policy,
                 quantum=quantum or recorded.quantum,
                 preemption=recorded.preemption and policy in PREEMPTIVE,
-                prefill_equals_decode=False,  # there are no generated tokens to use again
+                prefill_equals_decode=False,  # a trace has no generated tokens to reuse
             )
     return found
 

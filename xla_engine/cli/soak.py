@@ -1,4 +1,4 @@
-"""`xla-engine soak`: everything at once, for minutes or days, and nothing lost, changed or left behind."""
+"""`xla-engine soak`: a long randomised test under load and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xla-engine sweep`: how many slots pay off."""
+"""`xla-engine sweep`: measure decode speed by number of slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xla-engine timeline`: a run as a picture."""
+"""`xla-engine timeline`: draw a run."""
 
 from __future__ import annotations
 

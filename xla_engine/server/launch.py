@@ -90,7 +90,7 @@ def serve(service: Service, *, max_connections: int | None = None, **options: An
 
 
 def _connections_with_files(wanted: int) -> int:
-    """The limit on connections: at most the process's file descriptors less `OTHER_FILES`."""
+    """How many of the wanted connections the limit on open files allows; first raises the soft limit if possible."""
     try:
         import resource
     except ImportError:

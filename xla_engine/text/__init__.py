@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, chat template, stop strings, grammars."""
+"""Convert between text and token ids: tokenizer, chat template, stop strings, grammars."""

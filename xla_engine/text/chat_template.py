@@ -1,7 +1,7 @@
-"""Chat messages become a prompt by the checkpoint's own template, in a process that can be killed.
+"""Render chat messages to a prompt with the checkpoint's template, in a process that can be killed.
 
-A chat template is a program that comes with the weights. jinja2's sandbox keeps it from Python's internals but sets
-no bound to time or memory, so it runs in a process of its own (`chat_worker`) under limits of the kernel.
+A chat template is a program that comes with the weights. jinja2's sandbox denies it access to Python's internals but
+does not limit time or memory, so it runs in its own process (`chat_worker`) under limits of the kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xla_engine.utils.plain import plain as as_plain
 
 Message = Mapping[str, Any]
 
-CHAT_OPTIONS = (  # of a chat in Python, beside those of a request
+CHAT_OPTIONS = (  # arguments of a chat in Python, in addition to those of a request
     "chat_template",
     "tools",
     "add_generation_prompt",
@@ -30,14 +30,14 @@ MAX_CHARACTERS = 1 << 24  # of a rendered conversation
 MAX_CONVERSATION = 1 << 26  # bytes of messages and tools as JSON
 
 _CONTEXT = frozenset({"messages", "tools", "add_generation_prompt"})
-_MARK = "\ue000continue here\ue000 "  # stands at the end of the message to continue; private use characters
+_MARK = "\ue000continue here\ue000 "  # appended to the message to continue; private use characters
 
 
 _PROCESS = WorkerProcess("chat_worker.py")
 
 
 def chosen_template(own: ChatTemplate | None, source: str | None) -> ChatTemplate | None:
-    """A checkpoint's own template, or `source` in its place, which sees the same special tokens."""
+    """The checkpoint's template, or `source` instead, with the same special tokens."""
     if source is None:
         return own
     return ChatTemplate(sources={"default": source}, special_tokens={} if own is None else own.special_tokens)
@@ -55,24 +55,25 @@ def render_chat(
     max_characters: int = MAX_CHARACTERS,
     process: WorkerProcess | None = None,
 ) -> str:
-    """The prompt for a conversation, as transformers' `apply_chat_template` makes it.
+    """The prompt for a conversation, equal to that of transformers' `apply_chat_template`.
 
     Arguments:
         messages: dicts with "role" and "content". Content is text, a list of {"type": "text", "text": ...} parts
-            (joined by newlines), or None beside "tool_calls", whose JSON "arguments" the template sees as objects.
-        template: of the checkpoint, or jinja2 source.
-        tools: JSON schemas of functions the model may call.
-        add_generation_prompt: end with the beginning of an assistant's message.
-        continue_final_message: end inside the last message instead, so that the model goes on with it.
-        chat_template_kwargs: further variables of the template, "enable_thinking" for instance.
-        cpu_limit_s, max_characters: a rendering beyond either is an error.
-        process: runs "chat_worker.py"; it renders one chat at a time. None: one that all callers share.
+            (joined by newlines), or None with "tool_calls", whose JSON "arguments" the template sees as objects.
+            template: the checkpoint's, or jinja2 source.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with the beginning of an assistant message.
+            continue_final_message: end inside the last message instead, so that the model continues it.
+            chat_template_kwargs: further variables of the template, for example "enable_thinking".
+            cpu_limit_s, max_characters: limits on the rendering.
+            process: a process of "chat_worker.py", which renders one chat at a time. None: one that all callers
+            share.
 
-    The begin token is in the text where the template puts one: tokenise it without adding special tokens. A
-    template that asks for `strftime_now` makes the prompt depend on the day.
+    The template writes special tokens such as the begin token itself, so tokenise the text without adding them.
+    With a template that calls `strftime_now`, the prompt depends on the date.
 
-    Raises InvalidRequestError for messages that cannot be, ChatTemplateError for a missing template, one that
-    refuses these messages, and one that goes beyond a limit.
+    Raises InvalidRequestError for invalid messages. Raises ChatTemplateError if the template is missing, rejects
+    the messages or exceeds a limit.
     """
     if template is None:
         raise ChatTemplateError(
@@ -143,7 +144,7 @@ def _text_of(where: str, part: object) -> str:
 
 
 def _plain_calls(where: str, calls: object) -> list[Any]:
-    """Tool calls with their arguments as objects: OpenAI sends them as JSON text, templates expect values."""
+    """Tool calls with parsed arguments: OpenAI sends arguments as JSON text, but templates expect objects."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise InvalidRequestError(f"{where} must be a list of objects")
     plain = []
@@ -166,7 +167,7 @@ def _up_to_mark(text: str, final: str) -> str:
             "the chat template changes or drops the last message, so it cannot be continued; "
             "use add_generation_prompt"
         )
-    # a template that trims the message trims this end too
+    # a template that trims messages trims this end, too
     return head if tail.startswith(" ") else head.rstrip()
 
 

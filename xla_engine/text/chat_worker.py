@@ -18,7 +18,7 @@ MEMORY_LIMIT = 1 << 30  # bytes of address space
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training. It shows its body."""
+    """`{% generation %}` marks the assistant's text for training. Here it just renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -29,7 +29,7 @@ class GenerationTag(Extension):
 
 
 class PublicNamespace(Namespace):
-    """`namespace()` without names that begin with an underscore, by which a template could reach Python."""
+    """`namespace()` that rejects names with a leading underscore, through which a template could reach Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -46,13 +46,13 @@ def strftime_now(form: str) -> str:
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
-    """JSON as people read it: jinja2's own filter escapes for HTML."""
+    """Plain JSON; jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 @lru_cache(maxsize=32)
 def compiled(source: str) -> Template:
-    """The template in the environment transformers renders chat templates in."""
+    """Compile a template in the same environment as transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -68,7 +68,7 @@ def compiled(source: str) -> Template:
 
 
 def answer(template: str, context: dict[str, Any], max_characters: int) -> dict[str, str]:
-    """{"text": ...} or {"error": why there is none}."""
+    """Render a template: {"text": ...} or {"error": ...}."""
     try:
         text = compiled(template).render(context)
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""Token ids back to text, one at a time, so that the pieces always add up to the library's own `decode`.
+"""Detokenize incrementally, so that the pieces always join to the result of the library's `decode`.
 
-The `tokenizers` library's DecodeStream does not: it holds a trailing invalid byte for ever, has no flush, and
-where byte-fallback tokens form invalid UTF-8 it disagrees with `decode` or raises.
+The `tokenizers` library's DecodeStream does not guarantee this: it holds back a trailing invalid byte for ever, has
+no flush, and disagrees with `decode` or raises if byte-fallback tokens form invalid UTF-8.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import tokenizers
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.tokenizer_json import raising
 
-VisibleToken = Callable[[int], str | None]  # the token `decode` sees for an id; None if it skips the id
+VisibleToken = Callable[[int], str | None]  # the token that `decode` sees for an id; None if it skips the id
 Decode = Callable[[list[int]], str]
 
 _CACHED_TOKENS = 1 << 18
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # what the library's ByteFallback accepts
-# decoder steps that see each token alone, the first apart
+# the tokens that the library's ByteFallback accepts
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+# decoder steps that handle each token by itself, with a special case for the first token
 _TOKEN_WISE = ("Replace", "Metaspace", "WordPiece")
 
 
 class IncrementalDetokenizer(Protocol):
-    """Text of one token stream as it becomes final.
+    """Incremental text of one token stream.
 
-    Law: all pushes and the flush, joined, are `Tokenizer.decode` of all ids. Pushed text is never taken back
-    and has no half characters: U+FFFD appears only for bytes that are invalid for good. A push costs O(1)
-    amortised.
+    Law: all pushes and the flush join to `Tokenizer.decode` of all ids. Returned text is final and has no partial
+    characters: U+FFFD appears only for bytes that no later byte can complete. A push takes O(1) amortised time.
     """
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text that became final, often empty."""
+        """Take one token; return the text that became final, which is often empty."""
         ...
 
     def push_all(self, token_ids: Sequence[int]) -> Iterable[str]:
-        """Take many tokens; the same text as of so many pushes, in pieces."""
+        """Take many tokens; yields the same text as a push of each."""
         return map(self.push, token_ids)
 
     def peek(self) -> str:
-        """What a flush would return now, as far as it is no half character."""
+        """The text that a flush would return now, without a partial character."""
         ...
 
     def flush(self) -> str:
@@ -53,7 +53,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 class WholeDetokenizer(IncrementalDetokenizer):
-    """Holds everything back until the flush, which is right for any decoder."""
+    """Holds all text back until the flush, which is correct for any decoder."""
 
     def __init__(self, visible_token: VisibleToken, decode: Decode) -> None:
         self._visible_token = visible_token
@@ -74,7 +74,7 @@ class WholeDetokenizer(IncrementalDetokenizer):
 
 
 class TokenBytes(dict[int, bytes]):
-    """What byte-level tokens add to a text, by id; each is made when it is first asked for."""
+    """The bytes of byte-level tokens by id, computed on first use."""
 
     def __init__(self, visible_token: VisibleToken) -> None:
         self._visible_token = visible_token
@@ -86,7 +86,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """Text of tokens that spell bytes (GPT-2 style). At most three bytes of an unfinished character are held back."""
+    """For tokens that spell bytes (GPT-2 style). Holds back at most three bytes of an incomplete character."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -106,9 +106,9 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
 
 class PieceDetokenizer(IncrementalDetokenizer):
-    """Text of tokens that are text themselves, or single bytes that are text together (SentencePiece style).
+    """For tokens that are text, or single bytes of text (SentencePiece style with byte fallback).
 
-    The library turns a run of byte tokens with one bad byte into U+FFFD from its beginning, so nothing of a
+    If a run of byte tokens is not valid UTF-8, the library turns every byte of the run into U+FFFD, so no part of a
     run is final before its end.
     """
 
@@ -117,7 +117,7 @@ class PieceDetokenizer(IncrementalDetokenizer):
         self._rules = rules
         self._first = True
         self._run = bytearray()  # byte tokens since the last text token
-        self._strippable = rules.strip_count  # leading characters that may still be dropped
+        self._strippable = rules.strip_count  # leading characters that may still be stripped
 
     def push(self, token_id: int) -> str:
         token = self._visible_token(token_id)
@@ -158,10 +158,10 @@ class PieceDetokenizer(IncrementalDetokenizer):
 
 
 class DecodingRules:
-    """How a tokenizer.json's decoder makes text of tokens, as far as it does so token by token.
+    """The decoder of a tokenizer.json, as far as it works token by token.
 
-    byte_level: tokens spell bytes in GPT-2's alphabet. Otherwise `piece` is the text of one token; then come
-    byte_fallback and the removal of up to strip_count leading strip_content, where the decoder has them.
+    byte_level: tokens spell bytes in GPT-2's alphabet. Otherwise `piece` gives the text of one token; byte fallback
+    and the removal of up to strip_count leading strip_content follow if the decoder has them.
     opaque: the decoder needs the whole text (CTC, BPE suffixes, replacements after fusing, ...).
     """
 
@@ -187,7 +187,7 @@ class DecodingRules:
         self.piece = lru_cache(maxsize=_CACHED_TOKENS)(self._piece)
 
     def bytes_of(self, token: str) -> bytes:
-        """The bytes of a token inside a text; of one whose text depends on others, its spelling's."""
+        """The bytes of a token inside a text; if they depend on other tokens, the bytes of its spelling."""
         if self.byte_level:
             return _bytes_of(token)
         if self.opaque:
@@ -200,7 +200,7 @@ class DecodingRules:
     def start(
         self, token_bytes: TokenBytes, visible_token: VisibleToken, decode: Decode
     ) -> IncrementalDetokenizer:
-        """A detokenizer at the beginning of a stream."""
+        """A detokenizer for a new stream."""
         if self.opaque:
             return WholeDetokenizer(visible_token, decode)
         if self.byte_level:
@@ -208,8 +208,8 @@ class DecodingRules:
         return PieceDetokenizer(visible_token, self)
 
     def _piece(self, token: str, first: bool) -> str:
-        """What `token` adds to the text before byte fallback, as the stream's first token or a later one."""
-        if self._mapper is None:  # without a decoder the library joins tokens by blanks
+        """The text of `token` before byte fallback. first: whether it is the stream's first token."""
+        if self._mapper is None:  # without a decoder the library joins tokens with spaces
             return token if first else " " + token
         with raising(InvalidRequestError, f"token {token!r} cannot be decoded. Correct tokenizer.json"):
             if first:
@@ -218,7 +218,7 @@ class DecodingRules:
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decoder's steps with nested sequences flattened."""
+    """The steps of a decoder, with nested sequences flattened."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for child in decoder["decoders"] for step in _steps(child)]
@@ -231,7 +231,7 @@ def _decoder_of(steps: list[dict[str, Any]]) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character to byte as in GPT-2: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """GPT-2's map from characters to bytes: printable Latin-1 to itself, U+0100 and up to the rest."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -242,7 +242,7 @@ _BYTE_OF = _byte_alphabet()
 
 @lru_cache(maxsize=_CACHED_TOKENS)
 def _bytes_of(token: str) -> bytes:
-    """Bytes of a byte-level token; one with a character outside the alphabet stands for its own UTF-8."""
+    """Bytes of a byte-level token; its UTF-8 if it has a character outside the alphabet."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:

@@ -1,18 +1,18 @@
-"""Grammars in the dialect of llama.cpp (GBNF, and the EBNF of vLLM's examples), as Lark."""
+"""Convert grammars in llama.cpp's dialect (GBNF, and the EBNF of vLLM's examples) to Lark."""
 
 from __future__ import annotations
 
 from xla_engine.errors import InvalidRequestError
 
-MAX_RULES = 256  # the converter's time grows with their square
+MAX_RULES = 256  # the converter takes quadratic time
 MAX_CHARACTERS = 1 << 16
-_ASSIGNS = "::="  # no Lark grammar has it outside of a text
+_ASSIGNS = "::="  # never in a Lark grammar, except inside strings
 
 
 def as_lark(grammar: str) -> str:
-    """The same grammar in Lark, whose first rule is `start` where GBNF's is `root`; Lark is given back as it is.
+    """Convert GBNF to Lark, and its first rule `root` to `start`. Returns a Lark grammar unchanged.
 
-    Raises InvalidRequestError for GBNF that is broken or larger than the limits.
+    Raises InvalidRequestError for GBNF that is invalid or exceeds the limits.
     """
     if _ASSIGNS not in grammar:
         return grammar
@@ -30,5 +30,5 @@ def as_lark(grammar: str) -> str:
         raise InvalidRequestError(
             "structured_outputs: grammar is nested too deeply; make it flatter"
         ) from None
-    except Exception as error:  # the converter raises plain ones
+    except Exception as error:  # the converter raises plain Exceptions
         raise InvalidRequestError(f"structured_outputs: grammar is not GBNF: {error}") from error

@@ -1,7 +1,7 @@
-"""Grammars compiled for a tokenizer, and which tokens they allow next (llguidance).
+"""Compile grammars for a tokenizer, and compute which tokens they allow next (llguidance).
 
-llguidance runs in this process, so a constraint is compiled here only when its trial (`trials`) ended well, and a row
-whose masks take too long ends.
+llguidance runs in this process, so a constraint is compiled here only after a successful trial in a worker process
+(`trials`), and a request ends if its masks take too long.
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from xla_engine.text.trials import ConstraintTrials
 from xla_engine.utils.extras import install
 from xla_engine.utils.shown import shown
 
-# Processor time that the masks of one sequence may take: so much, and so much more for each of its tokens.
+# Limit on the CPU time of one sequence's masks: the first plus the second times the number of tokens, in seconds.
 MASK_GRACE_S = 1.0
 MASK_BUDGET_S = 0.02
 MAX_DEPTH = 100  # of a schema
-_LARGEST_INTEGER = 2**64  # of a schema
-_KEPT = 32  # compiled constraints kept for requests that bring the same
-# Of llguidance.LLParserLimits. A mask that needs more items ends its row: 10,000 take less than 0.1 s, schemas of
-# hundreds of properties need less than 2,000, and the number is a function of the text alone.
+_LARGEST_INTEGER = 2**64  # in a schema
+_KEPT = 32  # size of the cache of compiled constraints
+# Fields of llguidance.LLParserLimits. A mask that needs more items ends its request. 10,000 items take less than
+# 0.1 s; schemas with hundreds of properties need less than 2,000. The number depends on the text alone.
 _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 10_000}
 
 
 @dataclass(slots=True)
 class Pace:
-    """The longest that a token or a mask has taken of one constraint, in processor seconds, over all its rows."""
+    """The longest CPU time of a token or mask of one constraint over all its requests, in seconds."""
 
     slowest: float = 0.0
 
 
 class Matcher:
-    """Follows one sequence through its constraint. pace: that of the constraint."""
+    """The state of one sequence in its constraint. pace: shared by all matchers of the constraint."""
 
     def __init__(self, state: Any, words: int, name: str, pace: Pace | None = None) -> None:
-        """name: what messages call the constraint."""
+        """name: of the constraint, for messages."""
         self.pace = pace or Pace()
-        self._state = state  # an llguidance.LLMatcher; it raises nothing, but may stand in error
+        self._state = state  # an llguidance.LLMatcher; it never raises, but may be in an error state
         self._words = words
         self._name = name
         self._tokens = 0
         self._left = MASK_GRACE_S
 
     def words(self) -> np.ndarray:
-        """What may come next, u32 `[ceil(V / 32)]`; an eos id where the text may end. Raises InvalidRequestError."""
+        """The mask of allowed tokens, u32 `[ceil(V / 32)]`; includes eos if the text may end. Raises
+        InvalidRequestError."""
         start = time.thread_time()
         words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
         self._spend(time.thread_time() - start)
         return words
 
     def push(self, token_id: int) -> None:
-        """Take the sampled token. Raises InvalidRequestError."""
+        """Advance by the sampled token. Raises InvalidRequestError."""
         start = time.thread_time()
         self._state.consume_token(token_id)
         self._tokens += 1
@@ -70,17 +71,17 @@ class Matcher:
         self._spend(time.thread_time() - start)
 
     def forced(self) -> list[int]:
-        """Tokens of the text that must come next, in the likeliest spelling; none where there is a choice."""
+        """The tokens that must follow, in their canonical tokenization; empty if there is a choice."""
         return list(self._state.compute_ff_tokens())
 
     def reset(self) -> None:
-        """Go back to the beginning."""
+        """Return to the initial state."""
         self._state.reset()
         self._tokens, self._left = 0, MASK_GRACE_S
         self._check()
 
     def copy(self) -> Matcher:
-        """One that goes on from here by itself."""
+        """An independent copy of the current state."""
         return Matcher(self._state.deep_copy(), self._words, self._name, self.pace)
 
     def _spend(self, seconds: float) -> None:
@@ -99,10 +100,10 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles constraints for one model; any thread may ask."""
+    """Compiles constraints for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError where llguidance is not installed or the model has no eos id to end a text."""
+        """Raises InvalidRequestError if llguidance is not installed, or if the model has no eos id."""
         try:
             import llguidance
         except ImportError as error:
@@ -121,7 +122,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
 
     def knows(self, params: StructuredOutputsParams) -> bool:
-        """Whether `matcher` answers at once. Raises InvalidRequestError for a constraint that is none."""
+        """Whether the constraint is cached. Raises InvalidRequestError for an invalid constraint."""
         grammar = self._grammar(params)
         return (
             grammar in self._compiled
@@ -130,7 +131,7 @@ class Grammars:
         )
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """A matcher at its beginning. Raises InvalidRequestError for a constraint that is none or is too large."""
+        """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
         grammar = self._grammar(params)
         if len(grammar) > MAX_CONSTRAINT_CHARACTERS:
             raise InvalidRequestError(
@@ -153,7 +154,7 @@ class Grammars:
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         compiled = Matcher(state, self._words, name)
         compiled.words()
-        compiled.pace = Pace()  # the first mask of all makes tables that the others use
+        compiled.pace = Pace()  # do not count the first mask, which builds tables for the others
         return compiled
 
     def _grammar(self, params: StructuredOutputsParams) -> str:
@@ -167,7 +168,7 @@ class Grammars:
         schema: Any = {"type": "object"} if params.json_object else params.json
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
-            if len(text) <= MAX_CONSTRAINT_CHARACTERS:  # else it is refused by its size
+            if len(text) <= MAX_CONSTRAINT_CHARACTERS:  # else it is rejected by its size later
                 _check_bounds(json.loads(text))
             options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
             return build.grammar_from_json_schema(text, overrides=options)
@@ -176,7 +177,7 @@ class Grammars:
 
 
 def _check_bounds(schema: object) -> None:
-    """Raise ValueError for a schema that is nested too deeply or has integers that are too large."""
+    """Raise ValueError for a schema with too deep nesting or too large integers."""
     values = [(schema, 1)]
     while values:
         value, depth = values.pop()

@@ -1,8 +1,8 @@
-"""Stop strings over text that comes in pieces: the same end and the same text, however it is cut.
+"""Find stop strings in text that comes in pieces; the result does not depend on how the text is split.
 
-A request ends at the first character at which one of its stop strings is complete; where several are, the longest
-counts. The search is Aho and Corasick's automaton (Communications of the ACM 18, 1975): each character is read once,
-however many strings there are. Text that may still become a stop string is held back.
+A request ends at the first character that completes one of its stop strings; if it completes several, the longest
+counts. The search uses the Aho-Corasick automaton (Communications of the ACM 18, 1975), which reads each character
+once, however many strings there are. Text that may still become part of a stop string is held back.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from xla_engine.text.detokenizer import IncrementalDetokenizer
 
 
 class Match(NamedTuple):
-    """A stop string that is complete after `end` characters of the text searched."""
+    """A stop string that ends after `end` characters of the searched text."""
 
     end: int
     string: str
 
 
 class StopStrings:
-    """A set of stop strings, none of them empty. A state is what to remember of the text so far; it begins as 0."""
+    """The automaton of a set of nonempty stop strings. The state summarises the text so far; it begins as 0."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]  # by state, then by character
-        self._fail = [0]  # the state of the longest suffix that is a beginning too
-        self._depth = [0]  # characters of the beginning a state stands for
+        self._fail = [0]  # the state of the longest proper suffix that is a prefix of a stop string
+        self._depth = [0]  # length of a state's prefix
         self._match: list[str | None] = [None]  # the longest stop string that is a suffix
         for string in strings:
             self._add(string)
@@ -59,7 +59,7 @@ class StopStrings:
         return found or 0
 
     def search(self, state: int, text: str) -> tuple[int, Match | None]:
-        """Read `text`; the state after it, and the first match, after which no more is read."""
+        """Read `text` up to the first match. Returns the new state, and the match."""
         if not state and self._first.isdisjoint(text):
             return 0, None
         for end, character in enumerate(text, 1):
@@ -69,7 +69,7 @@ class StopStrings:
         return state, None
 
     def skip(self, state: int, text: str) -> int:
-        """Read `text` without stopping at matches; the state after it."""
+        """Read all of `text`, ignoring matches. Returns the new state."""
         for character in text:
             state = self._step(state, character)
         return state
@@ -79,13 +79,13 @@ class StopStrings:
         return self._depth[state]
 
 
-stop_strings = lru_cache(maxsize=16)(StopStrings)  # requests of one kind share an automaton
+stop_strings = lru_cache(maxsize=16)(StopStrings)  # requests with the same stop strings share an automaton
 
 
 class GeneratedText:
-    """The text of one request as its tokens come, cut at the first stop string.
+    """The text of one request, cut at the first stop string.
 
-    stop: strings that end it. include_stop: the stop string stays in the text.
+    stop: strings that end it. include_stop: keep the stop string in the text.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class GeneratedText:
         self._include_stop = include_stop
         self._pieces: list[str] = []
         self._state = 0
-        self._held = 0  # characters at the end that are not shown yet
+        self._held = 0  # characters at the end that are held back
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Take one token; the stop string that is complete now, if any. Nothing may follow it.
+        """Take one token; returns the stop string that it completes, if any. No token may follow then.
 
         may_stop: whether a stop string may end with this token.
         """
@@ -112,7 +112,7 @@ class GeneratedText:
         else:
             state, match = self._stops.search(self._state, piece)
             if match is None and (tail := self._detokenizer.peek()):
-                # Text that is complete unless the next token changes it: there need not be a next token.
+                # Also search the text that only a later token could change, because there may be no later token.
                 _, match = self._stops.search(state, tail)
                 if match is not None:
                     self._pieces.append(tail)
@@ -125,18 +125,18 @@ class GeneratedText:
         return None
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take many tokens, where no stop string can end the text."""
+        """Take many tokens, without a search for stop strings."""
         assert self._stops is None, "text with stop strings takes one token at a time"
         self._pieces.extend(self._detokenizer.push_all(token_ids))
 
     def end(self) -> None:
-        """No token follows, and no stop string ended the text: show what was held back."""
+        """Release the held-back text, when no more tokens follow and no stop string matched."""
         self._pieces.append(self._detokenizer.flush())
         self._held = 0
 
     @property
     def text(self) -> str:
-        """What is final. It only ever grows."""
+        """The final text so far. It only grows."""
         self._pieces = ["".join(self._pieces)]
         (text,) = self._pieces
         return text[: len(text) - self._held]

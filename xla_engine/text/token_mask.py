@@ -1,4 +1,4 @@
-"""Which tokens a request may sample next, as bits the device reads."""
+"""The mask of tokens that a request may sample next, as bits for the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from xla_engine.errors import InvalidRequestError
 from xla_engine.text.grammar import Matcher
 
-TURN_S = 0.01  # of a turn in which all rows wait while masks are made; a mask that takes longer is slow
+TURN_S = 0.01  # the longest that a turn waits for masks; a mask that takes longer is slow
 
 
 class _Made(NamedTuple):
-    """Words for the first `length` of `tokens`."""
+    """The mask's words after the first `length` of `tokens`."""
 
     tokens: list[int]
     length: int
@@ -25,13 +25,14 @@ class _Made(NamedTuple):
 
 
 class TokenMask:
-    """The allowed tokens of one sequence: `allowed_token_ids` and what a constraint lets come, less bad words' ends.
+    """The allowed tokens of one sequence: those in `allowed_token_ids` and allowed by the constraint, without the
+    last tokens of bad words.
 
-    Tokens are noted as they come, and `make` brings the words up to them: in any thread, also while `take` and `reset`
-    are called in another.
+    `take` records tokens, and `make` updates the words for them. `make` may run in any thread, also while `take`
+    and `reset` are called in another.
 
-    constrained: whether the words depend on the tokens so far, so that each step needs the token before.
-    seconds: processor time that the latest words took.
+    constrained: whether the words depend on the tokens so far, so that each step needs the previous token.
+    seconds: CPU time of the latest `make`.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class TokenMask:
         min_tokens: int = 0,
         matcher: Matcher | None = None,
     ) -> None:
-        """bad_words: token sequences. stop_ids may not be sampled before `min_tokens` tokens, unless a constraint
-        lets nothing else come.
+        """bad_words: token sequences. stop_ids: not allowed before `min_tokens` tokens, unless the constraint
+        allows nothing else.
 
-        Raises InvalidRequestError where no token is left to begin with.
+        Raises InvalidRequestError if no first token is allowed.
         """
         self._constant = pack_bits(range(vocab_size) if allowed is None else allowed, vocab_size)
         sequences = [tuple(word) for word in bad_words]
@@ -59,12 +60,12 @@ class TokenMask:
         self._matcher = matcher
         self.constrained = bool(self._sequences) or matcher is not None
         self.seconds = 0.0
-        self._tokens: list[int] = []  # another list after `reset`
-        self._matched = self._tokens  # what the matcher has taken the first `_count` of
+        self._tokens: list[int] = []  # `reset` replaces the list
+        self._matched = self._tokens  # the list of which the matcher has read the first `_count`
         self._count = 0
         self._lock = threading.Lock()  # held while the matcher works
         first = self._next(0)
-        # Where rows are not constrained, the device forbids the stop ids itself, for as long as it should.
+        # For unconstrained rows the device itself enforces `min_tokens`.
         self._first = first if self.constrained else self._constant
         self._made = _Made(self._tokens, 0, self._first)
         if not first.any():
@@ -75,25 +76,23 @@ class TokenMask:
 
     @property
     def words(self) -> np.ndarray:
-        """What may come behind the tokens that words were made for, u32 `[ceil(V / 32)]`, as in
-        `graphs.row_state.rows.Tables`; never written to."""
+        """The latest mask, u32 `[ceil(V / 32)]`, in the format of `graphs.row_state.rows.Tables`. Read-only."""
         made = self._made
         return made.words if made.tokens is self._tokens else self._first
 
     @property
     def is_behind(self) -> bool:
-        """Whether the words are not yet those behind the last token."""
+        """Whether the words are not yet updated for the last token."""
         made = self._made
         return len(self._tokens) > (made.length if made.tokens is self._tokens else 0)
 
     @property
     def may_be_slow(self) -> bool:
-        """Whether a mask of the same constraint, in any row, has taken long."""
+        """Whether any mask of the same constraint was slow, in any row."""
         return self._matcher is not None and self._matcher.pace.slowest > TURN_S
 
     def copy(self) -> TokenMask:
-        """A mask at the same place that goes on by itself; what never changes is shared. Waits while words are
-        made."""
+        """An independent copy that shares constant parts. Waits while `make` runs."""
         with self._lock:
             other = copy.copy(self)
             other._lock = threading.Lock()
@@ -106,12 +105,13 @@ class TokenMask:
         return other
 
     def take(self, token_id: int) -> None:
-        """Note the sampled token."""
+        """Record the sampled token."""
         if self.constrained:
             self._tokens.append(token_id)
 
     def make(self) -> None:
-        """Make the words behind the last token. Raises InvalidRequestError where none may follow it."""
+        """Compute the words for the position after the last token. Raises InvalidRequestError if no token is
+        allowed."""
         with self._lock:
             start = time.thread_time()
             tokens = self._tokens
@@ -133,7 +133,7 @@ class TokenMask:
             self.seconds = time.thread_time() - start
 
     def push(self, token_id: int) -> None:
-        """Take a token and make the words behind it. Raises InvalidRequestError where none may follow it."""
+        """`take` and `make`. Raises InvalidRequestError if no token is allowed next."""
         self.take(token_id)
         if self.constrained:
             self.make()
@@ -144,13 +144,13 @@ class TokenMask:
             self._tokens = []
 
     def forced(self) -> list[int]:
-        """Tokens of the text that a constraint lets come next, in the likeliest spelling, if it lets only one come."""
+        """The tokens that the constraint forces next, in their canonical tokenization; empty if there is a choice."""
         if self._matcher is None or self.is_behind or self.may_be_slow:
             return []
         return self._matcher.forced()
 
     def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """The words behind each of `tokens` if they came next, as far as they may."""
+        """The words after each of `tokens` if these came next, up to the first that is not allowed."""
         other, found = self.copy(), []
         for token_id in tokens:
             if _has(self._stops, token_id) or not _has(other.words, token_id):
@@ -158,12 +158,12 @@ class TokenMask:
             try:
                 other.push(token_id)
             except InvalidRequestError:
-                break  # nothing may follow: if it is sampled, `make` says so
+                break  # no token may follow; `make` raises if this one is sampled
             found.append(other.words)
         return found
 
     def _next(self, count: int) -> np.ndarray:
-        """The words behind the first `count` tokens that the matcher has taken."""
+        """The words after the first `count` tokens, which the matcher has read."""
         words = self._constant if self._matcher is None else self._constant & self._matcher.words()
         tokens = self._matched[:count]
         completing = [word[-1] for word in self._sequences if _ends_with(tokens, word[:-1])]
@@ -184,7 +184,7 @@ def _has(words: np.ndarray, token_id: int) -> bool:
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """A mask u32 `[ceil(V / 32)]` with the bits of `token_ids` set."""
+    """A mask, u32 `[ceil(V / 32)]`, with the bits of `token_ids` set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     bits[np.fromiter(token_ids, np.int64)] = True
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library: tokenizer.json, or the metadata of a GGUF file."""
+"""Tokenize and detokenize with the `tokenizers` library, from a tokenizer.json or a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from xla_engine.text.trials import why_not_load
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
-# characters; the library holds Python's interpreter lock for the whole of a text outside of batches
+# characters; longer text goes through the batch API, since only that releases the interpreter lock
 _LONG_TEXT = 8192
 
 
 class Tokenizer:
-    """One model's tokenizer. Truncation and padding that a tokenizer.json may ask for are switched off.
+    """One model's tokenizer, with truncation and padding switched off.
 
     vocab_size: one more than the highest token id; the model's own vocabulary may be padded beyond it.
-    longest_token: characters of the longest token as it is spelled in the vocabulary.
+    longest_token: characters of the longest token in the vocabulary.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -39,27 +39,29 @@ class Tokenizer:
             token.content for token in backend.get_added_tokens_decoder().values() if token.special
         }
         self._rules = DecodingRules(backend)
-        # by whether special tokens are skipped
+        # keyed by whether special tokens are skipped
         self._token_bytes = {skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)}
         self._strings: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def of_model(cls, files: ModelFiles) -> Self | None:
-        """The tokenizer of a model, None where it has none. Raises CheckpointError for a broken one, and for
-        metadata of a GGUF file that do not make an exact tokenizer."""
+        """The tokenizer of a model; None if it has none.
+
+        Raises CheckpointError for a broken one, and for GGUF metadata that do not define an exact tokenizer.
+        """
         _try(files)
         backend = files.tokenizer()
         with raising(CheckpointError, f"{files.path}: not a usable tokenizer. Download its files again"):
             return None if backend is None else cls(backend)
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
-        """Whether both know the same tokens by the same ids."""
+        """Whether both have the same vocabulary."""
         return self._backend.get_vocab(True) == other._backend.get_vocab(True)
 
     @classmethod
     def from_pretrained(cls, model: Path | str) -> Self:
-        """The tokenizer of the model that `model` names (`open_model`); CheckpointError where it has none."""
+        """The tokenizer of the model that `model` names (see `open_model`). Raises CheckpointError if it has none."""
         files = open_model(model)
         found = cls.of_model(files)
         if found is None:
@@ -71,30 +73,30 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin and end tokens that tokenizer.json adds if `add_special_tokens`; with
-        `pair`, of both texts, joined as tokenizer.json says.
+        """Token ids of `text`, or of `text` and `pair` joined as tokenizer.json says.
 
-        Raises InvalidRequestError for text that is not valid Unicode and for whatever the tokenizer fails at.
+        add_special_tokens: add the begin and end tokens that tokenizer.json defines. Raises InvalidRequestError for
+        invalid Unicode and for any failure of the tokenizer.
         """
         with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
             if isinstance(text, str):
-                text.encode()  # a lone surrogate is reported with its position
-            if len(text) > _LONG_TEXT:  # other threads go on meanwhile
+                text.encode()  # reports a lone surrogate with its position
+            if len(text) > _LONG_TEXT:  # lets other threads run
                 given = text if pair is None else (text, pair)
                 return self._backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
     def plain_ids(self, text: str) -> list[int]:
-        """`encode` without the tokens that tokenizer.json adds."""
+        """`encode` without special tokens."""
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids that no token has give nothing. Raises InvalidRequestError for what is no id."""
+        """Text of `ids`; unknown ids give no text. Raises InvalidRequestError for invalid ids."""
         with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_string(self, token_id: int) -> str:
-        """`decode` of one id, special tokens included."""
+        """`decode` of one id, including special tokens."""
         text = self._strings.get(token_id)
         if text is None:
             text = self.decode([token_id], skip_special_tokens=False)
@@ -107,7 +109,7 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A detokenizer for one stream of tokens; the pieces it gives add up to `decode`."""
+        """A detokenizer for one stream of tokens; its pieces join to `decode`."""
         return self._rules.start(
             self._token_bytes[skip_special_tokens],
             partial(self._visible_token, skip_special_tokens),
@@ -115,7 +117,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds inside a text, perhaps part of a character; a special token's name."""
+        """The bytes of a token inside a text, possibly part of a character; for a special token, its name."""
         found = self._bytes.get(token_id)
         if found is None:
             token = self._visible_token(False, token_id)
@@ -134,7 +136,7 @@ class Tokenizer:
 
 
 def _try(files: ModelFiles) -> None:
-    """Raise CheckpointError for a tokenizer.json that would hold or end this process, by its size or by a trial."""
+    """Raise CheckpointError for a tokenizer.json that is too large, or whose trial in a worker process fails."""
     file = (files.path if files.path.is_dir() else files.path.parent) / "tokenizer.json"
     if not file.exists():
         return

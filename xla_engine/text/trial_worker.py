@@ -1,7 +1,8 @@
-"""Tries constraints and tokenizers in a worker process (`worker_main`), each in a child that may die of it.
+"""Try constraints and tokenizers in a worker process (`worker_main`), each in a child process that may die.
 
-The worker keeps the tokenizers that constraints are compiled for, so that a child, which inherits them, begins at
-once, and what kills a child costs no new start.
+The worker keeps the tokenizers that constraints are compiled for. Children inherit them, so a trial begins at once,
+and
+the worker survives the death of a child.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-MEMORY_LIMIT = 8 << 30  # bytes of address space, the kept tokenizers among them
-_TRIAL_MEMORY = 1 << 30  # bytes of address space that a trial may add
-_STACK = 1 << 20  # bytes; the engine's threads have more, so what passes here does not end them
-_KEPT = 4  # tokenizers
-_WALK = 24  # tokens a constraint is followed for
+MEMORY_LIMIT = 8 << 30  # bytes of address space, including the kept tokenizers
+_TRIAL_MEMORY = 1 << 30  # additional bytes of address space for a trial
+_STACK = 1 << 20  # bytes; less than the engine's threads have, so a constraint that passes here is safe there
+_KEPT = 4  # cached tokenizers
+_WALK = 24  # tokens for which a constraint is tried
 _LONGEST_ERROR = 2000
-_PATIENCE_S = 120  # of any trial, by the clock: one that waits uses no processor time
+_PATIENCE_S = 120  # wall time of a trial, because a process that waits uses no CPU time
 
 _tokenizers: OrderedDict[str, Any] = OrderedDict()
 
 
 def answer(kind: str, **fields: Any) -> dict[str, Any]:
-    """What the function of this name below says."""
+    """Call the function named `kind` below."""
     answers: dict[str, Callable[..., dict[str, Any]]] = {
         "keep_tokenizer": keep_tokenizer,
         "try_constraint": try_constraint,
@@ -39,7 +40,7 @@ def answer(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def keep_tokenizer(name: str, text: str, vocab_size: int, eos_token_ids: list[int]) -> dict[str, Any]:
-    """Make the tokenizer of a tokenizer.json for llguidance and keep it under a name."""
+    """Build the llguidance tokenizer of a tokenizer.json, and keep it under a name."""
     import llguidance
 
     _tokenizers[name] = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
@@ -51,8 +52,8 @@ def keep_tokenizer(name: str, text: str, vocab_size: int, eos_token_ids: list[in
 def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Compile a grammar for a kept tokenizer and follow it for some tokens.
 
-    {"kept": false} where the tokenizer is not kept, {"error": what is wrong with the grammar}, {"status": how its
-    child ended}, or {} where all is well.
+    Returns {"kept": false} if the tokenizer is not kept, {"error": ...} for an invalid grammar, {"status": ...} if
+    the child died, and {} on success.
     """
     if tokenizer not in _tokenizers:
         return {"kept": False}
@@ -69,7 +70,7 @@ def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds
             if matcher.is_error() and step == 0:
                 return str(matcher.get_error())
             if matcher.is_error() or matcher.is_stopped() or not allowed:
-                break  # later errors belong to the row that walks there
+                break  # later errors concern only sequences that get there
             lowest, highest = (allowed & -allowed).bit_length() - 1, allowed.bit_length() - 1
             matcher.consume_token(highest if step % 2 else lowest)
         return None
@@ -78,9 +79,10 @@ def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds
 
 
 def try_tokenizer(path: str, max_growth: int, seconds: float) -> dict[str, Any]:
-    """Load a tokenizer.json and use it a little; answers as `try_constraint` does.
+    """Load a tokenizer.json and use it a little. Returns the same as `try_constraint`.
 
-    {"error": ...} only where it lengthens a text more than `max_growth` times: whoever loads it sees other failures.
+    {"error": ...} only means that it lengthens text by more than `max_growth` times; other failures appear when it
+    is loaded.
     """
 
     def load_and_use() -> str | None:
@@ -100,7 +102,7 @@ def try_tokenizer(path: str, max_growth: int, seconds: float) -> dict[str, Any]:
 
 
 def _in_a_child(work: Callable[[], str | None], seconds: float) -> dict[str, Any]:
-    """Call `work` in a child with limits of its own; it returns an error or None."""
+    """Call `work`, which returns an error or None, in a child process with its own limits."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -122,7 +124,7 @@ def _limit(seconds: float) -> None:
     signal.alarm(_PATIENCE_S)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with open("/proc/self/statm", encoding="ascii") as sizes:  # where there is one
+        with open("/proc/self/statm", encoding="ascii") as sizes:  # Linux only
             limit = int(sizes.read().split()[0]) * resource.getpagesize() + _TRIAL_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -130,6 +132,6 @@ def _limit(seconds: float) -> None:
 def _report(work: Callable[[], str | None], writer: int) -> None:
     try:
         error = work()
-    except BaseException as failure:  # the library's panics are no Exceptions
+    except BaseException as failure:  # the library's panics are not Exceptions
         error = f"{type(failure).__name__}: {failure}"
     os.write(writer, (json.dumps({} if error is None else {"error": error[:_LONGEST_ERROR]}) + "\n").encode())

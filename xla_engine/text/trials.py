@@ -1,7 +1,7 @@
-"""Constraints and tokenizers are tried in a process that may die of them, before this one does the same.
+"""Try constraints and tokenizers in a process that may die, before this process uses them.
 
-A few bytes can make the libraries recurse until the stack ends, or work for ever. What a trial did within its limits
-is safe here. Verdicts on constraints are remembered by hash, those that were asked for longest ago forgotten first.
+A few bytes can make the libraries overflow the stack or never return. Whatever passes a trial within its limits is
+safe here. Verdicts on constraints are kept in an LRU cache by hash.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from xla_engine.model_loader.tokenizer_json import MAX_GROWTH
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess, why_ended
 
-CONSTRAINT_CPU_S = 1.0  # processor time of compiling a constraint and following it for some tokens
-TOKENIZER_CPU_S = 10.0  # of loading a tokenizer
+CONSTRAINT_CPU_S = 1.0  # CPU time to compile a constraint and follow it for some tokens
+TOKENIZER_CPU_S = 10.0  # CPU time to load a tokenizer
 _VERDICTS = 4096
 
 _PROCESS = WorkerProcess("trial_worker.py")
 
 
 class Verdicts:
-    """What trials said, by the hash of what was tried: None where it is good, else why it is not."""
+    """Results of trials by hash: None for a good constraint, else what is wrong."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,12 +48,12 @@ class Verdicts:
 
 
 class ConstraintTrials:
-    """Tries constraints for one tokenizer, which the process is told once."""
+    """Tries constraints for one tokenizer, which is sent to the process once."""
 
     def __init__(
         self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], limits: dict[str, Any]
     ) -> None:
-        """tokenizer: a tokenizer.json's text. limits: the fields of `llguidance.LLParserLimits`."""
+        """tokenizer: the text of a tokenizer.json. limits: the fields of `llguidance.LLParserLimits`."""
         kept = {"text": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
         self._name = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
         self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name, **kept})
@@ -61,17 +61,17 @@ class ConstraintTrials:
         self._verdicts = Verdicts()
 
     def knows(self, grammar: str) -> bool:
-        """Whether `why_not` answers at once, since it refused this grammar before."""
+        """Whether this grammar was rejected before, so that `why_not` returns at once."""
         key = _key(grammar)
         return key in self._verdicts and self._verdicts[key] is not None
 
     def why_not(self, grammar: str) -> str | None:
-        """Why a grammar, as llguidance takes it, must not be compiled here; None where it may."""
+        """Why a grammar in llguidance's format must not be compiled here; None if it may be."""
         key = _key(grammar)
         if key not in self._verdicts:
             try:
                 answer = self._ask(grammar)
-            except WorkerEndedError as error:  # of something else, perhaps: not remembered
+            except WorkerEndedError as error:  # perhaps for another reason, so not cached
                 return f"trying it {error}; send it again"
             self._verdicts[key] = _verdict(answer, CONSTRAINT_CPU_S)
         return self._verdicts[key]
@@ -87,7 +87,7 @@ class ConstraintTrials:
 
 
 def why_not_load(tokenizer: Path) -> str | None:
-    """Why a tokenizer.json must not be loaded here; None where it may."""
+    """Why a tokenizer.json must not be loaded here; None if it may be."""
     fields = {"path": str(tokenizer.absolute()), "max_growth": MAX_GROWTH, "seconds": TOKENIZER_CPU_S}
     request = {"kind": "try_tokenizer", **fields}
     try:

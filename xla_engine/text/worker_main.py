@@ -1,9 +1,10 @@
-"""The entry of a worker process: code and data that are not trusted are handled here, where it can be killed.
+"""Entry point of a worker process, which handles untrusted code and data and can be killed.
 
-It is started by path with the path of one worker file, which has `answer` (a request's fields to an answer, both
-JSON objects) and `MEMORY_LIMIT` (bytes of address space), and imports nothing else of this package. A line on
-standard input is a number of seconds and a request; each is answered with one line. The kernel ends the process when
-one answer takes more processor time than its seconds; memory is capped for the whole process.
+It runs as a script with the path of a worker file as its argument, and imports nothing else of this package. The
+worker file defines `answer` (from the fields of a request to an answer, both JSON objects) and `MEMORY_LIMIT` (bytes
+of address space). Each line on standard input is a number of seconds and a request, and is answered with one line.
+The kernel ends the process if an answer takes more CPU time than its seconds. The memory limit is for the whole
+process.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import sys
 
 
 def main() -> None:
-    # An interrupt is for the parent, which will end this process.
+    # Ctrl-C is for the parent, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = runpy.run_path(sys.argv[1])
     limit = worker["MEMORY_LIMIT"]
-    with contextlib.suppress(ValueError, OSError):  # not every system caps the address space
+    with contextlib.suppress(ValueError, OSError):  # not every system limits the address space
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for line in sys.stdin:
         seconds, _, request = line.partition(" ")
-        # SIGPROF keeps its default action, which is to end the process: nothing that runs here can hold it off.
+        # SIGPROF keeps its default action, which ends the process; code that runs here cannot block it.
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         answer = worker["answer"](**json.loads(request))
         signal.setitimer(signal.ITIMER_PROF, 0)

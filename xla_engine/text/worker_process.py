@@ -1,4 +1,4 @@
-"""A process for work that could end or hold this one, from the side of its parent; `worker_main` runs in it."""
+"""A worker process for work that could crash or block this process. `worker_main` runs in it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from typing import Any
 
 
 class WorkerEndedError(Exception):
-    """The worker did not survive a request; the text says why."""
+    """The worker died during a request; the text says why."""
 
 
 class WorkerProcess:
-    """A process that answers requests by one file of this folder, started when first needed and again after it died.
+    """A process that answers requests with one worker file of this folder. It starts on first use, and again after
+    it dies.
 
-    Any thread may ask; it answers one at a time. It ends with its parent.
+    Thread-safe; requests are answered one at a time. The process ends with its parent.
     """
 
     def __init__(self, worker: str) -> None:
-        """worker: a file of this folder, as `worker_main` wants it."""
+        """worker: a worker file in this folder; see `worker_main`."""
         self._files = [str(Path(__file__).with_name(name)) for name in ("worker_main.py", worker)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -33,7 +34,7 @@ class WorkerProcess:
         atexit.register(self.stop)
 
     def ask(self, cpu_limit_s: float, request: str) -> dict[str, Any]:
-        """Send a JSON object, return the one that answers it. Raises WorkerEndedError."""
+        """Send a JSON object and return the answer. Raises WorkerEndedError."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -43,7 +44,7 @@ class WorkerProcess:
                 answer = process.stdout.readline()
             except OSError:
                 answer = ""
-            except BaseException:  # an interrupt: the answer must not be read by the next one
+            except BaseException:  # an interrupt: the next request must not read this answer
                 self.stop()
                 raise
             if answer.endswith("\n"):
@@ -53,7 +54,7 @@ class WorkerProcess:
         raise WorkerEndedError(why_ended(status, cpu_limit_s))
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._owner != os.getpid():  # inherited by a fork: it answers the parent
+        if self._owner != os.getpid():  # inherited by a fork: the process belongs to the parent
             self._process, self._owner = None, os.getpid()
         if self._process is None or self._process.poll() is not None:
             self.stop()
@@ -63,7 +64,7 @@ class WorkerProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    encoding="ascii",  # json escapes everything else, lone surrogates too
+                    encoding="ascii",  # json escapes everything else, including lone surrogates
                 )
             except OSError as error:
                 raise WorkerEndedError(f"cannot start its process ({error})") from error
@@ -73,12 +74,12 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():
             process.kill()
-            with contextlib.suppress(OSError):  # what was not flushed has no reader
+            with contextlib.suppress(OSError):  # unflushed data has no reader
                 process.communicate()
 
 
 def why_ended(status: int, cpu_limit_s: float) -> str:
-    """In words what an exit status, negative for a signal, says about a process under limits."""
+    """Explain the exit status (negative for a signal) of a process under limits."""
     if status == -signal.SIGPROF:
         return f"used more than {cpu_limit_s:g} s of processor time"
     how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"

@@ -1,8 +1,7 @@
 """Read tables as rows or as Arrow batches, in file order and in bounded memory.
 
 pyarrow reads Parquet and Arrow. The standard library reads CSV and JSON row by row, because an unreadable row must
-fail
-alone, and pyarrow's readers of these formats stop at it.
+fail alone, and pyarrow's readers of these formats stop at it.
 """
 
 from __future__ import annotations

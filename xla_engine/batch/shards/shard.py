@@ -2,8 +2,7 @@
 
 The hash of a line's custom_id selects its shard. Lines with the same id are therefore in the same shard, which can
 detect duplicates alone. Line numbers are those of the whole input, so a request has the same id, noise and result
-line
-in any shard.
+line in any shard.
 """
 
 from __future__ import annotations

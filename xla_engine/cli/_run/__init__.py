@@ -1,1 +1,1 @@
-"""What `xla-engine run` does: a batch from file to file, a stream over pipes, or a check of every line."""
+"""The modes of `xla-engine run`: a batch from file to file, a stream over pipes, a prompt, or a dry run."""

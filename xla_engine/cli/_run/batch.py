@@ -43,7 +43,7 @@ _imported_at = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Paths that `run` reads and writes; errors is None where not asked for."""
+    """Paths that `run` reads and writes. errors: None if errors go to the output."""
 
     source: str
     output: str
@@ -54,7 +54,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of `run` beside those of files and engine."""
+    """Options of `run` other than those of files and engine."""
 
     defaults: dict[str, Any]
     ordered: bool
@@ -68,7 +68,7 @@ class Settings:
 
 
 def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
-    """Complete every line and exit with the command's status."""
+    """Run every line and exit with the command's status."""
     try:
         totals, summary = _run(files, settings, engine_options)
     except OSError as error:
@@ -195,8 +195,8 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
 
 
 def _as_recorded(options: dict[str, Any], done: FinishedLines) -> dict[str, Any]:
-    """The options of a resumed run, with the first run's length where none is asked for: it may have had more memory,
-    or another default."""
+    """Options of a resumed run. `max_model_len` defaults to the first run's, whose memory or default may have
+    differed."""
     made_with = recall(done.system_fingerprint)
     if made_with is None or options["max_model_len"] is not None:
         return options
@@ -204,7 +204,7 @@ def _as_recorded(options: dict[str, Any], done: FinishedLines) -> dict[str, Any]
 
 
 def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model: str | None) -> ResultHeader:
-    """The header of all results. A resumed run takes over what the first run wrote."""
+    """The header of all results. A resumed run keeps the first run's."""
     identity = engine.identity()
     digest = identity.digest()
     remember(identity)
@@ -246,7 +246,7 @@ def _show(
 
 
 def _explain(totals: RunTotals, files: Files) -> None:
-    """Print what went wrong; the summary comes after it."""
+    """Print what went wrong, before the summary."""
     where = files.errors or files.output
     for error in totals.first_errors:
         click.echo(f"line {error.line}: {error.code}: {error.message}", err=True)
@@ -264,7 +264,7 @@ def _explain(totals: RunTotals, files: Files) -> None:
 
 
 def explain_failure(failure: Exception | None) -> None:
-    """Print why a run ended early, with a traceback where the error was not foreseen."""
+    """Print why a run ended early, with a traceback if the error is unexpected."""
     if failure is None:
         return
     if not isinstance(failure, (XlaEngineError, OSError)):
@@ -282,7 +282,7 @@ def _output_failed(files: Files, error: OSError) -> NoReturn:
 
 
 def _process_start() -> float:
-    """When this process began, on the monotonic clock; if the system does not tell, when this module was imported."""
+    """Start of this process on the monotonic clock; if the system cannot tell, the import of this module."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""`xla-engine run --dry-run`: every line is checked, nothing is run."""
+"""`xla-engine run --dry-run`: check every line without running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xla_engine.cli._run.tables import TableOptions, open_lines
 def dry_run(
     source: str, tables: TableOptions, defaults: dict[str, Any], max_line_bytes: int, options: dict[str, Any]
 ) -> None:
-    """Print line-numbered codes and a token estimate; exit with the command's status."""
+    """Print errors with line numbers and an estimate of tokens; exit with the command's status."""
     with _common.startup_errors():
         from xla_engine.batch.dry_run import DryRun
         from xla_engine.config import EngineConfig

@@ -14,7 +14,7 @@ from xla_engine.batch.resume import is_packed
 
 @contextlib.contextmanager
 def open_input(path: str) -> Iterator[BinaryIO]:
-    """Open a file of requests for reading; `-` is standard input, a name that ends in .gz is unpacked."""
+    """Open a file of requests for reading; `-` is standard input, and .gz files are decompressed."""
     if path == "-":
         yield sys.stdin.buffer
     elif is_packed(path):
@@ -26,6 +26,6 @@ def open_input(path: str) -> Iterator[BinaryIO]:
 
 
 def silence_stdout() -> None:
-    """Discard what standard output still holds after a failed write, so that it does not fail again at exit."""
+    """Discard the buffer of standard output after a failed write, so that it does not fail again at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

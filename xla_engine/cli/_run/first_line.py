@@ -1,4 +1,4 @@
-"""What the first line tells about the whole input: a wrong file or model is one error, not one for each line."""
+"""Check the first line for faults of the whole input, so that a wrong file or model is one error, not one a line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 def check_first_line(
     line: Line, source: str, model: str | None, defaults: dict[str, Any]
 ) -> LineRequest | None:
-    """The request of the first line, None where it has none. Raises NotStarted for a file of JSON that is not a line
-    for each request, and for text where the model's directory has no tokenizer."""
+    """Parse the first line; returns None if it is invalid.
+
+    Raises NotStarted for a JSON file without one request a line, and for text if the model has no tokenizer.
+    """
     raw = b"" if line.raw is None else line.raw.strip()
     if raw == b"{" or (raw.startswith(b"[") and not _is_a_list_of_values(raw)):
         what = "a JSON array" if raw.startswith(b"[") else "JSON over several lines"
@@ -41,8 +43,11 @@ def check_first_line(
 
 
 def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
-    """Raises NotStarted where the first request is a chat, and neither it nor the model has a chat template; says how
-    prompts become chats where it is a text and the model has one (but the embedded model, which completes code)."""
+    """Raise NotStarted if the first request is a chat, and neither it nor the model has a chat template.
+
+    If it is text and the model has a chat template, print how prompts can become chats (except for the embedded
+    model, which completes code).
+    """
     chat = None if request is None else request.prompts[0]
     if isinstance(chat, Chat) and "chat_template" not in chat.options and engine.chat_template is None:
         raise NotStarted(
@@ -57,7 +62,7 @@ def check_template(request: LineRequest | None, engine: EngineClient, model: str
 
 
 def _is_a_list_of_values(raw: bytes) -> bool:
-    """One bad line, as any may be, and not the beginning of an array of requests."""
+    """Whether the line is a list of plain values: one bad line, not the beginning of an array of requests."""
     try:
         return not any(isinstance(each, dict) for each in json.loads(raw))
     except (ValueError, RecursionError):

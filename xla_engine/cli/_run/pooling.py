@@ -1,4 +1,4 @@
-"""The options of commands that may run a model that pools."""
+"""Options of commands that can run a pooling model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import click
 from xla_engine.cli._common import json_value
 from xla_engine.cli._help import together
 
-# Fields of `EngineConfig` about vectors, scores and classes.
+# Fields of `EngineConfig` for pooling.
 pooling_options = together(
     click.option(
         "--runner",

@@ -1,4 +1,4 @@
-"""`xla-engine run --prompt`: one completion or one answer, shown as it comes."""
+"""`xla-engine run --prompt`: stream one completion or answer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xla_engine.sampling_params import SamplingParams
 def run_prompt(
     prompt: str, defaults: dict[str, Any], options: dict[str, Any], *, chat: bool | None, system: str | None
 ) -> None:
-    """Write the answer to a prompt, or its completion, to standard output; exit with the command's status.
+    """Write a prompt's completion or answer to standard output; exit with the command's status.
 
-    defaults: sampling fields, and `chat_template`. options: of the engine. chat: whether the prompt is a message of a
-    chat; None: if there is a chat template. Notes go to standard error.
+    defaults: sampling fields and `chat_template`. options: of the engine. chat: whether the prompt is a chat
+    message; None means yes if there is a chat template. Notes go to standard error.
     """
     template = defaults.pop("chat_template", None)
     with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
@@ -47,6 +47,6 @@ def run_prompt(
 
 
 def chat_messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """A prompt as the conversation of `--chat`."""
+    """The conversation that `--chat` makes of a prompt."""
     said = [] if system is None else [{"role": "system", "content": system}]
     return [*said, {"role": "user", "content": prompt}]

@@ -38,11 +38,13 @@ shard_option = click.option(
 
 
 class ShardOutput:
-    """What stands beside the output files of a shard while it runs, and when it is finished. Without a shard it only
-    looks that no shard's output is continued."""
+    """Writes the state files of a shard's outputs when it begins and finishes.
+
+    Without a shard it only checks that the run does not resume a shard's output.
+    """
 
     def __init__(self, shard: Shard | None, output: str, errors: str | None, mode: Mode) -> None:
-        """Raises OutputError for an output that was begun as another shard, and OSError."""
+        """Raises OutputError if an output belongs to another shard, and OSError."""
         from xla_engine.batch.shards.shard import ShardState, check_continued, state_path
 
         self._outputs = {output: "all"} if errors is None else {output: "results", errors: "errors"}
@@ -61,7 +63,7 @@ class ShardOutput:
         }
 
     def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
-        """Write that the shard is not finished; returns its lines."""
+        """Record that the shard is unfinished, and return its lines."""
         from xla_engine.batch.shards.shard import ShardLines
 
         for name, state in self._states.items():
@@ -72,7 +74,7 @@ class ShardOutput:
         return iter(self._lines)
 
     def finish(self, done: FinishedLines, totals: RunTotals, system_fingerprint: str | None) -> None:
-        """Write that every line of the shard has its output."""
+        """Record that the shard is finished."""
         results, errors = done.results + totals.ok, done.errors + totals.failed.total()
         counts = {"all": results + errors, "results": results, "errors": errors}
         for name, state in self._states.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks a run to end in order, the second ends it."""
+"""Handle Ctrl-C and SIGTERM: the first lets a run finish in order, the second ends it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ASKED = (signal.SIGINT, signal.SIGTERM)
 def interrupts(
     interrupt: Callable[[], None], doing: str, drain_timeout_s: float | None = None
 ) -> Iterator[None]:
-    """Call `interrupt` on each signal, and after the first print what the program is `doing`. Main thread only.
+    """Call `interrupt` on each signal, and print `doing` after the first one. Main thread only.
 
-    drain_timeout_s: seconds after SIGTERM at which `interrupt` is called once more; None never does.
+    drain_timeout_s: seconds after SIGTERM at which `interrupt` is called again; None disables this.
     """
     said = False
 

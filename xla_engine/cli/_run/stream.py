@@ -1,4 +1,4 @@
-"""`xla-engine run --stream`: requests and control lines in, interleaved events out."""
+"""`xla-engine run --stream`: read requests and control lines, write interleaved events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from xla_engine.cli._run.watched import Watched
 
 
 def _own_stdin() -> BinaryIO:
-    """Standard input as a separate file that is never closed: a thread may still wait in it when the program ends."""
+    """A separate file for standard input that is never closed: a thread may still read from it at exit."""
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    except OSError:  # not a file of the system
+    except OSError:  # not a real file
         return sys.stdin.buffer
 
 
@@ -33,7 +33,7 @@ def run_stream(
     drain_timeout_s: float | None,
     options: dict[str, Any],
 ) -> None:
-    """Serve until the input ends; exit with the command's status."""
+    """Run until the input ends; exit with the command's status."""
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             file = _own_stdin() if source == "-" else stack.enter_context(open_input(source))

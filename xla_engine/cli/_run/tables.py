@@ -1,4 +1,4 @@
-"""Tables as input and output of `xla-engine run`: which options there are, and what they come to."""
+"""Tables as input and output of `xla-engine run`, and their options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableOptions:
-    """Which columns of a table are prompt and id, which the output keeps, and where results are held meanwhile."""
+    """The table's columns for prompt and id, the columns that the output keeps, and the path of the journal."""
 
     prompt_column: str | None = None
     prompt_template: str | None = None
@@ -41,7 +41,7 @@ class TableOptions:
         return (self.prompt_column, self.prompt_template, self.id_column) != (None, None, None)
 
 
-# Options that make a `TableOptions`.
+# Options that become `TableOptions`.
 table_options = together(
     click.option(
         "--prompt-column", metavar="NAME", help="The column of a table that holds prompts or chats."
@@ -69,13 +69,14 @@ table_options = together(
 
 
 def take_table_options(options: dict[str, Any]) -> TableOptions:
-    """Take the values of `table_options` out of a command's options."""
+    """Remove the values of `table_options` from a command's options."""
     return TableOptions(**{name: options.pop(name) for name in TableOptions.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """What a run reads. total: its lines, None where not counted. file: None for tables. columns: to be kept."""
+    """The input of a run. total: number of lines; None if not counted. file: None for tables. columns: those to
+    keep."""
 
     lines: Iterator[Line]
     total: int | None
@@ -88,9 +89,9 @@ class Input:
 def open_lines(
     source: str, options: TableOptions, max_line_bytes: int, *, count: bool = False, keep: bool = False
 ) -> Iterator[Input]:
-    """The lines of a file of requests, or of the rows of a table. Raises ConfigError and OSError.
+    """Read lines from a file of requests or from a table. Raises ConfigError and OSError.
 
-    count: whether the total is wanted. keep: whether columns are to be kept for the output.
+    count: whether to count the lines. keep: whether the output keeps columns.
     """
     from xla_engine.batch.datasets.files import file_system, is_table, is_url
 
@@ -150,7 +151,7 @@ def _names(given: str | None) -> list[str] | None:
 
 
 class TableOutput:
-    """An output that cannot grow line by line: a table, or a URL. Results are held in a journal until all are there.
+    """An output that cannot grow line by line: a table or a URL. Results go to a journal until all lines are done.
 
     journal: the file of result lines that the run writes and resumes.
     """
@@ -165,13 +166,13 @@ class TableOutput:
 
     @classmethod
     def wanted(cls, out: str, options: TableOptions) -> TableOutput | None:
-        """None for an output that grows line by line."""
+        """A `TableOutput` if the output needs one; None if it can grow line by line."""
         from xla_engine.batch.datasets.files import OUTPUTS, is_url, kind_of
 
         return cls(out, options) if is_url(out) or kind_of(out) in OUTPUTS else None
 
     def check(self, source: str, mode: Mode) -> None:
-        """Raises OutputError for an output that may not be written, and OSError."""
+        """Raise OutputError if the output exists and must not be overwritten. Raises OSError."""
         from xla_engine.batch.datasets.files import exists
 
         if source == self.out or (
@@ -187,16 +188,16 @@ class TableOutput:
         self._claims_to_be_whole = not self.journal.exists()
 
     def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
-        """The input's lines, of which the finished table is to know."""
+        """Pass the input's lines through and digest them for the marker of the finished table."""
         from xla_engine.batch.datasets.finished import DigestedLines
 
         self._lines = DigestedLines(lines, defaults)
         return iter(self._lines)
 
     def is_whole(self, lines: Iterator[Line], shard: Shard | None) -> bool:
-        """Whether a run has finished the output, so that nothing is left to resume; the input is read for it.
+        """Whether an earlier run of this input finished the output. Reads the whole input.
 
-        Raises OutputError for an output that no run of this input has written, and OSError.
+        Raises OutputError if the output is not from a run of this input, and OSError.
         """
         from xla_engine.batch.datasets.finished import Finished
 
@@ -217,7 +218,7 @@ class TableOutput:
         return True
 
     def finish(self, source: Input, shard: Shard | None, *, failed: bool) -> None:
-        """Write the table. The journal goes, unless lines failed: --retry-failed needs it."""
+        """Write the table, and delete the journal unless lines failed, because --retry-failed needs it then."""
         from xla_engine.batch.datasets.finished import Finished, digest_of
         from xla_engine.batch.datasets.output import publish
         from xla_engine.batch.shards.shard import state_path

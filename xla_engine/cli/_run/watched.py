@@ -1,4 +1,4 @@
-"""Files that show what a run is doing while it runs: status, metrics, step log."""
+"""Files that show the state of a run: status, metrics, step log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from xla_engine.observability.step_log_writer import logging_steps
 if TYPE_CHECKING:
     from xla_engine.engine.client import EngineClient
 
-Names = Callable[[str], str | None]  # the caller's name for an engine request
+Names = Callable[[str], str | None]  # custom_id by engine request id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """Paths of these files; None for one that was not asked for."""
+    """Paths of these files; None disables a file."""
 
     status: str | None = None
     metrics: str | None = None
@@ -34,11 +34,11 @@ class Watched:
             return contextlib.nullcontext()
         from xla_engine.engine.batch_engine import XlaBatchEngine
 
-        assert isinstance(engine, XlaBatchEngine)  # `run` refuses a step log of several
+        assert isinstance(engine, XlaBatchEngine)  # `run` rejects a step log with data parallelism
         return logging_steps(engine, self.step_log, names=names)
 
     def begin(self, engine: EngineClient, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
-        """The files that are written again and again, each written once. run: what the run itself counts."""
+        """Create the files that are updated repeatedly, and write each once. run: returns the run's own counts."""
         files: dict[str, LiveFile] = {}
         if self.status is not None:
             files["status"] = status_file(self.status, engine, names=names, run=run)
@@ -51,18 +51,18 @@ class Watched:
 
 
 class LiveFiles:
-    """Status and metrics files of a run, by what they hold."""
+    """Status and metrics files of a run, by kind."""
 
     def __init__(self, files: Mapping[str, LiveFile]) -> None:
         self._files = files
 
     def update(self, *, force: bool = False) -> None:
-        """Write each that is due, or all with `force`."""
+        """Write the files that are due, or all with `force`."""
         for file in self._files.values():
             file.update(force=force)
 
     def report_failures(self) -> None:
-        """Say which could not be written."""
+        """Print which files could not be written."""
         for what, file in self._files.items():
             if file.failure is not None:
                 click.echo(f"the {what} file could not be written: {file.failure}", err=True)

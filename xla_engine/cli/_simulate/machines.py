@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from xla_engine.tools.simulator.trace import Arrival
 
 
-HOPELESS = 1.0  # a residual of a whole step: the model knows nothing
-FURTHEST = 2  # times the recorded length that a straight line may be drawn on
+HOPELESS = 1.0  # relative residual at which a cost model is useless
+FURTHEST = 2  # how far the linear model may be extrapolated, as a multiple of the recorded length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How many machines to simulate, or what the 99th percentiles may be, in seconds."""
+    """The number of machines to simulate, or limits on 99th percentiles in seconds."""
 
     replicas: tuple[int, ...]
     p99_first_token: float | None
@@ -44,7 +44,7 @@ class Wanted:
 
 _SECONDS = click.FloatRange(0, min_open=True)
 
-# Options that make a `Wanted`.
+# Options that become a `Wanted`.
 machine_options = together(
     click.option(
         "--replicas",
@@ -66,7 +66,7 @@ machine_options = together(
 
 
 def take_wanted(options: dict[str, Any]) -> Wanted:
-    """Take the values of `machine_options` out of a command's options."""
+    """Remove the values of `machine_options` from a command's options."""
     return Wanted(**{name: options.pop(name) for name in Wanted.__dataclass_fields__})
 
 
@@ -85,9 +85,9 @@ def simulate_machines(
     plot_path: str | None,
     title: str,
 ) -> dict[str, Any]:
-    """Print the table, and draw the plot where asked for; returns the figures by number of machines.
+    """Print the table, draw the plot if a path is given, and return the figures by number of machines.
 
-    machine: that the cost model was fitted to. Raises NotStarted for an answer that would rest on nothing measured.
+    machine: the one that the cost model was fitted to. Raises NotStarted if the answer would extrapolate too far.
     """
     if cost.residual > HOPELESS:
         raise _common.NotStarted(

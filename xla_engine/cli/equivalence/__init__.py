@@ -1,1 +1,1 @@
-"""Commands about the same bits: `verify`, `replay`, `shrink`, `compare`."""
+"""Commands that check equivalence: `verify`, `replay`, `shrink`, `compare`."""

@@ -1,4 +1,4 @@
-"""`xla-engine compare`: two result files."""
+"""`xla-engine compare`: compare two result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xla-engine replay`: a record again, step for step."""
+"""`xla-engine replay`: run a record again, step by step."""
 
 from __future__ import annotations
 

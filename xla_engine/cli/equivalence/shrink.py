@@ -1,4 +1,4 @@
-"""`xla-engine shrink`: a failing record made small."""
+"""`xla-engine shrink`: reduce a failing record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xla-engine verify`: batching changes no bit, in this engine or in a server at an address."""
+"""`xla-engine verify`: check that batching changes no bit, in this engine or in a server."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def verify(
             from xla_engine.equivalence.transformers_oracle import against_transformers
 
             if record_path is not None:
-                open(record_path, "ab").close()  # a path that cannot be written is told before the work
+                open(record_path, "ab").close()  # report an unwritable path before the work begins
         if against == "alone":
             count = stack.enter_context(counting("verifying", sys.stderr, 2 * requests))
             keeper = None if record_path is None else RecordKeeper()
@@ -145,7 +145,7 @@ def verify(
             results = levels.across_configurations(engine, requests=requests, seed=seed, progress=count)
             click.echo("\n".join(levels.table(results)))
             differ = any(result.differing_tokens or result.differing_bits for result in results)
-            failed = differ and engine.runner.has_one_row_code  # elsewhere it is reported, not promised
+            failed = differ and engine.runner.has_one_row_code  # otherwise it is only reported, not promised
         elif against == "speculation":
             count = stack.enter_context(counting("guesses", sys.stderr))
             with _common.startup_errors():
@@ -172,7 +172,7 @@ def _given(context: click.Context, name: str) -> bool:
 
 
 def _verify_url(context: click.Context) -> int:
-    """Check the server; the exit status. Its limits are told before, and the report goes to standard output."""
+    """Check a server and return the exit status. Prints its limits first, and the report to standard output."""
     given = context.params
     known = {*_OF_SERVERS, "requests", "seed", "model"}
     if others := ", ".join(sorted(name for name in given if name not in known and _given(context, name))):

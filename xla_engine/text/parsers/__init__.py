@@ -1,1 +1,1 @@
-"""From a model's text to an assistant's message: reasoning, content and calls of tools."""
+"""Parse a model's text into an assistant message: reasoning, content and tool calls."""

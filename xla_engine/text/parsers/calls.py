@@ -1,4 +1,4 @@
-"""Calls of tools that a model writes as JSON. Arguments are cut out of its text, never written anew."""
+"""Parse tool calls in JSON. Arguments are copied from the model's text, never re-encoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _blank = re.compile(r"[ \t\n\r]*")
 
 
 def call_events(text: str) -> list[Event] | None:
-    """The events of one call, {"name": ..., "arguments": ...}; None where the text is no such thing."""
+    """The events of one call, {"name": ..., "arguments": ...}; None if the text is not a call."""
     try:
         members = dict(_members(text, _skip(text, 0)))
         name = json.loads(members["name"])
@@ -24,13 +24,13 @@ def call_events(text: str) -> list[Event] | None:
     if not isinstance(name, str) or not name:
         return None
     raw = next((members[key] for key in _ARGUMENTS if key in members), "{}")
-    if raw.startswith('"'):  # some models write the arguments' JSON as text
+    if raw.startswith('"'):  # some models write the arguments as a JSON string
         raw = str(json.loads(raw))
     return [ToolStart(name), ToolArguments(raw)]
 
 
 def list_events(text: str, *, separator: str | None = None) -> list[Event] | None:
-    """The events of several calls: a JSON list of them, or objects with a separator between; None for what is none."""
+    """The events of several calls: a JSON list, or objects with a separator; None if the text is neither."""
     try:
         pieces = list(_values(text, separator))
     except (ValueError, RecursionError):
@@ -42,7 +42,7 @@ def list_events(text: str, *, separator: str | None = None) -> list[Event] | Non
 
 
 def _values(text: str, separator: str | None) -> Iterator[str]:
-    """The raw text of each value of a list, or of values with a separator."""
+    """The raw text of each value of a list, or of separated values."""
     place = _skip(text, 0)
     is_list = text.startswith("[", place)
     if is_list:
@@ -62,7 +62,7 @@ def _values(text: str, separator: str | None) -> Iterator[str]:
 
 
 def _members(text: str, place: int) -> Iterator[tuple[str, str]]:
-    """The names and raw values of an object that is the whole text."""
+    """The names and raw values of an object that spans the whole text."""
     if not text.startswith("{", place):
         raise ValueError("no object")
     place = _skip(text, place + 1)

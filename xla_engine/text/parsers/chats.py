@@ -1,4 +1,4 @@
-"""The chat of a line: what its template is given, which tools it may call, and how its answer is read."""
+"""Chat requests: the template's input, the tools, and how to parse the answer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from xla_engine.text.parsers.tools import Tools, take_tools
 from xla_engine.utils.shown import shown
 
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
-HINTS = ("reasoning_effort", "verbosity")  # to the model, which its template may read
+HINTS = ("reasoning_effort", "verbosity")  # hints to the model, passed to the template
 TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs")
 OPENING = "<think>"
-_TAIL = 32  # characters of a prompt's end, where the opening tag may stand with blanks after it
+_TAIL = 32  # characters at the end of a prompt in which the opening tag is searched; blanks may follow it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages that the checkpoint's chat template makes a prompt of.
+    """Messages that the chat template turns into a prompt.
 
-    options: keyword arguments of `render_chat` that the line gives.
+    options: keyword arguments of `render_chat` from the request.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -36,37 +36,37 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the answer to a chat is read. tools: what it may call. dialect: how the model writes calls and reasoning."""
+    """How to parse the answer to a chat. tools: those it may call. dialect: formats of tool calls and reasoning."""
 
     tools: Tools = field(default_factory=Tools)
     dialect: Dialect = field(default_factory=Dialect)
 
     def parser(self, *, thinking: bool) -> Parser | None:
-        """A parser for one choice; None where its whole text is content.
+        """A parser for one choice; None if its whole text is content.
 
-        thinking: the prompt ended in the opening tag of the reasoning.
+        thinking: whether the prompt ended with the opening tag of reasoning.
         """
         if self.tools.is_forced:
             return forced(self.tools.name)
         return self.dialect.parser(tools=self.tools, thinking=thinking)
 
     def reasoning_parser(self, *, thinking: bool) -> Parser | None:
-        """A parser that tells reasoning from the rest; None where there is none. thinking: as of `parser`."""
+        """A parser that separates reasoning only; None without a reasoning format. thinking: as in `parser`."""
         if self.tools.is_forced or self.dialect.reasoning is None:
             return None
         return self.dialect.parser(tools=Tools(), thinking=thinking)
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
-        """Parameters whose text shows the tags that parsers look for."""
+        """Sampling parameters under which the text includes the tags that the parser needs."""
         if self.dialect.needs_special_tokens and not self.tools.is_forced:
             return replace(params, skip_special_tokens=False)
         return params
 
 
 def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Reading]:
-    """Take out of a body what is not sampling; `render_chat` checks the form of messages.
+    """Remove the chat's fields from a body, so that sampling fields remain; `render_chat` checks the messages.
 
-    dialect: None leaves calls that the model was not made to write as text. Raises InvalidRequestError.
+    dialect: if None, only forced tool calls are parsed; others stay text. Raises InvalidRequestError.
     """
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -96,7 +96,7 @@ def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Read
 
 
 def _strict(tools: Tools, dialect: Dialect) -> StructuredOutputsParams | None:
-    """What holds the calls that a model may write to their schemas; None where no call is read out of its text."""
+    """A constraint that makes tool calls fit their schemas; None if tool calls are not parsed."""
     if dialect.tools is None:
         return None
     if dialect.tools != "hermes":
@@ -125,7 +125,7 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
-    """Whether a chat's prompt ended in the opening tag of the reasoning. tokenizer: of prompts given as ids."""
+    """Whether a chat's prompt ended with the opening tag of reasoning. tokenizer: decodes prompts given as ids."""
     text = output.prompt
     if text is None and tokenizer is not None:
         text = b"".join(map(tokenizer.token_bytes, output.prompt_token_ids[-_TAIL:])).decode(errors="ignore")
@@ -133,7 +133,7 @@ def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
 
 
 def part_message(choice: dict[str, Any], parser: Parser, name: str) -> None:
-    """Part a choice's text into content, reasoning and calls, whose ids are made of `name`."""
+    """Split a choice's text into content, reasoning and tool calls. The ids of calls are derived from `name`."""
     message = choice["message"]
     found = message_of(parser, message["content"])
     message["content"] = found.content or (None if found.calls else "")

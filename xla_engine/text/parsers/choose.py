@@ -1,4 +1,4 @@
-"""Which formats a model writes, by the text of its chat template."""
+"""Choose the formats of tool calls and reasoning, by default from the source of the chat template."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _SIGNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a model writes. tools, reasoning: a format's name, or None."""
+    """Formats of a model. tools, reasoning: a format's name, or None."""
 
     tools: str | None = None
     reasoning: str | None = None
 
     @classmethod
     def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
-        """The formats asked for; "auto" reads them from a chat template, "none" is none."""
+        """The given formats; "auto" infers one from the chat template, "none" disables it."""
         found = next((name for name, sign in _SIGNS if sign in template), None)
         thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
         return cls(
@@ -50,7 +50,7 @@ class Dialect:
 
     @classmethod
     def named(cls, tools: str | None, reasoning: str | None) -> Dialect:
-        """The formats of these names; None or "none" is none. Raises ConfigError."""
+        """The formats with these names; None or "none" disables one. Raises ConfigError."""
         formats = (("tool_parser", tools, TOOL_PARSERS), ("reasoning_parser", reasoning, REASONING_PARSERS))
         for option, name, known in formats:
             if name not in (None, "none", *known):
@@ -61,7 +61,7 @@ class Dialect:
 
     @classmethod
     def take(cls, defaults: dict[str, Any]) -> Dialect | None:
-        """Remove `tool_parser` and `reasoning_parser` from defaults of requests; None where neither is there."""
+        """Remove `tool_parser` and `reasoning_parser` from request defaults; returns None if neither is set."""
         names = [defaults.pop(key, None) for key in ("tool_parser", "reasoning_parser")]
         if names == [None, None]:
             return None
@@ -73,13 +73,13 @@ class Dialect:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether tags may be special tokens, which the text must show then."""
+        """Whether tags may be special tokens, so that these must not be skipped in the text."""
         return "harmony" in (self.tools, self.reasoning) or self.tools in ("llama3", "mistral")
 
     def parser(self, *, tools: Tools, thinking: bool) -> Parser | None:
-        """A parser for one answer; None where all of it is content.
+        """A parser for one answer; None if all of it is content.
 
-        tools: that may be called. thinking: the prompt ended in the opening tag of the reasoning.
+        tools: those that may be called. thinking: whether the prompt ended with the opening tag of reasoning.
         """
         found = self._parser(tools, thinking=thinking)
         return FirstCall(found) if found is not None and not tools.parallel else found
@@ -96,5 +96,5 @@ class Dialect:
 
 
 def forced(name: str | None) -> Parser:
-    """A parser for an answer that a grammar holds to a call."""
+    """A parser for an answer that a grammar constrains to a tool call."""
     return Forced(name)

@@ -1,4 +1,4 @@
-"""The formats in which models write reasoning and calls of tools, each a small state machine over text."""
+"""Parsers of the formats in which models write reasoning and tool calls: small state machines over text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, Scan
 
 
 class Plain:
-    """All is content."""
+    """All text is content."""
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -21,9 +21,9 @@ class Plain:
 
 
 class Think:
-    """`<think>` reasoning `</think>`, then what another parser reads.
+    """`<think>` reasoning `</think>`, followed by text for another parser.
 
-    begun: the prompt ended with the opening tag. Without one at its beginning a text has no reasoning.
+    begun: the prompt ended with the opening tag. Otherwise the text has reasoning only if it begins with the tag.
     """
 
     def __init__(self, rest: Parser, *, begun: bool) -> None:
@@ -73,9 +73,9 @@ class Think:
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as often as wanted, with text between (Hermes, Qwen).
+    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, any number, with text in between (Hermes, Qwen).
 
-    Blanks beside a call belong to it. A call is told when it is whole. read: of the text between the tags.
+    Blanks around a call belong to it. A call is emitted when it is complete. read: parses the text between the tags.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -85,7 +85,7 @@ class Hermes:
         self._scanner = Scanner()
         self._in_call = False
         self._call = ""
-        self._blanks = ""  # may belong to a call that follows
+        self._blanks = ""  # blanks that may belong to a following call
         self._after_call = False  # nothing but blanks since a call
 
     def feed(self, text: str) -> list[Event]:
@@ -135,9 +135,9 @@ class Hermes:
 
 
 class Whole:
-    """A text that is calls from a mark on, or from its beginning; what comes before the mark is content.
+    """A text that is tool calls from a mark on, or from its beginning; text before the mark is content.
 
-    marks: that begin the calls. bare: a text that begins with `{` or `[` is calls, too. separator: between objects.
+    marks: those that begin calls. bare: a text that begins with `{` or `[` is calls, too. separator: between objects.
     """
 
     _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][A-Za-z0-9]*)?\[ARGS\]\s*(.*)", re.DOTALL)
@@ -202,7 +202,7 @@ class Whole:
 
 
 class Harmony:
-    """gpt-oss: messages with a channel each: analysis is reasoning, final is content, `to=functions.NAME` a call."""
+    """gpt-oss: messages in channels. analysis is reasoning, final is content, `to=functions.NAME` is a tool call."""
 
     _TAGS = ("<|message|>", "<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
     _TO = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
@@ -255,7 +255,7 @@ class Harmony:
 
 
 class FirstCall:
-    """What another parser tells, without the calls after the first one: `parallel_tool_calls: false`."""
+    """Drops all tool calls but the first from another parser's events: `parallel_tool_calls: false`."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
@@ -277,9 +277,9 @@ class FirstCall:
 
 
 class Forced:
-    """A text that a grammar holds to one call of a named tool: its arguments. Without a name, one whole call.
+    """A text that a grammar constrains to the arguments of a named tool or, without a name, to one whole call.
 
-    A call that was cut off has the arguments as far as they came; one without its name is nothing.
+    A truncated call has the arguments so far; if its name is incomplete, there is no call.
     """
 
     _CUT = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"]*")\s*(?:,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)

@@ -1,4 +1,4 @@
-"""What a parser tells of a text, and how it looks for tags in text that comes in pieces."""
+"""Events of parsers, and the search for tags in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the text that the model wrote for itself."""
+    """More of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStart:
-    """A call begins. name: of the function."""
+    """The beginning of a tool call. name: of the function."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """More of the arguments of the last call, as the model wrote them."""
+    """More of the arguments of the latest call, as the model wrote them."""
 
     text: str
 
@@ -41,9 +41,9 @@ Event = Content | Reasoning | ToolStart | ToolArguments
 
 
 class Parser(Protocol):
-    """Reads one answer. However its text is cut, the events' texts add up to the same message.
+    """Parses one answer. However its text is split, the events join to the same message.
 
-    `feed` never raises for anything in a text; what is no call of a tool is content.
+    `feed` never raises for anything in a text; an invalid tool call is content.
     """
 
     def feed(self, text: str) -> list[Event]: ...
@@ -51,7 +51,7 @@ class Parser(Protocol):
 
 
 class Scanner:
-    """Text in pieces, given out up to tags that may be cut anywhere."""
+    """Splits text at tags; the text comes in pieces, which may split a tag."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -60,7 +60,8 @@ class Scanner:
         self._held += text
 
     def until(self, tags: Sequence[str]) -> tuple[str, str | None]:
-        """The text before the first of these tags, and the tag; without one, the text that can be no part of one."""
+        """The text before the first of these tags, and the tag. Without a tag: the text that cannot be part of
+        one."""
         found = [(place, tag) for tag in tags if (place := self._held.find(tag)) >= 0]
         if found:
             place, tag = min(found)
@@ -71,13 +72,13 @@ class Scanner:
         return before, None
 
     def rest(self) -> str:
-        """Everything that is held."""
+        """All text held back."""
         rest, self._held = self._held, ""
         return rest
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of a text that begins a tag."""
+    """Length of the longest suffix of the text that is a prefix of the tag."""
     return next(
         (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0
     )
@@ -85,7 +86,7 @@ def _overlap(text: str, tag: str) -> int:
 
 @dataclass(slots=True)
 class Message:
-    """What events add up to. calls: name and arguments of each."""
+    """The sum of events. calls: name and arguments of each."""
 
     content: str = ""
     reasoning: str = ""
@@ -108,7 +109,8 @@ class Message:
 def message_of(parser: Parser, text: str) -> Message:
     """The message of a whole text."""
     message = Message()
-    for begin in range(0, len(text), _PIECE):  # a parser copies what is left of its piece at every tag
+    # in pieces, because a parser copies the rest of its piece at every tag
+    for begin in range(0, len(text), _PIECE):
         message.add(parser.feed(text[begin : begin + _PIECE]))
     message.add(parser.finish())
     return message

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` of a chat: what the template sees, and what holds the answer to a call."""
+"""`tools` and `tool_choice` of a chat: parsed for the template, and turned into constraints on the answer."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ARGUMENTS = "/properties/arguments"
 _ARGUMENTS_NAME = '"arguments": '
-# A grammar of llguidance: text up to an opening tag, then a call, as often as wanted; then text without that tag.
+# An llguidance grammar: any number of calls, each with text up to its opening tag; then text without that tag.
 _TAGGED = r"""start: (opened call)* REST
 opened[lazy]: /(.|\n)*<tool_call>/
 call: /\s*/ "{\"name\": " tool "}" /\s*/ "</tool_call>"
 REST: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
 tool:
 """
-_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold data, not schemas
+_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are data, not schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a chat may call.
+    """The tools of a chat.
 
-    choice: "none", "auto", "required" or "named". name: of the one tool, if named. parallel: more than one call may be
-    told. schemas: of the arguments of each tool, by its name. strict: whether a call must fit them.
+    choice: "none", "auto", "required" or "named". name: of the tool, if named. parallel: whether the answer may
+    have more than one call. schemas: of each tool's arguments, by its name. strict: whether calls must fit them.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -47,7 +47,8 @@ class Tools:
         return self.choice in ("required", "named")
 
     def constraint(self) -> StructuredOutputsParams | None:
-        """What the text must match, where a call is forced: the arguments of the named tool, or one whole call."""
+        """The constraint of a forced call: the arguments of the named tool, or one whole call. None if none is
+        forced."""
         if not self.is_forced:
             return None
         if self.name is not None:
@@ -70,7 +71,7 @@ class Tools:
         return StructuredOutputsParams(json=calls[0] if len(calls) == 1 else {"anyOf": calls})
 
     def tagged(self) -> StructuredOutputsParams:
-        """Any text whose calls in `<tool_call>` tags fit the schemas."""
+        """A constraint that allows any text, but whose `<tool_call>` calls fit the schemas."""
         calls = [
             f"{json.dumps(json.dumps(name) + ', ')} {json.dumps(_ARGUMENTS_NAME)} %json {json.dumps(schema)}"
             for name, schema in self.schemas.items()
@@ -81,7 +82,7 @@ class Tools:
 def take_tools(body: dict[str, Any]) -> Tools:
     """Remove `tools`, `tool_choice` and `parallel_tool_calls` from a body. Raises InvalidRequestError.
 
-    Of `tool_choice` with the type "allowed_tools" the others are left out.
+    With a `tool_choice` of type "allowed_tools", other tools are dropped.
     """
     tools, choice = body.pop("tools", None) or [], body.pop("tool_choice", None)
     parallel = body.pop("parallel_tool_calls", None)
@@ -120,7 +121,7 @@ def take_tools(body: dict[str, Any]) -> Tools:
 
 
 def _allowed(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> tuple[object, set[str]]:
-    """Mode and names of OpenAI's allowed tools, in the form of a chat or of a response."""
+    """Mode and names of OpenAI's allowed tools, in the format of a chat or of a response."""
     inner = choice.get("allowed_tools", choice)
     given = inner.get("tools") if isinstance(inner, Mapping) else None
     if not isinstance(given, list) or not given or inner.get("mode") not in ("auto", "required"):
@@ -136,7 +137,7 @@ def _allowed(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> tuple[obj
 
 
 def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any], bool]:
-    """Name, schema of the arguments, and whether a call must fit it."""
+    """Name, argument schema and strictness of a function."""
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         raise _wrong("tools", f'[{number}] must be {{"type": "function", "function": {{...}}}}')
@@ -151,7 +152,7 @@ def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any], bool]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself hold where it stands now. place: the pointer to it."""
+    """Rewrite a schema's local references for its new place in a larger schema. place: the JSON pointer to it."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, Mapping):
@@ -167,5 +168,5 @@ def _wrong(param: str, message: str) -> InvalidRequestError:
 
 
 def new_call_id() -> str:
-    """An id for a call, by which the client tells its result."""
+    """A random id for a tool call, which the client's result refers to."""
     return f"call_{secrets.token_hex(12)}"

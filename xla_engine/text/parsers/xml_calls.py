@@ -1,8 +1,8 @@
-"""Calls of tools whose arguments stand in tags, as Qwen3-Coder and Qwen3.5 write them.
+"""Parse tool calls with arguments in tags, as Qwen3-Coder and Qwen3.5 write them.
 
     <function=NAME><parameter=CITY>Paris</parameter><parameter=DAYS>3</parameter></function>
 
-A value is text; what it stands for in JSON is told by the schema of the tool.
+A value is text; the tool's schema determines its JSON type.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from xla_engine.text.parsers.calls import MAX_CALL
 from xla_engine.text.parsers.scan import Event, ToolArguments, ToolStart
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each tool, by its name
+Schemas = Mapping[str, Mapping[str, Any]]  # argument schemas by tool name
 
 _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, which models write at times
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's literals, which models sometimes write
 
 
 def xml_call_events(text: str, schemas: Schemas) -> list[Event] | None:
-    """The events of one call; None where the text is no such thing, or was cut off."""
+    """The events of one call; None if the text is not a call, or is truncated."""
     text = text.strip()
     if len(text) > MAX_CALL or not text.startswith(_FUNCTION):
         return None
@@ -42,7 +42,7 @@ def xml_call_events(text: str, schemas: Schemas) -> list[Event] | None:
 
 
 def _whole(parts: list[str]) -> Iterator[str]:
-    """Parameters, each of which was cut where its value holds the tag that begins one."""
+    """Join parameters that were split because their value contains the opening tag of a parameter."""
     held: list[str] = []
     for part in parts:
         held.append(part)
@@ -54,7 +54,7 @@ def _whole(parts: list[str]) -> Iterator[str]:
 
 
 def _json(text: str, schema: Mapping[str, Any], name: str) -> str:
-    """A value in JSON: as the model wrote it where the schema allows what that is, else as a string."""
+    """A value as JSON: unchanged if it is JSON of a type that the schema allows, else as a string."""
     text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties")
     wanted = _kinds(properties.get(name), schema) if isinstance(properties, Mapping) else frozenset()
@@ -68,7 +68,7 @@ def _json(text: str, schema: Mapping[str, Any], name: str) -> str:
 
 
 def _kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON's names of the types that a schema allows; none where it does not say."""
+    """JSON type names that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping) or depth > 8:
         return frozenset()
     found: set[str] = set()
@@ -90,7 +90,7 @@ def _kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset
 
 
 def _kind(value: object) -> frozenset[str]:
-    """JSON's names of the types that a value has."""
+    """JSON type names of a value."""
     match value:
         case None:
             return frozenset({"null"})
