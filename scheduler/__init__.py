@@ -1,7 +1,7 @@
-"""What the host decides: which request gets which slot, which prompt chunks run, which rows decode.
+"""The scheduler: decides on the host which request gets which slot, which prompt chunks run, and which rows decode.
 
-Pure Python on the standard library: no device, no clock, no threads, no randomness. The same code drives the
-engine, a property test with a stand-in runner, and a simulator.
+Pure Python on the standard library: no device, clock, threads or randomness. The engine, property tests with a fake
+runner, and the simulator all use it.
 """
 
 from xla_engine.scheduler.config import SchedulerConfig as SchedulerConfig

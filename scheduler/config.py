@@ -11,34 +11,33 @@ from xla_engine.scheduler.user_policy import find_policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Immutable):
-    """Limits of a scheduler. Raises ValueError, naming the field, for a limit that is below 1.
+    """Limits of a scheduler. Raises ValueError, naming the field, if a limit is below 1.
 
     max_num_seqs: number of slots.
     chunk_size: prompt tokens of one prefill lane.
-    max_num_batched_tokens: tokens of one step, where a decode row counts one and a chunk its padded width
-        `chunk_size`. Every live row decodes and at least one chunk runs, even where that exceeds it.
-    max_chunks: chunks of one step, None for no bound but that of tokens. Chunks beyond the lanes of a prefill call
-        take one more call.
-    max_waiting: most requests that wait beyond the free slots, None for no bound.
-    scheduling_policy: who goes first, one of `scheduler.policy.POLICIES` or the import path of another
+    max_num_batched_tokens: tokens of one step; a decode row counts 1, a chunk its padded width `chunk_size`. Every
+        live row decodes and at least one chunk runs even if that exceeds this limit.
+    max_chunks: chunks of one step; None: limited only by tokens. Chunks beyond the lanes of a prefill call need
+        another call.
+    max_waiting: the most requests that may wait, beyond those that fit into free slots; None: unbounded.
+    scheduling_policy: the order of the queue, one of `scheduler.policy.POLICIES` or the import path of another
         (`scheduler.user_policy`).
-    priority_aging: later arrivals that one class of priority is worth, see `scheduler.policy.place`; under policies
-        that bound no wait by themselves, how many requests may go before the one that waits longest.
-    quantum: steps a request decodes under "round_robin" before it makes room for one that waits.
-    enable_prefix_caching: slots keep what they hold for prompts that begin alike; see
-        `scheduler.kv.slot_prefix_cache`.
-    block_size: tokens of one block of the prefix cache.
-    num_blocks: blocks of `block_size` tokens that slots borrow, see `scheduler.kv.block_manager`; None: every slot
-        has memory of its own. Where blocks run out, requests lose their slots whatever `preemption` says.
-    cache_key: names the model; the keys of blocks begin with it.
-    prefill_equals_decode: prefill gives the bits of decode on this device, so that generated tokens may be reused and
+    priority_aging: one level of priority counts as many arrivals, see `scheduler.policy.place`. Under policies that do
+        not bound waiting times: how many requests may pass the one that waits longest.
+    quantum: steps that a request decodes under "round_robin" before it gives up its slot to one that waits.
+    enable_prefix_caching: reuse the KV of earlier requests with the same prefix; see `scheduler.kv.slot_prefix_cache`.
+    block_size: tokens of a KV block.
+    num_blocks: size of the block pool that slots borrow from, see `scheduler.kv.block_manager`; None: every slot has
+        its own memory. When blocks run out, requests are preempted whatever `preemption` says.
+    cache_key: names the model; part of the keys of cached blocks.
+    prefill_equals_decode: prefill gives the same bits as decode on this device, so generated tokens can be reused and
         recomputed.
-    cut_invariant: a prompt's last token has the same bits in a chunk of its own, so that nothing else of a prompt that
-        is wholly cached runs again.
-    preemption: a request that is before another in line takes its slot; see `Scheduler.preempt`.
-    swap_tokens: tokens of parked requests that the host has room for.
-    recompute_tokens: requests of up to so many tokens are recomputed and not parked, where that is exact.
-    keeps_finished: requests that have ended may go on, see `scheduler.continuation`.
+    cut_invariant: the last token of a prompt has the same bits in a chunk of its own, so only that token runs again if
+        the whole prompt is cached.
+    preemption: a request may take the slot of one that is behind it in line; see `Scheduler.preempt`.
+    swap_tokens: tokens of parked requests that fit into host memory.
+    recompute_tokens: requests of up to this many tokens are recomputed instead of parked, if that is exact.
+    keeps_finished: finished requests can be extended, see `scheduler.continuation`.
     """
 
     max_num_seqs: int
@@ -84,6 +83,6 @@ class SchedulerConfig(Immutable):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether generated tokens are of any use to the scheduler."""
+        """Whether the scheduler needs the generated tokens of requests."""
         loses_slots = self.preemption or self.num_blocks is not None or self.keeps_finished
         return self.prefill_equals_decode and (self.enable_prefix_caching or loses_slots)

@@ -1,6 +1,6 @@
-"""Letting requests go on after their end: with more tokens, or once more under another id.
+"""Continuing finished requests: with more tokens, or again under another id.
 
-A scheduler that `keeps_finished` has the states of ended requests in `Scheduler.ended`, until they are forgotten.
+With `keeps_finished`, `Scheduler.ended` holds the states of finished requests until they are forgotten.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from xla_engine.scheduler.scheduler import Scheduler
 
 
 def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool:
-    """Queue a request that has sampled `tokens` before, fewer than its `max_tokens`.
+    """Queue a request that has already sampled `tokens`, fewer than its `max_tokens`.
 
-    One that reached its cap under this id decodes on where it stands if its slot and blocks still hold what it left.
-    Otherwise its tokens are prefilled again where that gives the bits of decode, or else sampled again.
+    If it reached `max_tokens` under this id and its slot and blocks still hold its KV entries, it continues to decode.
+    Otherwise its tokens are prefilled again if that gives the bits of decode, or else sampled again.
 
-    Returns whether they will all be sampled again from now on; a plan's `replays` tells of those for which this is
-    found out later. Raises what `Scheduler.submit` does.
+    Returns whether all tokens will be sampled again. If this turns out later, a plan names the request in `replays`.
+    Raises what `Scheduler.submit` raises.
     """
     name, config = request.request_id, scheduler.config
     if (why := scheduler.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
@@ -48,17 +48,17 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
 
 
 def request_of(scheduler: Scheduler, request_id: str) -> Request | None:
-    """A request that is live or has ended and is kept."""
+    """The request of this id, live or kept; None if there is none."""
     state = scheduler._states.get(request_id) or scheduler.ended.get(request_id)
     return None if state is None else state.request
 
 
 def forget(scheduler: Scheduler, request_id: str) -> None:
-    """Let go of what is kept of a request that has ended."""
+    """Forget a kept request."""
     scheduler.ended.pop(request_id, None)
 
 
 def forget_slots(scheduler: Scheduler) -> None:
-    """The device's state is gone, or will be: no request that has ended goes on in its slot."""
+    """Note that the device state is lost or about to be: no kept request can continue in its slot."""
     for state in scheduler.ended.values():
         state.occupancy = None

@@ -1,7 +1,4 @@
-"""Many steps of a scheduler at the cost of one, where each is like the one before: for the simulator.
-
-Functions of a `Scheduler`: the engine never skips a step.
-"""
+"""Skips many equal steps of a scheduler at the cost of one. For the simulator only: the engine never skips a step."""
 
 from __future__ import annotations
 
@@ -13,16 +10,17 @@ from xla_engine.scheduler.scheduler import Scheduler
 
 
 def next_deadline(scheduler: Scheduler) -> float:
-    """Before this time, on the clock of the deadlines, `Scheduler.expire` ends no request; infinity for never."""
+    """Before this time `Scheduler.expire` ends no request; infinity without deadlines."""
     return scheduler._deadlines.next_time
 
 
 class Steady(NamedTuple):
-    """Plans that decode the same rows and run as many chunks of one prompt each, the last chunk in none of them.
+    """Consecutive plans with the same rows and the same number of chunks of one prompt.
 
-    Rows may plan their last token in the last of the plans.
+    They do not include the last chunk of the prompt. Rows may plan their last token only in the last plan.
 
-    rows: the very tuple. steps: how many plans. chunks: of each. start: position of the first.
+    rows: the same tuple object as in the plans. steps: how many plans. chunks: per plan. start: position of the first
+        chunk.
     """
 
     rows: tuple[Row, ...]
@@ -32,8 +30,10 @@ class Steady(NamedTuple):
 
 
 def steady_plans(scheduler: Scheduler) -> Steady | None:
-    """Those of the next plans that are alike, if no request comes and none that has a row ends meanwhile; None where
-    not even the next is known."""
+    """The next plans, as far as they are alike, if no request arrives and none that has a row ends meanwhile.
+
+    None if not even the next one can be predicted.
+    """
     if not (steps := _same_rows(scheduler)):
         return None
     rows, state = scheduler._decoding.rows, next(iter(scheduler._prefilling), None)
@@ -41,7 +41,7 @@ def steady_plans(scheduler: Scheduler) -> Steady | None:
         return Steady(rows, steps)
     kv, config = scheduler._kv, scheduler.config
     if not state.prefilled or kv.cache is not None or kv.blocks is not None:
-        return None  # something may be looked up for the prompt
+        return None  # the prompt may need a lookup in the prefix cache, or blocks
     left = policy.num_chunks(state.context_tokens - state.prefilled, config.chunk_size)
     budget = policy.prompt_budget(config.max_num_batched_tokens, len(rows))
     joins = state.request.max_tokens - state.base > 1
@@ -52,7 +52,7 @@ def steady_plans(scheduler: Scheduler) -> Steady | None:
 
 
 def _same_rows(scheduler: Scheduler) -> int:
-    """How many of the next plans decode the same rows, whatever prompts they run beside."""
+    """How many of the next plans decode the same rows, whatever chunks they run."""
     waiting, kv, config = scheduler._waiting, scheduler._kv, scheduler.config
     preemption = scheduler._preemption
     if (
@@ -76,8 +76,8 @@ def _same_rows(scheduler: Scheduler) -> int:
 
 
 def skip_plans(scheduler: Scheduler, steps: int, chunks: int) -> None:
-    """Count `steps` more steps as planned: the same as so many calls of `plan`, at least one and at most those of
-    `steady_plans`, each with so many chunks."""
+    """Do the work of `steps` calls of `plan`, each with `chunks` chunks; at least 1 and at most those of
+    `steady_plans`."""
     if chunks:
         next(iter(scheduler._prefilling)).prefilled += steps * chunks * scheduler.config.chunk_size
     scheduler._next_step += steps - 1
@@ -87,9 +87,9 @@ def skip_plans(scheduler: Scheduler, steps: int, chunks: int) -> None:
 
 
 def skip_commits(scheduler: Scheduler, steps: int, rows: int) -> None:
-    """Count `steps` more steps as committed, each with a token for each of `rows` that ends no request.
+    """Do the work of `steps` commits, each with one token for each of `rows` rows, none of which ends a request.
 
-    The plans in flight then stand for steps that are `steps` later.
+    The plans in flight then represent later steps, by `steps`.
     """
     scheduler._committer.steps += steps
     scheduler._committer.credited += steps * rows

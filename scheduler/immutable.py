@@ -1,4 +1,4 @@
-"""Records that never change."""
+"""A base for immutable records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T", bound="Immutable")
 
 
 class Immutable:
-    """A record that never changes: what is copied goes on to hold the record itself."""
+    """An immutable record: a deep copy of an object that holds it shares it."""
 
     __slots__ = ()
 

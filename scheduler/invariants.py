@@ -1,4 +1,4 @@
-"""The invariants between the scheduler's parts; each part checks its own inside."""
+"""The invariants between the scheduler's parts; each part checks its own internals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(
     chunk_size: int,
     parked_tokens: int,
 ) -> None:
-    """Raise AssertionError, saying what is wrong, on any broken invariant."""
+    """Raise AssertionError if an invariant is broken, and say which."""
     next_step, ended = counters.steps_planned, sum(counters.finished.values())
     waiting.check()
     decoding.check(next_step)
@@ -67,7 +67,7 @@ def check(
 
 
 def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
-    """Raise unless the numbers of one request agree with each other and with its status."""
+    """Raise AssertionError unless the counts of a request agree with each other and with its status."""
     planned, cap = state.planned(next_step), state.request.max_tokens
     whole_prompt = state.prefilled == state.context_tokens
     parked = state.status is Status.PARKED
@@ -93,6 +93,6 @@ def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> Non
 
 
 def _require(holds: bool, broken: str, about: object) -> None:
-    # Not `assert`: a check that is called for runs under `python -O` too.
+    # Not `assert`, so that it also runs under `python -O`.
     if not holds:
         raise AssertionError(f"{broken}: {about}")

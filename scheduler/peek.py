@@ -1,4 +1,4 @@
-"""What the next plan would be, without making it."""
+"""Predicts the next plan without changing the scheduler."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xla_engine.scheduler.snapshot import RequestView, Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peek:
-    """What would be.
+    """A prediction.
 
     plan: the next plan.
-    then: where each live request would stand after it.
-    expired: the requests whose time would be up before.
+    then: the snapshot after it.
+    expired: the requests that would pass their deadlines before.
     """
 
     plan: Plan
@@ -33,7 +33,7 @@ class Peek:
 
     @property
     def why_not(self) -> dict[str, str]:
-        """Why each request that the plan does nothing for waits: those that hold a slot, then the queue in order."""
+        """Why requests that are not in the plan wait, by id: those with a slot first, then the queue in order."""
         plan = self.plan
         parts: tuple[Chunk | Row | VerifyRow | Swap, ...]
         parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.resumes)
@@ -47,7 +47,7 @@ class Peek:
         }
 
     def _repr_html_(self) -> str:
-        """Who would run and who would not, as a table for notebooks."""
+        """A table for notebooks: which requests would run, and why the others would not."""
         plan = self.plan
         rows = [(part.request_id, "prefill", f"slot {part.slot.index}") for part in plan.chunks]
         decoding: tuple[Row | VerifyRow, ...] = (*plan.decode, *plan.verify)
@@ -64,10 +64,10 @@ def peek(
     held: Collection[str] = (),
     now: float | None = None,
 ) -> Peek:
-    """What `Scheduler.plan` would return, after `expire(now)` where `now` is given. The scheduler stays as it is.
+    """What `Scheduler.plan` would return, after `expire(now)` if `now` is given. The scheduler does not change.
 
-    A twin of the scheduler makes the plan. It has the requests whose turn cannot come in common with it, so each
-    request that waits costs a few microseconds.
+    A deep copy of the scheduler makes the plan. It shares the requests that the plan cannot affect, so each waiting
+    request costs only a few microseconds.
     """
     near = {id(state) for state in _near(scheduler, now)}
     far = [state for state in scheduler._states.values() if id(state) not in near]
@@ -78,11 +78,10 @@ def peek(
 
 
 def _near(scheduler: Scheduler, now: float | None) -> Iterator[RequestState]:
-    """The requests that the next plan, or the clock, may change."""
+    """The requests that the next plan or an expired deadline may change."""
     states, places = scheduler._states.values(), scheduler._waiting._places.values()
-    most = (
-        2 * scheduler.config.max_num_seqs + 1
-    )  # all slots filled, all taken away and filled again; the next in line
+    # Enough to fill all slots, preempt and fill them again, and the next in line.
+    most = 2 * scheduler.config.max_num_seqs + 1
     yield from (state for state in states if state.status not in (Status.WAITING, Status.PARKED))
     yield from (state for _, state in heapq.nsmallest(most, places, key=itemgetter(0)))
     yield from (state for _, state in islice(places, most + COMPARED))

@@ -1,4 +1,4 @@
-"""A scheduler and the steps that were started and not read: what an engine and its simulation have in common."""
+"""A scheduler and the steps in flight; the engine and the simulator share it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ S = TypeVar("S")  # a started step
 
 
 class StepPipeline(Generic[S]):
-    """Plans steps ahead of those that are read.
+    """Plans steps ahead of those that have been read.
 
-    A turn is `plan`, `started`, `due`: it starts a step, if there is one, and reads an earlier one.
+    In a turn the caller calls `plan`, starts the step, appends it to `in_flight`, and reads the step of `due`, an
+    earlier one.
 
     scheduler: replaced by `restart`.
-    lag: started steps that may be left unread; may be changed between turns.
-    in_flight: these steps, oldest first.
+    lag: how many started steps may be unread; may be changed between turns.
+    in_flight: the started steps, oldest first.
     """
 
     def __init__(self, scheduler: Scheduler, *, lag: int) -> None:
@@ -29,24 +30,24 @@ class StepPipeline(Generic[S]):
         self.in_flight: deque[S] = deque()
 
     def plan(self, speculation: Speculation | None = None, blocked: Collection[str] = ()) -> Plan | None:
-        """The next step; None when there is nothing to start. blocked: requests that sit it out."""
+        """Plan the next step; None if there is nothing to start. blocked: ids of requests that must skip it."""
         plan = self.scheduler.plan(speculation, blocked)
         return None if plan.is_empty else plan
 
     @property
     def is_full(self) -> bool:
-        """Whether a step must be read before the next one starts; so after `lag` was lowered."""
+        """Whether a step must be read before the next one starts; true only after `lag` was lowered."""
         return len(self.in_flight) > self.lag
 
     def is_due(self, *, started: bool) -> bool:
-        """Whether a step is to be read now. started: this turn has started one; else none is left unread."""
+        """Whether to read a step now. started: this turn has started one; otherwise all steps in flight are read."""
         return len(self.in_flight) > (self.lag if started else 0)
 
     def due(self, *, started: bool) -> S | None:
-        """Take out the step to read now, if any."""
+        """Remove and return the step to read now; None if there is none."""
         return self.in_flight.popleft() if self.is_due(started=started) else None
 
     def restart(self, only: Collection[str] | None, live: Collection[str]) -> None:
-        """Let every live request run again from its beginning; `only` and `live` as in `restarted`."""
+        """Run every live request again from its beginning; `only` and `live` as in `restarted`."""
         self.in_flight.clear()
         self.scheduler = restarted(self.scheduler, only, live)

@@ -1,4 +1,4 @@
-"""The records between host and device: a plan going down, a step's samples coming up."""
+"""The records between host and device: the plan of a step, and its samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xla_engine.scheduler.request import FinishReason
 
 
 class ResultMismatchError(ValueError):
-    """A step's result does not fit its plan. The runner is at fault; the step's tokens cannot be trusted."""
+    """A step's result does not match its plan. The runner is at fault, and the step's tokens cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Immutable):
-    """One occupancy of a slot: device row `index` in its `epoch`-th occupancy. No two occupancies are equal."""
+    """One occupancy of a slot: device row `index`, occupied for the `epoch`-th time. No two occupancies are equal."""
 
     index: int
     epoch: int
@@ -25,12 +25,12 @@ class Slot(Immutable):
 class Chunk(NamedTuple):
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
-    Starts are multiples of the chunk size and only the last chunk may be shorter: the cut depends on the
-    prompt alone. (Where the device is known not to mind, the last token of a prompt that is cached otherwise is a
-    chunk of its own.) The program that runs the last chunk also samples the request's next token.
+    Starts are multiples of the chunk size and only the last chunk may be shorter, so the cut depends on the prompt
+    alone. (Exception: with `cut_invariant`, if all but the last token is cached, that token is a chunk of its own.)
+    The program that runs the last chunk also samples the request's next token.
 
-    is_first: no earlier chunk of this occupancy ran; what lies before `start` comes from the prefix cache.
-    generated: how many of the tokens up to the prompt's end the request itself had sampled before it was preempted.
+    is_first: this is the first chunk in this occupancy; positions before `start` come from the prefix cache.
+    generated: how many tokens at the end of the context the request itself had sampled before it was preempted.
     """
 
     slot: Slot
@@ -52,7 +52,7 @@ class Row(Immutable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRow:
-    """One row of a verify step, which samples `width` tokens at most."""
+    """One row of a verify step; it samples at most `width` tokens."""
 
     slot: Slot
     request_id: str
@@ -60,14 +60,14 @@ class VerifyRow:
 
 
 class Speculation(NamedTuple):
-    """What a step may do: rows sample up to `width` tokens each, where they are `lanes` at most; else one."""
+    """Allows a verify step: rows may sample up to `width` tokens each if there are at most `lanes`; otherwise one."""
 
     width: int
     lanes: int
 
     @classmethod
     def again(cls, width: int) -> Speculation | None:
-        """What makes a plan of this `Plan.width` once more."""
+        """The argument of `Scheduler.plan` that reproduces a plan of this `Plan.width`."""
         if width == 0:
             return None
         return cls(width, 1 << 30 if width > 1 else 0)
@@ -75,7 +75,7 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """The first `length` positions of a request's slot come from slot `source`; nothing moves if that is its own."""
+    """The first `length` positions of a request's slot are copied from slot `source`, unless that is the same slot."""
 
     slot: Slot
     request_id: str
@@ -85,10 +85,10 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """The state of a request in `slot`, of which `length` positions are written, goes to the host or comes back.
+    """Moves the state of a request in `slot`, with `length` written positions, to the host or back.
 
-    blocks: where slots borrow blocks, those of the positions, in order; -1 for the first ones, which a resume leaves
-        as they are, since they are shared.
+    blocks: with a block pool, the blocks of these positions, in order; -1 for shared blocks at the beginning, which a
+        resume does not write.
     """
 
     slot: Slot
@@ -99,8 +99,8 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """A request that had ended goes on in `slot`, which holds its state as it was left: `length` positions are
-    written, and `remaining` tokens are still to come at most."""
+    """A finished request continues in `slot`, which still holds its state: `length` positions are written, and at most
+    `remaining` tokens follow."""
 
     slot: Slot
     request_id: str
@@ -110,7 +110,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Block `target` becomes what block `source` is."""
+    """Copies block `source` to block `target`."""
 
     source: int
     target: int
@@ -118,7 +118,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """Blocks of an occupancy in order of position, the first of them its `start`-th; the others stay as they are."""
+    """Sets the blocks of an occupancy from its `start`-th block on, in order of position; the others stay."""
 
     slot: Slot
     request_id: str
@@ -128,11 +128,11 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the scheduler did with a request, and why in plain words.
+    """What the scheduler did with a request, and why, in plain words.
 
-    action: "admit" to a slot, "wait" for one, "prefill" chunks, "hold" (in a slot, no chunk in this step),
-        "hand over" the slot; "park", "recompute" or "replay": it lost its slot, and how it will go on; "resume";
-        "continue", in the slot in which it had ended.
+    action: "admit" (gets a slot), "wait" (for a slot), "prefill" (runs chunks), "hold" (has a slot, runs no chunk),
+        "hand over" (gives up its slot, wholly planned), "park", "recompute" or "replay" (preempted, and how it will
+        continue), "resume" (after "park"), "continue" (extended in the slot in which it ended).
     """
 
     request_id: str
@@ -141,7 +141,7 @@ class Decision:
 
 
 class Admitted(NamedTuple):
-    """Requests that got a slot, by id, the states of them that come from the host, and those that are there still."""
+    """The ids of requests that got a slot; the states to move back from the host; the requests that continue."""
 
     names: tuple[str, ...]
     resumes: tuple[Swap, ...]
@@ -150,33 +150,32 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything the device is asked to do in one step: the chunks in order, then one decode of the rows.
+    """Everything that the device does in one step: the chunks in order, then one decode of the rows.
 
     step: counts non-empty plans from 0. Plans are started and committed in this order.
     admitted: ids of the requests that left the queue for a slot, first in line first.
-    chunks: lanes in order, the oldest prompt first. Consecutive chunks of one prompt may stand in one plan:
-        a lane may read the KV that an earlier lane writes.
-    decode: the rows that decode, in the order they began to. A row whose last chunk is in this plan is one of
-        them, unless no other decodes: then it begins in the next plan, so that its first token is read sooner. Those
-        in constrained come last, and only when no token of theirs is in flight. Without them, the tuple is the same
-        object from plan to plan until membership changes.
-    decisions: in the order taken. Those about the queue concern its head only.
-    parks: state that goes to the host. Parks, copies, resumes and reuses happen before all else in the step, in this
-        order.
-    resumes: state that comes back from the host.
+    chunks: lanes in order, oldest prompt first. A plan may have consecutive chunks of one prompt, because a lane can
+        read the KV that an earlier lane writes.
+    decode: the rows that decode, in the order in which they joined. A row whose last chunk is in this plan decodes in
+        it, too, unless no other row does: then it joins in the next plan, so that its first token is read sooner.
+        Constrained rows come last, and only if none of their tokens is in flight. Without them, the tuple is the same
+        object from plan to plan until a row joins or leaves.
+    decisions: in the order in which they were made. Of the queue, only the head gets one.
+    parks: states to move to the host. Parks, copies, resumes and reuses run first in the step, in this order.
+    resumes: states to move back from the host.
     reuses: cached prefixes that requests begin with.
-    continues: requests that had ended and go on in their slots; before all rows and chunks.
-    replays: ids of requests that lost their slot and will sample all their tokens anew.
-    tables: where slots borrow blocks, those that are new.
-    copies: blocks that become what another one is.
-    verify: the rows that may sample several tokens in a step, how many in this one each. Constrained ones are among
-        them, and last, where one samples more than one token; then `decode` is empty.
-    width: tokens that a row of a verify step may sample at most; 1 where the rows of `verify` decode with those of
-        `decode`; 0 likewise, and requests that begin to decode in this plan do so in every step from there on.
-    to_decode: rows that from this step on decode in every one, and might have sampled several tokens before.
-    to_speculate: ids of the requests for which it is the other way round.
-    held: ids of the constrained requests that sit out this step, as it is not known yet what their next token may be.
-    is_late: a plan was empty since the last one that was not, while requests were held.
+    continues: finished requests that continue in their slots; set up before all rows and chunks.
+    replays: ids of preempted requests that will sample all their tokens again.
+    tables: new entries of block tables.
+    copies: blocks to copy.
+    verify: the rows that may sample several tokens, each with its number for this step. If any samples more than one,
+        the constrained rows are among them, and last; then `decode` is empty.
+    width: the most tokens that a row of `verify` may sample. 1: the rows of `verify` decode together with those of
+        `decode`. 0: the same, and requests that begin to decode in this plan join `decode`.
+    to_decode: rows that move from `verify` to `decode` for this and the following steps.
+    to_speculate: ids of the requests that move from `decode` to `verify`.
+    held: ids of constrained requests that skip this step because their mask is not ready.
+    is_late: since the last non-empty plan, a plan was empty while requests were held.
     """
 
     step: int
@@ -200,41 +199,41 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to run: no request holds a slot, or all that do wait for the commit of a step that was started.
+        """Whether there is nothing to run: no request holds a slot, or all that do wait for a commit.
 
-        Such a plan needs no start and no commit.
+        An empty plan is neither started nor committed.
         """
         return not (self.chunks or self.decode or self.verify or self.parks or self.resumes)
 
     @property
     def decode_rows(self) -> tuple[Row | VerifyRow, ...]:
-        """The rows that sample one token in this step; the same object from plan to plan as `decode` is."""
+        """The rows that sample one token in this step. Without `verify` rows, it is the tuple `decode` itself."""
         if self.width > 1:
             return ()
         return (*self.decode, *self.verify) if self.verify else self.decode
 
     @property
     def joins(self) -> int:
-        """The first step in which the rows of `first_rows` may decode: this one, if any row decodes in it."""
+        """The first step in which the rows of `first_rows` may decode: this one if any row decodes, else the next."""
         return self.step + (not (self.decode or self.verify))
 
     @property
     def first_rows(self) -> tuple[Chunk, ...]:
-        """The chunks that end a prompt, and so sample a first token, in lane order."""
+        """The last chunks of prompts, which sample a first token, in lane order."""
         return tuple([chunk for chunk in self.chunks if chunk.is_last])
 
 
 MASK = "its mask is being made"  # why a request is held
 
-# In place of a token id:
+# Values in place of a token id:
 NO_TOKEN = -1  # the row did not decode, or had stopped
-NO_CHOICE = -2  # the device could not choose one, its logits were no numbers
+NO_CHOICE = -2  # no token could be sampled because the logits were NaN
 
 
 class Sample(NamedTuple):
-    """One sampled token, or NO_CHOICE, and its log-probability (natural; None where not asked for).
+    """One sampled token, or NO_CHOICE, and its log-probability (natural; None if not requested).
 
-    extra: what else the device tells about it; passed through.
+    extra: other outputs of the device for this token; passed through.
     """
 
     token_id: int
@@ -244,9 +243,9 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """What a decode step sampled, in columns by slot index. A row gets an object of its own when one is asked for.
+    """The samples of a decode step as columns, indexed by slot; `sample` makes the object for one row.
 
-    tokens: ids, NO_TOKEN or NO_CHOICE. logprobs: as in `Sample`, as many or none. extra: where there is any.
+    tokens: ids, NO_TOKEN or NO_CHOICE. logprobs: as in `Sample`, one per slot or empty. extra: by slot.
     """
 
     tokens: Sequence[int] = ()
@@ -254,15 +253,18 @@ class Decoded:
     extra: Mapping[int, object] = field(default_factory=dict)
 
     def sample(self, slot: int) -> Sample:
-        """What the row of a slot sampled."""
+        """The sample of a slot's row."""
         return Sample(self.tokens[slot], self.logprobs[slot] if self.logprobs else None, self.extra.get(slot))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step sampled: first, a sample for each of `plan.first_rows`; decode, the columns of `plan.decode`;
-    verify, one sample or more for each of `plan.verify`, none where the device had stopped the row; drafted, how many
-    drafts each of these had."""
+    """The samples of a step.
+
+    first: one for each of `plan.first_rows`. decode: the columns for `plan.decode`.
+    verify: for each of `plan.verify` one sample or more, or none if the device had stopped the row.
+    drafted: how many draft tokens each of these rows had.
+    """
 
     first: Sequence[Sample] = ()
     decode: Decoded = Decoded()
@@ -271,10 +273,7 @@ class StepResult:
 
 
 class TokenEvent(NamedTuple):
-    """One token credited to a request; `finish_reason` is set on the request's last one.
-
-    Where that is ERROR, the sample is no token.
-    """
+    """One token credited to a request; `finish_reason` is set on its last one. If it is ERROR, there is no token."""
 
     request_id: str
     sample: Sample

@@ -1,7 +1,7 @@
-"""The scheduler's arithmetic: who goes first, how a prompt is cut, and how much of it runs in a step.
+"""The scheduler's arithmetic: the order of the queue, how a prompt is cut, and how many chunks run in a step.
 
-A cut depends on the prompt alone; only *when* a chunk runs depends on the load. This is what makes the KV of
-a request, and so its tokens, the same bits under any load.
+Where a prompt is cut depends on the prompt alone; only *when* a chunk runs depends on the load. Therefore the KV of a
+request, and so its tokens, have the same bits under any load.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-Place = tuple[float, int]  # in line; the lowest goes first
-WAYS_TO_PREEMPT = (
-    "park",
-    "recompute",
-    "replay",
-)  # actions of the decisions that take a slot; see `way_to_preempt`
+Place = tuple[float, int]  # a request's place in the queue; the lowest goes first
+WAYS_TO_PREEMPT = ("park", "recompute", "replay")  # see `way_to_preempt`
 
 
 class Facts(NamedTuple):
-    """What a policy may look at.
+    """The input of a policy.
 
-    turn: how many requests came before, or were sent to the back. aging: `priority_aging` of `SchedulerConfig`.
-    prompt_tokens: of the prompt. priority, deadline, max_tokens, cache_salt: as in `Request`.
+    turn: number of requests that arrived, or were sent to the back, before this one.
+    aging: `priority_aging` of `SchedulerConfig`. prompt_tokens: length of the prompt.
+    priority, deadline, max_tokens, cache_salt: as in `Request`.
     """
 
     turn: int
@@ -35,17 +32,17 @@ class Facts(NamedTuple):
 
 
 def fcfs(facts: Facts) -> Place:
-    """First come, first served. Priorities do not count."""
+    """First come, first served; ignores priorities."""
     return facts.turn, facts.turn
 
 
 def by_priority(facts: Facts) -> Place:
-    """See `place`; without priorities, first come, first served."""
+    """By priority with aging, see `place`; first come, first served among equal priorities."""
     return place(facts.turn, facts.priority, facts.aging)
 
 
 def shortest_prompt(facts: Facts) -> Place:
-    """The shortest prompt first, the earlier of two alike."""
+    """The shortest prompt first; of equal ones the earlier."""
     return facts.prompt_tokens, facts.turn
 
 
@@ -59,17 +56,17 @@ POLICIES: dict[str, Callable[[Facts], Place]] = {
     "priority": by_priority,
     "shortest_prompt": shortest_prompt,
     "deadline": earliest_deadline,
-    "longest_prefix": fcfs,  # among the first in line, see `most_cached`
-    "round_robin": fcfs,  # slots change hands, see `Scheduler`
+    "longest_prefix": fcfs,  # then the one of the first in line with the longest cached prefix, see `most_cached`
+    "round_robin": fcfs,  # requests give up their slots after a quantum, see `Scheduler`
 }
-PREEMPTIVE = frozenset({"fcfs", "priority"})  # policies under which each arrival takes one slot at most
-# Policies whose places bound no wait: the request that waits longest goes next after `priority_aging` others have gone
-# before it.
+PREEMPTIVE = frozenset({"fcfs", "priority"})  # policies under which each arrival preempts at most one request
+# Policies whose order does not bound waiting times. Under them, the request that waits longest goes next after
+# `priority_aging` others have passed it.
 UNBOUNDED = frozenset({"shortest_prompt", "deadline", "longest_prefix"})
 
 
 def most_cached(cached: list[int]) -> int:
-    """Of requests in line, of which so many tokens are in the prefix cache, the one to go next.
+    """The index of the request to go next. cached: how many tokens of each are in the prefix cache.
 
     >>> most_cached([0, 64, 128, 128]), most_cached([0, 0])
     (2, 0)
@@ -80,12 +77,12 @@ def most_cached(cached: list[int]) -> int:
 def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
     """A request's place in the queue; the lowest goes first.
 
-    arrival: how many requests were submitted before. priority: the lower the sooner.
-    aging: what one class is worth, in arrivals. A request ages by one with every later arrival, and so its
-        place among the others never changes.
+    arrival: how many requests were submitted before. priority: lower goes first.
+    aging: how many arrivals one level of priority is worth. Since all requests age equally with each arrival, their
+        order never changes.
 
-    Starvation bound: of the requests that arrive after one of priority p, at most `p - q` times `aging`, less one,
-    of priority q or above go before it. Equal priorities go in order of arrival.
+    Starvation bound: of the requests that arrive after one of priority p, at most `(p - q) * aging - 1` of priority q
+    or above go before it. Equal priorities go in order of arrival.
 
     >>> sorted([place(0, 1, 3), place(1, 0, 3), place(2, 0, 3), place(3, 0, 3)])  # the third comes too late
     [(1, 1), (2, 2), (3, 0), (3, 3)]
@@ -94,7 +91,7 @@ def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
 
 
 def num_chunks(prompt_tokens: int, chunk_size: int) -> int:
-    """How many chunks `prompt_tokens` make.
+    """The number of chunks of a prompt.
 
     >>> num_chunks(9, 4), num_chunks(8, 4)
     (3, 2)
@@ -103,7 +100,7 @@ def num_chunks(prompt_tokens: int, chunk_size: int) -> int:
 
 
 def next_cuts(start: int, prompt_tokens: int, chunk_size: int, count: int) -> list[tuple[int, int]]:
-    """The next `count` chunks from the cut at `start`, as (start, stop).
+    """The next `count` chunks from position `start` on, as (start, stop).
 
     >>> next_cuts(4, 14, 4, count=2)
     [(4, 8), (8, 12)]
@@ -115,23 +112,23 @@ def next_cuts(start: int, prompt_tokens: int, chunk_size: int, count: int) -> li
 
 
 def prompt_budget(max_num_batched_tokens: int, decode_rows: int) -> int:
-    """Tokens that a step leaves to prompts: decode rows take one each and always run. May be negative."""
+    """The tokens that a step has left for prompts: decode rows take one each and always run. May be negative."""
     return max_num_batched_tokens - decode_rows
 
 
 def chunk_cost(chunks: int, chunk_size: int, *, joins_decode: bool) -> int:
-    """Budget that chunks use: each its padded width, and one more if they let a row decode in this step."""
+    """The budget that chunks use: each its padded width, plus one if a row joins the decode of this step."""
     return chunks * chunk_size + joins_decode
 
 
 def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool, first: bool) -> int:
     """How many of a prompt's remaining chunks run in this step.
 
-    budget: tokens prompts may still use.
+    budget: tokens that prompts may still use.
     joins_decode: the row decodes in the step of its last chunk, because it samples more than one token.
-    first: no chunk was granted in this step yet. Then one runs whatever the budget: the oldest prompt in a
-        slot advances in every step, and a prompt of C chunks, with A chunks of older prompts left when it
-        gets its slot, has its last chunk planned within A + C steps.
+    first: no chunk was granted in this step yet. Then one runs whatever the budget. So the oldest prompt advances in
+        every step, and if A chunks of older prompts are left when a prompt of C chunks gets its slot, its last chunk
+        is planned within A + C steps.
 
     >>> grant(3, 8, 4, joins_decode=True, first=True)
     2
@@ -148,10 +145,10 @@ def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool,
 def usable_prefix(
     cached: int, context_tokens: int, chunk_size: int, *, cut_invariant: bool, most: int | None = None
 ) -> int:
-    """Of `cached` tokens, how many need not run again: whole chunks, so that the rest is cut as it is without a cache.
+    """How many of `cached` tokens can be reused: whole chunks, so that the rest is cut as it is without a cache.
 
-    The last token always runs, because its logits are wanted. Where the device does not mind the cut
-    (`cut_invariant`), it runs alone if all else is cached. With `most`, all tokens behind it run, for the same reason.
+    The last token always runs, because its logits are needed. If the bits do not depend on the cut (`cut_invariant`),
+    it runs alone when all else is cached. With `most`, all tokens after the first `most` run.
 
     >>> usable_prefix(9, 14, 4, cut_invariant=True), usable_prefix(14, 14, 4, cut_invariant=False)
     (8, 12)
@@ -167,9 +164,9 @@ def usable_prefix(
 
 
 def worth_keeping(used: int, kept: int) -> bool:
-    """Whether a slot that keeps `kept` tokens should be taken over by a request that uses the first `used` of them.
+    """Whether to keep a slot's `kept` cached tokens when a request could reuse the first `used` of them.
 
-    Otherwise these are copied to another slot, and the rest stays for others.
+    If so, those are copied to another slot; otherwise the request takes over the slot.
 
     >>> worth_keeping(8, 12), worth_keeping(8, 64)
     (False, True)
@@ -180,11 +177,12 @@ def worth_keeping(used: int, kept: int) -> bool:
 def way_to_preempt(
     tokens: int, parked: int, *, swap_tokens: int, recompute_tokens: int, prefill_equals_decode: bool
 ) -> str:
-    """How a request of `tokens` KV entries loses its slot: the cheapest way that is exact and possible.
+    """How to preempt a request of `tokens` KV entries: the cheapest exact way.
 
-    "recompute" prefills prompt and generated tokens again: exact where prefill gives the bits of decode, and cheaper
-    up to `recompute_tokens`. "park" takes its state to the host, which has room for `swap_tokens`, of which
-    `parked` are used. "replay" runs it from its beginning: always possible, and what it samples comes out the same.
+    "recompute" prefills prompt and generated tokens again. This is exact if prefill gives the bits of decode, and
+    cheaper up to `recompute_tokens`. "park" moves the state to host memory, which has room for `swap_tokens`; `parked`
+    of them are used. "replay" runs the request again from its beginning; it is always possible, and samples the same
+    tokens.
 
     >>> limits = {"swap_tokens": 100, "recompute_tokens": 16}
     >>> way_to_preempt(16, 0, prefill_equals_decode=True, **limits)

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: token ids and limits, nothing about text or sampling."""
+"""A request as the scheduler sees it: token ids and limits, without text or sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"  # a stop token was sampled, or the engine saw a stop string
     LENGTH = "length"  # max_tokens were sampled
-    ABORT = "abort"  # the caller took it back
-    DEADLINE = "deadline"  # its time was up
+    ABORT = "abort"  # the caller aborted it
+    DEADLINE = "deadline"  # its deadline passed
     QUEUE_TIMEOUT = "queue_timeout"  # it got no slot in time
-    ERROR = "error"  # the engine could not go on with it
+    ERROR = "error"  # it failed
 
 
 class Status(enum.StrEnum):
-    """Where a request stands. It moves down this list, but for preemption, which puts it back in the queue."""
+    """The state of a request. It moves down this list, except that preemption puts it back into the queue."""
 
     WAITING = "waiting"  # in the queue, no slot
-    PARKED = "parked"  # in the queue, no slot, its state on the host
+    PARKED = "parked"  # in the queue, no slot, its state in host memory
     PREFILLING = "prefilling"  # in a slot, prompt tokens left to plan
     RUNNING = "running"  # whole prompt planned, new tokens left to plan or in flight
     FINISHED = "finished"
@@ -34,20 +34,20 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Immutable):
-    """One prompt to continue. Raises ValueError, naming the field, for one that cannot be.
+    """One prompt to continue. Raises ValueError, naming the field, if a field is invalid.
 
     request_id: unique among live requests; free again once the request has ended.
     prompt_token_ids: at least one token; never changed.
-    max_tokens: new tokens to sample at most, at least 1; a stop token counts as one.
+    max_tokens: the most new tokens, at least 1; a stop token counts as one.
     stop_token_ids: sampling one of these ends the request.
-    constrained: each token is planned only after the one before it was committed.
+    constrained: each token is planned only after the previous one was committed.
     cache_salt: requests share cached prefixes only with those of the same salt.
-    adapter: names what was added to the model for this request; prefixes are shared within one adapter only.
-    max_cached_tokens: of its prompt, how many may be taken from a cache; None: all, 0: every position is computed.
-    priority: from -10 to 10, the lower the sooner; see `scheduler.policy.place`.
-    deadline: time on the caller's clock from which on `expire` ends the request wherever it is.
-    queue_deadline: time from which on `expire` ends it if it still waits for its first slot.
-    quantum: steps of its turns under "round_robin"; None: as `SchedulerConfig` says.
+    adapter: key of its LoRA adapter, "" without; prefixes are shared only between requests of the same adapter.
+    max_cached_tokens: how many prompt tokens may come from the prefix cache; None: all, 0: none.
+    priority: from -10 to 10, lower goes first; see `scheduler.policy.place`.
+    deadline: time on the caller's clock at which `expire` ends the request, whatever its status.
+    queue_deadline: time at which `expire` ends it if it still waits for its first slot.
+    quantum: steps before it gives up its slot under "round_robin"; None: the value of `SchedulerConfig`.
     """
 
     request_id: str
@@ -65,7 +65,7 @@ class Request(Immutable):
 
     @property
     def group(self) -> str:
-        """Requests of one group may learn from each other's text."""
+        """Names the requests whose text may be used to draft for each other: same salt and adapter."""
         return f"{self.cache_salt}\0{self.adapter}" if self.adapter else self.cache_salt
 
     def __post_init__(self) -> None:

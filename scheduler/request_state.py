@@ -12,33 +12,33 @@ from xla_engine.scheduler.request import FinishReason, Request, Status
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One life of a request id; a later request under the same id has another state.
+    """The state of one request; a later request under the same id has another.
 
     arrival: how many requests were submitted before it.
-    turn: its number in line, the arrival unless it was sent back.
-    status: where it stands.
-    occupancy: the slot the request was admitted to. It stays when the slot is handed over, because tokens
-        still in flight are credited by it.
+    turn: its number in the queue; equal to `arrival` unless it was sent to the back.
+    status: see `Status`.
+    occupancy: the slot to which the request was admitted. It stays after the slot is handed over, because tokens in
+        flight are credited by it.
     holds_slot: whether the slot of `occupancy` is still this request's.
     prefilled: tokens of its context planned by prefill, or taken from the prefix cache.
-    last_step: the plan that plans this request's last token; known while it decodes, and after. None if constrained,
-        and of a request that speculates.
-    widths: tokens that steps in flight may bring at most, oldest first, of those in which it speculates.
-    first_step: the first plan in which it decodes, where `last_step` is known.
-    planned_before: new tokens planned, of a constrained request or one that was preempted; of one that speculates the
-        credited ones and one for each step in flight, perhaps beyond its cap.
+    last_step: the plan that plans this request's last token; known once it decodes. None for constrained and
+        speculating requests.
+    widths: for a speculating request, the most tokens that each step in flight may give it, oldest first.
+    first_step: the first plan in which it decodes, if `last_step` is known.
+    planned_before: new tokens planned, for constrained and preempted requests. For speculating ones, the credited
+        tokens plus one for each step in flight; may exceed `max_tokens`.
     credited: tokens received by commits, up to the last call of `settle`.
-    generated: these tokens, where the scheduler has a use for them.
-    base: how many of `generated` belong to the context, as they are prefilled again.
-    block_hashes: keys of the blocks of the context, made when first needed.
-    turn_ends: the step from which others may have its slot, under "round_robin" and while it runs.
-    parked: KV entries of it that are on the host.
-    blocks: its blocks while it holds a slot, where slots borrow blocks.
-    settled: how many of the first of `blocks` are full and will not change.
+    generated: these tokens, if the scheduler `keeps_tokens`.
+    base: how many of `generated` belong to the context because they are prefilled again.
+    block_hashes: keys of the blocks of the context, computed when first needed.
+    turn_ends: the step from which others may take its slot, under "round_robin" and while it runs.
+    parked: how many of its KV entries are in host memory.
+    blocks: its KV blocks while it holds a slot, with a block pool.
+    settled: how many of the first `blocks` are full and will not change.
     ready: tokens of its context that `blocks` held when it got them.
-    left: (index, block, times it was taken) of those that are not settled, once it gave them up.
+    left: after it gave up its blocks, (index, block, times taken) of those that are not settled.
     reached: positions it had written when it lost its slot.
-    goes_on: it had ended in `occupancy`, and nothing was seen to overwrite what it left there.
+    goes_on: it has finished in `occupancy` and is extended, and nothing is known to have overwritten its KV there.
     finish_reason: set when it ends.
     decision: the latest about it, None before the first.
     """
@@ -70,7 +70,7 @@ class RequestState:
     decision: Decision | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> RequestState:
-        """A state with lists of its own; all else in it never changes."""
+        """Copies the lists; all other fields are immutable."""
         twin = copy.copy(self)
         for part in fields(self):
             if isinstance(value := getattr(self, part.name), list):
@@ -87,7 +87,7 @@ class RequestState:
 
     @property
     def context(self) -> Sequence[int]:
-        """What is prefilled: the prompt, and what the request had sampled when it was preempted and not parked."""
+        """The tokens to prefill: the prompt, and those that it had sampled before it was recomputed."""
         prompt = self.request.prompt_token_ids
         return (*prompt, *self.generated[: self.base]) if self.base else prompt
 
@@ -97,49 +97,51 @@ class RequestState:
 
     @property
     def slot(self) -> Slot:
-        """The occupancy of a request that was admitted."""
+        """The occupancy; the request must have been admitted."""
         assert self.occupancy is not None, f"request {self.request_id!r} was never admitted"
         return self.occupancy
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether it needs to know what its next token may be when it gets a slot, and not only when it decodes."""
+        """Whether it needs its mask as soon as it gets a slot, because its prefill samples the next token."""
         return self.request.constrained and self.status is Status.WAITING and self.credited > 0
 
     def planned(self, next_step: int) -> int:
         """New tokens planned by the plans before `next_step`, in flight or credited.
 
-        From the plan of the last chunk on, each plan adds one token (that one two, the first and a decoded one, if
-        other rows decode in it), so the number follows from `last_step` and no step has to count.
+        From the plan of its last chunk on, each plan adds one token. (That plan adds two, the first and a decoded one,
+        if other rows decode in it.) So the number follows from `last_step`, and steps need not count.
         """
         if self.last_step is None:
             return min(self.planned_before, self.request.max_tokens)
         return self.request.max_tokens - max(self.last_step + 1 - next_step, 0)
 
     def settle(self, committed: int) -> None:
-        """Let `credited` say what the steps before `committed` brought.
+        """Bring `credited` up to date with the steps before `committed`.
 
-        A row gets a token from each step in which it decodes, so it is not counted step by step.
+        A row gets one token from each step in which it decodes, so this is computed and not counted in each step.
         """
         if self.last_step is not None and committed > self.first_step:
             self.credited = self.planned(committed)
 
     def position(self, next_step: int) -> int:
-        """KV entries written by the plans before `next_step`, which is the row's next write index; that many at most
-        while steps are in flight that may bring it several tokens."""
+        """KV entries written by the plans before `next_step`, and so the row's next write index.
+
+        An upper bound while steps are in flight that may give it several tokens.
+        """
         planned = self.planned(next_step)
         if self.widths and self.last_step is None:
             planned = min(planned + sum(self.widths) - len(self.widths), self.request.max_tokens)
         return self.prefilled + max(planned - self.base - 1, 0)
 
     def begin_prefill(self) -> None:
-        """Begin in a slot: the context is prompt and credited tokens."""
+        """Prepare to prefill in a slot: the context is the prompt and the credited tokens."""
         self.prefilled = 0
         if self.base != self.credited:
             self.base, self.block_hashes = self.credited, None
 
     def start_over(self) -> None:
-        """Forget the request's tokens, which it will sample again; those in flight will be dropped."""
+        """Forget its tokens, because it will sample them again; those in flight will be dropped."""
         self.occupancy, self.block_hashes = None, None
         self.planned_before = self.credited = self.base = 0
         self.generated.clear()

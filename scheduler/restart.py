@@ -1,4 +1,4 @@
-"""Running all live requests again from their beginnings."""
+"""Restarts a scheduler: all live requests run again from their beginning."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from xla_engine.scheduler.scheduler import Scheduler
 
 
 def restarted(old: Scheduler, only: Collection[str] | None = None, live: Collection[str] = ()) -> Scheduler:
-    """A scheduler of the same live requests and totals in which nothing has run yet: every request waits.
+    """A scheduler with the same live requests and totals, in which every request waits.
 
-    For an engine that lost the device's state, or was interrupted in the middle of a call. Requests keep their
-    places in line; tokens they were credited count as dropped, since they will be sampled again. A request that
-    had a slot before cannot time out in the queue any more.
+    For an engine that has lost the device state, or was interrupted in the middle of a call. Requests keep their
+    places in the queue. Their credited tokens count as dropped, because they will be sampled again. A request that had
+    a slot before can no longer end by its queue timeout.
 
-    only: ids that may get a slot until the next restart, None for all.
-    live: ids of requests of which the caller has told no end. Those of them that have ended run again, too.
+    only: ids of the requests that may get a slot until the next restart; None for all.
+    live: ids of requests whose end the caller has not delivered. Those that have ended run again, too.
     """
     fresh = Scheduler(old.config, only)
     fresh._submitted, fresh._finished = old._submitted, dict(old._finished)
@@ -35,7 +35,7 @@ def restarted(old: Scheduler, only: Collection[str] | None = None, live: Collect
     lost = sum(state.credited for state in states)
     fresh._committer.credited = old._committer.credited - lost
     fresh._committer.dropped = old._committer.dropped + lost
-    fresh._waiting.max_waiting, fresh._waiting.strict = None, False  # they were all taken once
+    fresh._waiting.max_waiting, fresh._waiting.strict = None, False  # all of them were accepted before
     for state in sorted(states, key=lambda state: state.arrival):
         request = state.request
         if state.status is not Status.WAITING and (

@@ -1,4 +1,4 @@
-"""The scheduler: `plan()` decides a step, `commit()` takes in what it sampled."""
+"""The scheduler: `plan()` decides a step, `commit()` credits its tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NO_PREFILL = PrefillPlan((), (), ())
 
 
 class Scheduler:
-    """First in line, first served over a fixed number of slots. The line is by one of `scheduler.policy.POLICIES`.
+    """Serves a queue with a fixed number of slots. The order is one of `scheduler.policy.POLICIES`.
 
     Plans may run ahead of commits by any number of steps (the lag)::
 
         plan 4    A: last chunk, tokens 1 and 2 of 2, slot (3, epoch 0)   all planned: slot 3 is released
         plan 5    B: first chunk, slot (3, epoch 1)                       the device runs 5 after 4
-        commit 4  A: both tokens, since A's occupancy is (3, epoch 0)       B holds slot 3 by now
+        commit 4  A: both tokens, since A's occupancy is (3, epoch 0)     B holds slot 3 by now
 
-    A request that reaches its cap gives its slot up when its last token is planned; one that samples a stop
-    token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends
-    once: by a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
+    A request that reaches `max_tokens` gives up its slot when its last token is planned; one that samples a stop
+    token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends once: by
+    a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
 
-    untold: requests that `commit` and `expire` have ended since the last plan, by id; a restart runs those of them
-        again whose end was not told.
+    untold: requests that `commit` and `expire` have ended since the last plan, by id. If the engine restarts before it
+        has delivered such an end, the request runs again.
     """
 
     def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
@@ -64,8 +64,11 @@ class Scheduler:
         self._finished = dict.fromkeys(FinishReason, 0)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError for an id in use or a request that can never have blocks enough, and
-        QueueFullError; nothing changes then."""
+        """Queue a request.
+
+        Raises ValueError if the id is in use or the request can never have enough blocks, and QueueFullError. An error
+        changes nothing.
+        """
         if (why := self.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
             raise ValueError(f"request {request.request_id!r} can never run: {why}")
         if request.request_id in self._states:
@@ -74,16 +77,18 @@ class Scheduler:
         self._submitted += 1
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request can never have blocks enough, with the arithmetic; None if it can."""
+        """Why a request can never have enough blocks, with the arithmetic; None if it can."""
         return self._kv.never_fits(prompt_tokens, max_tokens)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state it is; False when no live request has this id."""
+        """End a request, whatever its status; False if no live request has this id."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
-        """End a request for a reason of the engine's; its slot is free for the next plan, its tokens in flight are
-        dropped, also when the id is submitted again. False when no live request has this id."""
+        """End a request for a reason that the engine gives; False if no live request has this id.
+
+        Its slot is free for the next plan. Its tokens in flight are dropped, even if the id is submitted again.
+        """
         state = self._states.get(request_id)
         if state is None:
             return False
@@ -91,9 +96,9 @@ class Scheduler:
         return True
 
     def expire(self, now: float) -> list[tuple[str, FinishReason]]:
-        """End every request whose time is up, and return their ids with DEADLINE or QUEUE_TIMEOUT.
+        """End every request whose deadline has passed; returns their ids with DEADLINE or QUEUE_TIMEOUT.
 
-        now: on the clock that the requests' deadlines are on.
+        now: on the clock of the requests' deadlines.
         """
         expired = []
         for state, reason in self._deadlines.due(now):
@@ -102,12 +107,13 @@ class Scheduler:
         return expired
 
     def plan(self, speculation: Speculation | None = None, held: Collection[str] = frozenset()) -> Plan:
-        """Decide the next step, and count it as started: fill free slots from the head of the queue, decode every
-        live row, and run prompt chunks in what that leaves of the token budget.
+        """Decide the next step, and count it as started.
 
-        speculation: rows may sample several tokens in this step or a later one. It may be another in every plan.
-        held: ids of the requests among which the constrained ones get no row, as what their next token may be is not
-            known yet; others may be among them.
+        Fills free slots from the head of the queue, decodes every live row, and spends the rest of the token budget on
+        prompt chunks.
+
+        speculation: lets rows sample several tokens; may differ from plan to plan.
+        held: ids of requests whose mask is not ready. Those of them that are constrained get no row.
         """
         decisions: list[Decision] = []
         self._constrained.held = held
@@ -174,23 +180,22 @@ class Scheduler:
         return plan
 
     def credited(self, request_id: str) -> int | None:
-        """New tokens that a request was credited since it last began; None when it is not live."""
+        """New tokens credited to a request since it last started; None if it is not live."""
         if (state := self._states.get(request_id)) is None:
             return None
         state.settle(self._committer.steps)
         return state.credited
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> str | None:
-        """Take a request's slot away, to be given to others by the next plan; it waits in line to go on later.
+        """Preempt a request: it loses its slot, which the next plan can give to others, and waits in the queue.
 
-        how: one of `policy.WAYS_TO_PREEMPT`, as `policy.way_to_preempt` chooses where None; a prompt that is not
-            wholly planned is always recomputed. "recompute" of generated tokens needs `prefill_equals_decode`.
-        to_back: as if it had come last, else at the place in line it always had.
+        how: one of `policy.WAYS_TO_PREEMPT`; None: `policy.way_to_preempt` chooses. A prompt that is not wholly
+            planned is always recomputed. "recompute" of generated tokens needs `prefill_equals_decode`.
+        to_back: queue it as if it had arrived last; by default it keeps its place.
 
-        Returns how it was done; None, with nothing done, for a request that holds no slot. Raises ValueError for a way
-        that this configuration does not have. The request's tokens are the same as without: those in flight are
-        credited, or sampled again by a replay. It gets a slot again when all tokens that were planned for it are read,
-        so callers that go on planning without reading gain nothing.
+        Returns how it was done; None if the request holds no slot, and then nothing changes. Raises ValueError if this
+        configuration does not offer `how`. The request's tokens stay the same: those in flight are credited, or
+        sampled again by a replay. It gets a slot again only after all tokens planned for it have been read.
         """
         state = self._states.get(request_id)
         if state is None or not state.holds_slot:
@@ -198,24 +203,24 @@ class Scheduler:
         return self._preemption.preempt(state, self._next_step, how=how, to_back=to_back).action
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the slots hold: nothing is reused until it has been computed anew."""
+        """Forget all cached prefixes."""
         self._kv.forget()
 
     def commit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
 
-        Plans are committed once, in the order they were made. Raises ResultMismatchError for a result that
-        does not fit; the requests concerned stay live until `finish`.
+        Each plan is committed once, in the order of planning. Raises ResultMismatchError if the result does not match
+        the plan; the affected requests stay live until `finish`.
         """
         if plan.is_empty:
             return Events()
         events = self._committer.credit(plan, result)
-        for state in self._speculating.done():  # what is in flight ends them, as it turns out
+        for state in self._speculating.done():  # the steps in flight are now certain to complete them
             self._hand_over(state)
         return events
 
     def _admit(self, decisions: list[Decision]) -> Admitted:
-        """Give slots to the head of the line."""
+        """Give free slots to the requests at the head of the queue."""
         admitted, resumes, continues = [], [], []
         while self._waiting:
             state = self._waiting.next_in_line(self._kv.cached_tokens)
@@ -268,13 +273,13 @@ class Scheduler:
         return frozenset(name for name, state in live if state is not None and state.request.constrained)
 
     def _detach(self, state: RequestState, how: str) -> None:
-        """Plan nothing more for a request that loses its slot."""
+        """Stop planning for a request that loses its slot."""
         self._running.detach(state, self._next_step)
         if how == "replay":
             self._committer.take_back(state)
 
     def _hand_over(self, state: RequestState) -> Decision:
-        """Give up the slot of a request that is wholly planned: the device runs this step before the next."""
+        """Release the slot of a request that is wholly planned: the device runs steps in order."""
         self._running.part_of(state).leave(state)
         if state.last_step is not None:
             self._committer.handed_over(state)
@@ -288,12 +293,12 @@ class Scheduler:
         self._deadlines.add(state)
 
     def _end_untold(self, state: RequestState, reason: FinishReason) -> None:
-        """End a request of which the caller does not know it yet."""
+        """End a request, and note that the caller does not know it yet."""
         self.untold[state.request_id] = state
         self._end(state, reason)
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
-        """Take a live request out of every part that knows it."""
+        """Remove a live request from every part."""
         del self._states[state.request_id]
         if state.status in (Status.WAITING, Status.PARKED):
             self._waiting.remove(state)
@@ -345,33 +350,33 @@ class Scheduler:
 
     @property
     def blocks_used(self) -> int | None:
-        """KV blocks that requests hold; None where slots have memory of their own."""
+        """KV blocks that requests hold; None without a block pool."""
         return None if self._kv.blocks is None else self._kv.blocks.pool.num_used
 
     @property
     def positions_used(self) -> int:
-        """KV entries that the plans made so far write for the requests that hold a slot."""
+        """KV entries that the plans so far have written for the requests that hold a slot."""
         return sum(state.position(self._next_step) for state in self._running.holders())
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot that have tokens to be planned: new ones, and those that lost it."""
+        """Requests in the queue: new ones and preempted ones."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests past the queue: in a slot, or with all tokens planned and some in flight."""
+        """Requests in a slot, or with all tokens planned and some in flight."""
         return len(self._states) - len(self._waiting)
 
     @property
     def decoding(self) -> list[str]:
-        """The requests that decode in the next plan, unless they lose their slots in it."""
+        """The ids of the requests that decode in the next plan, unless it preempts them."""
         running = self._running
         parts = (self._decoding, running.speculating, running.constrained)
         return [state.request_id for part in parts for state in part]
 
     def snapshot(self, times: Callable[[str], Times | None] = lambda request_id: None) -> Snapshot:
-        """Slots, queue and counters, with the reason of each live request's last decision, and its times."""
+        """Slots, queue and counters, with the last decision and the times of each live request."""
         self._settle()
         admitted = [
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
@@ -382,7 +387,7 @@ class Scheduler:
         )
 
     def counters(self) -> Counters:
-        """Totals since the start."""
+        """Totals since start-up."""
         return Counters(
             steps_planned=self._next_step,
             steps_committed=self._committer.steps,

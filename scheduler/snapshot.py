@@ -1,4 +1,4 @@
-"""What the scheduler knows, as frozen records for people and tests. Taking one touches no device."""
+"""The scheduler's state as frozen records, for people and tests; does not touch the device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xla_engine.scheduler.plan import Decision, Slot
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 
-SHOWN_WAITING = 8  # requests of the queue in a notebook's table
+SHOWN_WAITING = 8  # queued requests that the table in notebooks shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds in a request's life, by a clock that the scheduler does not have.
+    """Times of a request in seconds, on the engine's clock; the scheduler has none.
 
     age: since it was submitted. queued: until it got its first slot, or so far. first_token: until its first token was
-    read; None where there is none.
+    read; None before that.
     """
 
     age: float
@@ -31,15 +31,14 @@ class Times:
 class RequestView:
     """One live request.
 
-    status: where it stands.
-    priority, arrival: its place in the line, by `scheduler.policy.place`.
+    priority, arrival: determine its place in the queue, see `scheduler.policy.place`.
     prompt_tokens, max_tokens: as in the request.
-    prefilled: prompt tokens in the plans made so far.
-    planned: new tokens in the plans made so far.
+    prefilled: prompt tokens planned so far.
+    planned: new tokens planned so far.
     credited: new tokens received.
-    decision: why it stands where it stands; None when no plan was made since it came.
-    quantum_left: steps until its turn is over, 0 if it is; None where requests take no turns, or it does not run.
-    times: None where nobody looks at a clock.
+    decision: the latest about it; None if no plan was made since it arrived.
+    quantum_left: steps until its quantum is over, 0 if it is; None without "round_robin", or if it does not run.
+    times: None if the caller provides none.
     """
 
     request_id: str
@@ -60,9 +59,9 @@ class RequestView:
 class SlotView:
     """One slot.
 
-    position: KV entries that the plans made so far write.
-    request: None when the slot is free.
-    blocks: those it borrows, where slots do.
+    position: KV entries that the plans so far have written.
+    request: None if the slot is free.
+    blocks: the KV blocks of its request, with a block pool.
     """
 
     slot: Slot
@@ -73,9 +72,9 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Totals since the start. `submitted` counts what is live and all of `finished`.
+    """Totals since start-up. `submitted` counts the live requests and all of `finished`.
 
-    A request is what the scheduler knows as one: of a caller's request of n, each of the n sequences.
+    Each of the n sequences of a caller's request counts as one request.
     """
 
     steps_planned: int
@@ -85,15 +84,15 @@ class Counters:
     tokens_credited: int
     tokens_dropped: int  # sampled for an occupancy that had ended
     preemptions: int = 0
-    cached_tokens: int = 0  # of prompts, not computed as a slot held them
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything live.
+    """All live requests.
 
     slots: by index. waiting: the queue, first in line first.
-    draining: requests that handed their slot over and have tokens in flight, oldest first.
+    draining: requests that have handed over their slot and have tokens in flight, oldest first.
     """
 
     slots: tuple[SlotView, ...]
@@ -102,7 +101,7 @@ class Snapshot:
     counters: Counters
 
     def _repr_html_(self) -> str:
-        """Slots and the first of the queue as a table for notebooks."""
+        """A table for notebooks: the slots and the head of the queue."""
         rows = [(str(view.slot.index), view.request, str(view.position)) for view in self.slots]
         rows += [("waiting", view, "") for view in self.waiting[:SHOWN_WAITING]]
         if len(self.waiting) > SHOWN_WAITING:
@@ -135,8 +134,8 @@ def take(
 ) -> Snapshot:
     """Take a snapshot.
 
-    admitted: every live request past the queue, oldest first. times: of a request. takes_turns: slots change hands
-    when a quantum is over.
+    admitted: every live request that has left the queue, oldest first. times: returns those of a request.
+    takes_turns: whether the policy is "round_robin".
     """
 
     def view_of(state: RequestState, decision: Decision | None) -> RequestView:
@@ -196,7 +195,8 @@ def _free(slot: Slot) -> SlotView:
     return SlotView(slot=slot, position=0, request=None)
 
 
-# A plan explains the head of each line only, so that its cost does not grow with the queue. The rest follows here.
+# A plan has decisions only about the head of the queue and the oldest prompts, so that its cost does not grow with the
+# queue. The decisions about the others are made here.
 
 
 def _wait_behind(state: RequestState, ahead: int) -> Decision:

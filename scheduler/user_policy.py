@@ -1,7 +1,7 @@
-"""A scheduling policy of the caller's own, named by its import path "package.module:Name".
+"""A user's own scheduling policy, named by its import path "package.module:Name".
 
-It decides who is next in line, and nothing else: no token depends on it, and no request waits for ever, since the one
-that waits longest is next after `priority_aging` others have gone before it.
+It decides only the order of the queue. No token depends on it, and no request starves, because the one that waits
+longest goes next after `priority_aging` others have passed it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from xla_engine.scheduler.policy import POLICIES, Facts, Place
 
 
 class SchedulingPolicy(Protocol):
-    """What `Name` is: a class of such objects, made without arguments, or a function like this method."""
+    """The interface of a policy. `Name` is a class without constructor arguments, or a function like `place`."""
 
     def place(self, facts: Facts) -> float:
-        """A request's place in line; the lowest goes first, and of equal ones the earlier request.
+        """A request's place in the queue; the lowest goes first, and of equal ones the earlier request.
 
-        A pure function of the facts, asked when the request comes and again if it loses its slot; so nothing but the
-        facts should count, and it should take microseconds. A request for which it raises or returns no number is
-        refused, and no other is concerned.
+        It should be a pure function of the facts and take microseconds: it is called when the request arrives and
+        again when it is preempted. If it raises or returns no number, this request is refused; others are not
+        affected.
         """
         ...
 
 
 class PolicyError(ValueError):
-    """A caller's policy failed for one request, which was not taken."""
+    """A user's policy failed for one request, which was refused."""
 
 
 class UserPolicy:
-    """A policy with its errors by name. Raises ValueError where there is none at `path`."""
+    """Loads a user's policy and turns its errors into PolicyError. Raises ValueError if there is none at `path`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class UserPolicy:
 
 
 def find_policy(name: str) -> Callable[[Facts], Place]:
-    """One of `POLICIES`, or the policy at an import path. Raises ValueError."""
+    """One of `POLICIES`, or the policy at an import path. Raises ValueError if there is none."""
     if not isinstance(name, str):
         raise ValueError(f"scheduling_policy must be a name, not a {type(name).__name__}")
     if name in POLICIES:

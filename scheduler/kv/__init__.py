@@ -1,1 +1,1 @@
-"""What requests hold on the device, who loses it, and what they leave there: slots, blocks, prefixes."""
+"""Device memory: slots, KV blocks, prefix caching and preemption."""

@@ -1,4 +1,4 @@
-"""What requests hold on the device: slots, blocks, and what earlier requests have left there."""
+"""Allocates slots and KV blocks to requests, and finds what earlier requests have left there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class KVAllocator:
-    """Slots for requests, and blocks where slots have no memory of their own.
+    """Allocates slots and, with a block pool, blocks.
 
-    blocks: None where every slot has memory of its own.
-    cache: finds the content that requests leave behind, in slots or in blocks; None without prefix caching.
+    blocks: None without a block pool, when every slot has its own memory.
+    cache: finds cached prefixes in slots or blocks; None without prefix caching.
 
-    Times are steps: content that was used in a later one is overwritten later.
+    The least recently used content is overwritten first; time is measured in steps.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
         self.blocks = None if config.num_blocks is None else BlockManager(config)
-        self._held: SlotPrefixCache | None = None  # by slots
+        self._held: SlotPrefixCache | None = None  # what slots hold; None with a block pool
         self.cache: SlotPrefixCache | BlockManager | None = None
         if config.enable_prefix_caching:
             if self.blocks is None:
@@ -34,33 +34,33 @@ class KVAllocator:
             self.cache = self.blocks or self._held
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request can never have blocks enough, with the arithmetic; None if it can."""
+        """Why a request can never have enough blocks, with the arithmetic; None if it can."""
         return None if self.blocks is None else self.blocks.never_fits(prompt_tokens, max_tokens)
 
     def missing(self, state: RequestState) -> str | None:
-        """Why a request cannot `enter` now, in words; None if it can."""
+        """Why a request cannot `enter` now; None if it can."""
         if not self.slots.num_free:
             return f"no free slot: {len(self.slots)} of {len(self.slots)} busy"
         return None if self.blocks is None else self.blocks.missing(state)
 
     def suffices_without(self, others: Iterable[RequestState], state: RequestState) -> bool:
-        """Whether there would be blocks enough for a request if all of `others` gave theirs up."""
+        """Whether a request would have enough blocks if all of `others` gave up theirs."""
         return self.blocks is None or self.blocks.suffices_without(others, state)
 
     def enter(self, state: RequestState) -> None:
-        """Give a request a slot, and its blocks where slots borrow them."""
+        """Give a request a slot and, with a block pool, its first blocks."""
         state.occupancy, state.holds_slot = self._choose_slot(state), True
         if self.blocks is not None:
             self.blocks.enter(state)
 
     def still_holds(self, state: RequestState) -> bool:
-        """Whether the slot of a request that has ended is free, and holds what it left there."""
+        """Whether the slot of a finished request is free and still holds its KV entries."""
         slot = state.slot
         free = self.slots.is_free(slot.index) and self.slots.current(slot.index).epoch == slot.epoch + 1
         return free and (self.blocks is None or self.blocks.left_by(state) is not None)
 
     def go_on(self, state: RequestState, step: int) -> Continuation:
-        """Give a request that had ended its slot again, with what it holds."""
+        """Give a finished request its slot again, with the KV entries that it holds."""
         state.occupancy, state.holds_slot = self.slots.acquire(state.slot.index), True
         state.goes_on = False
         if self.blocks is not None:
@@ -75,7 +75,7 @@ class KVAllocator:
         )
 
     def resume(self, state: RequestState, length: int) -> Swap:
-        """Where the state of a request that has entered comes back to from the host."""
+        """The move of a request's state from the host to its slot; the request has entered."""
         if self.blocks is not None:
             return self.blocks.resume(state, length)
         if self._held is not None:
@@ -83,12 +83,12 @@ class KVAllocator:
         return Swap(slot=state.slot, request_id=state.request_id, length=length)
 
     def park(self, state: RequestState, length: int) -> Swap:
-        """Where the state of a request that is about to leave lies, for the host."""
+        """The move of a request's state from its slot to the host; the request is about to leave."""
         blocks = () if self.blocks is None else state.blocks[: self.blocks.pool.blocks_for(length)]
         return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
 
     def leave(self, state: RequestState, step: int) -> None:
-        """Take back what a request holds."""
+        """Release the slot and blocks of a request."""
         kept = self._held is not None and self._held.length(state.slot.index) > 0
         self.slots.release(state.slot, _use(step) if kept else 0)
         if self.blocks is not None:
@@ -96,22 +96,22 @@ class KVAllocator:
         state.holds_slot = False
 
     def retain(self, state: RequestState) -> None:
-        """Let the cache find what a request has left in its slot, if it had one."""
+        """Enter the KV entries of a request, if it had a slot, into the prefix cache."""
         if self.cache is not None and state.occupancy is not None:
             self.cache.end(state)
 
     def discard(self, state: RequestState) -> None:
-        """Let the cache forget what a request has left in its slot: it may be no numbers."""
+        """Remove the KV entries of a failed request from the prefix cache: they may be NaN."""
         if self.cache is not None and state.occupancy is not None:
             self.cache.discard(state)
 
     def used(self, index: int, step: int) -> None:
-        """Count the content of a slot as used in `step`, by a copy."""
+        """Note that the content of a slot was copied in `step`."""
         if self._held is not None:
             self.slots.revalue(index, _use(step))
 
     def forget(self) -> None:
-        """Find nothing of what requests have left so far."""
+        """Forget all cached prefixes."""
         if self.blocks is not None:
             self.blocks.pool.forget_all()
         if self._held is not None:
@@ -120,7 +120,7 @@ class KVAllocator:
                 self.slots.revalue(index, 0)
 
     def cached_tokens(self, state: RequestState) -> int:
-        """How many tokens of a request's context are found in what others have left."""
+        """How many tokens of a request's context are in the prefix cache."""
         return 0 if self.cache is None else self.cache.match(state)[1]
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
@@ -132,7 +132,7 @@ class KVAllocator:
             self.blocks.check(states, step)
 
     def _choose_slot(self, state: RequestState) -> Slot:
-        """The slot that holds most of the request's context, if it is free and not worth more to others; else any."""
+        """The slot with the longest prefix of the request's context, if it is free and not worth keeping; else any."""
         if self._held is not None and state.status is Status.WAITING and state.request.max_cached_tokens != 0:
             index, held = self._held.match(state)
             spare = self.slots.num_free > 1 and policy.worth_keeping(held, self._held.length(index))
@@ -142,5 +142,5 @@ class KVAllocator:
 
 
 def _use(step: int) -> int:
-    """Worth of content that is used in a step: the longest unused is overwritten first."""
+    """The `use` of content that was used in a step; the lowest is overwritten first, and 0 is no content."""
     return step + 1

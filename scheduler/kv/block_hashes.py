@@ -1,7 +1,6 @@
-"""Keys of blocks by what they hold: the SHA-256 of the key of the block before and of the block's own tokens.
+"""Keys of KV blocks by content: the SHA-256 of the previous block's key and the block's tokens.
 
-What comes before the first block names model, tenant and adapter. So equal keys mean equal tokens from the beginning
-on.
+The chain begins with a hash of model, cache salt and adapter. So equal keys mean equal tokens from the beginning on.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class BlockHashes:
-    """Keys of blocks of `block_size` tokens of the model named `model`.
+    """Keys of blocks of `block_size` tokens. model: names the model.
 
-    tails: the last tokens, which fill a block in part, have a key as well.
+    tails: also give a key to the last block if it is only partly filled.
     """
 
     def __init__(self, block_size: int, model: str, *, tails: bool = False) -> None:
@@ -25,7 +24,7 @@ class BlockHashes:
         self._tails = tails
 
     def of_context(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the blocks of a request's context; made once."""
+        """Keys of the blocks of a request's context; computed once."""
         if state.block_hashes is None:
             state.block_hashes = tuple(self._chain(self._root(state), state.context))
         return state.block_hashes
@@ -45,7 +44,7 @@ class BlockHashes:
         return hashlib.sha256(root + request.adapter.encode(errors="surrogatepass")).digest()
 
     def _chain(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        """Keys of the blocks of `tokens`, which follow the block named `key`."""
+        """Keys of the blocks of `tokens`, which follow the block with this key."""
         end = len(tokens) if self._tails else len(tokens) - self.block_size + 1
         for start in range(0, end, self.block_size):
             content = array("q", tokens[start : start + self.block_size]).tobytes()

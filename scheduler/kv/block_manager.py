@@ -1,16 +1,15 @@
-"""Blocks of KV that slots borrow: how many a request gets when, and which of them it shares.
+"""Assigns KV blocks of the pool to requests: how many, when, and which are shared.
 
-A request is admitted with blocks for its context and one position more; a row that decodes gets its next block in the
-plan that first writes to it. With the prefix cache, blocks are found by the keys of `scheduler.kv.block_hashes`: whole
-ones are shared, and one that is of use in part is copied. So each block has one writer, and none once it is full.
+A request is admitted with blocks for its context plus one position. A decoding row gets its next block in the plan
+that first writes to it. With prefix caching, blocks are found by the keys of `scheduler.kv.block_hashes`: full blocks
+are shared, and a block that matches in part is copied. So each block has one writer, and none once it is full.
 
-When blocks run out, the last in line loses its own. So the first in line of those that hold any keeps them, and since
-each request can have all it needs when it is alone, in every step some request gets nearer to its end for good. No
-request goes before the head of the queue: with k requests before it in line, one waits for at most k + max_num_seqs
-others to run from beginning to end.
+When blocks run out, the last request in line is preempted. The first in line therefore keeps its blocks, and since
+each request fits alone, some request makes lasting progress in every step. No request passes the head of the queue:
+with k requests before it, a request waits for at most k + max_num_seqs others to run from beginning to end.
 
-A block is named when the plan that fills it has been made. The device runs plans in order, and in each the copies
-before all that writes; so what is found cannot be stale.
+A block gets its key when the plan that fills it has been made. The device runs plans in order, and within a plan
+copies run before writes, so a lookup never finds stale content.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, Swap
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 
-_WATERMARK = 100  # one block in so many is left free by admission, as by default in vLLM
+_WATERMARK = 100  # admission leaves one block in so many free, as vLLM does by default
 
 
 class BlockManager:
-    """The pool, what requests hold of it, and the steps in which rows need more.
-
-    Raises ValueError for sizes that make no pool.
-    """
+    """The pool, the blocks of requests, and the steps in which rows need more. Raises ValueError for invalid sizes."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.num_blocks is not None
@@ -40,16 +36,16 @@ class BlockManager:
         self._config = config
         self._block_size = config.block_size
         self._hashes = BlockHashes(config.block_size, config.cache_key, tails=True)
-        self._due: dict[int, list[tuple[RequestState, Slot]]] = {}  # by step, stale ones among them
+        self._due: dict[int, list[tuple[RequestState, Slot]]] = {}  # by step; some entries are stale
         self._copies: list[BlockCopy] = []
         self._tables: list[BlockTable] = []
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request can never have blocks enough, with the arithmetic; None if it can when it is alone."""
+        """Why a request can never have enough blocks, with the arithmetic; None if it fits alone."""
         return self.pool.never_fits(prompt_tokens + max_tokens - 1)
 
     def missing(self, state: RequestState) -> str | None:
-        """Why a request that waits cannot have its blocks now, in words; None if it can."""
+        """Why a waiting request cannot have its blocks now; None if it can."""
         needed = self._first_blocks(state)
         if state.goes_on:
             left = self.left_by(state) or []
@@ -63,12 +59,12 @@ class BlockManager:
         return f"needs {needed - len(shared)} blocks; {self.pool.num_free} of {self.pool.num_blocks} are free"
 
     def suffices_without(self, others: Iterable[RequestState], state: RequestState) -> bool:
-        """Whether there would be blocks enough for a request, shared or not, if all of `others` gave theirs up."""
+        """Whether a request would have enough blocks, even without sharing, if all of `others` gave up theirs."""
         gained = self.pool.freed_by(other.blocks for other in others)
         return self._first_blocks(state) + self.pool.watermark <= self.pool.num_free + gained
 
     def enter(self, state: RequestState) -> None:
-        """Give a request that got a slot its blocks: those found that are of use, and fresh ones."""
+        """Give a request that got a slot its blocks: cached ones that it can reuse, and new ones."""
         needed, found, length = self._first_blocks(state), self._found(state), self._usable(state)
         whole = length // self._block_size
         for block in found[:whole]:
@@ -79,13 +75,13 @@ class BlockManager:
         self._show(state)
 
     def resume(self, state: RequestState, length: int) -> Swap:
-        """Where the state of a request that has entered comes back to: all its blocks but those it shares."""
+        """The move of a request's state from the host to its blocks, except those it shares."""
         own = state.blocks[state.settled : self.pool.blocks_for(length)]
         blocks = (*(-1 for _ in range(state.settled)), *own)
         return Swap(slot=state.slot, request_id=state.request_id, length=length, blocks=blocks)
 
     def left_by(self, state: RequestState) -> list[int] | None:
-        """The blocks of a request that has ended, in order, where all hold what it wrote; None where one does not."""
+        """The blocks of a finished request, in order, if all still hold what it wrote; otherwise None."""
         count = self.pool.blocks_for(state.prompt_tokens + state.credited - 1)
         first = min(state.left[0][0] if state.left else count, count)
         keys = self._hashes.of_all(state)[:first] if first else ()
@@ -96,7 +92,7 @@ class BlockManager:
         return [*shared, *own] if (len(shared), len(own)) == (first, count - first) else None
 
     def go_on(self, state: RequestState) -> None:
-        """Give a request that goes on in its slot the blocks it has left, and more to write to."""
+        """Give a request that continues in its slot the blocks it had, and more to write to."""
         left = self.left_by(state)
         assert left is not None, f"the blocks of {state.request_id!r} were overwritten"
         for block in left:
@@ -107,13 +103,13 @@ class BlockManager:
         self._show(state)
 
     def runs(self, state: RequestState, step: int) -> None:
-        """Note when a request, which decodes from `step` on, one position in each step, needs its next block."""
+        """Note when a request that decodes from `step` on, one position a step, will need its next block."""
         room = len(state.blocks) * self._block_size
         if room < _positions(state):
             self._due.setdefault(step + room - state.position(step), []).append((state, state.slot))
 
     def due(self, step: int) -> list[RequestState]:
-        """The requests that write behind their blocks in `step`."""
+        """The requests that would write past their blocks in `step`."""
         found = {
             id(state): state
             for state, slot in self._due.pop(step, ())
@@ -122,11 +118,11 @@ class BlockManager:
         return [state for state in found.values() if self.is_short(state, step)]
 
     def is_short(self, state: RequestState, step: int) -> bool:
-        """Whether a request would write behind its blocks in `step`."""
+        """Whether a request would write past its blocks in `step`."""
         return self.room(state, step) < 1
 
     def room(self, state: RequestState, step: int) -> int:
-        """How many positions a request can write in `step`."""
+        """How many positions a request can write in `step` without another block."""
         return len(state.blocks) * self._block_size - min(state.position(step), _positions(state) - 1)
 
     def can_use_more(self, state: RequestState) -> bool:
@@ -135,11 +131,11 @@ class BlockManager:
 
     @property
     def next_due(self) -> int | None:
-        """The first step in which a running request may need a block; None when none will."""
+        """The first step in which a running request may need a block; None if none will."""
         return min(self._due, default=None)
 
     def grow(self, state: RequestState, step: int) -> bool:
-        """Give a request one block more, to which it writes first in `step`; False where none is free."""
+        """Give a request one more block, which it first writes to in `step`; False if none is free."""
         if not self.pool.num_free:
             return False
         start = len(state.blocks)
@@ -153,7 +149,7 @@ class BlockManager:
         return True
 
     def leave(self, state: RequestState) -> None:
-        """Take back a request's blocks; the end of a sequence is given out again first."""
+        """Release a request's blocks, so that those at the end of the sequence are reused first."""
         if (self._config.keeps_tokens or self._config.keeps_finished) and state.status is Status.RUNNING:
             state.left = tuple(
                 (at, block, self.pool.times_taken(block))
@@ -164,18 +160,18 @@ class BlockManager:
         state.blocks, state.settled = (), 0
 
     def take_moves(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockTable, ...]]:
-        """The copies of the plan being made, and the tables that are new in it."""
+        """Remove and return the copies and new table entries for the plan being made."""
         moves = tuple(self._copies), tuple(self._tables)
         self._copies.clear()
         self._tables.clear()
         return moves
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
-        """(-1, tokens): how many tokens of a request's context are in blocks that are found, or shared already."""
+        """(-1, tokens): how many tokens of a request's context are in cached blocks, or in those it shares already."""
         return -1, min(len(self._found(state)) * self._block_size, state.context_tokens)
 
     def known(self, state: RequestState, coming: Collection[bytes]) -> int:
-        """How many tokens of a request's context are in blocks that are found, or among those `coming`."""
+        """How many tokens of a request's context are in cached blocks, or in those whose keys are `coming`."""
         keys = self._hashes.of_context(state)
         count = state.settled
         while count < len(keys) and (keys[count] in coming or self.pool.find(keys[count]) is not None):
@@ -183,11 +179,11 @@ class BlockManager:
         return min(count * self._block_size, state.context_tokens)
 
     def written(self, state: RequestState) -> tuple[bytes, ...]:
-        """Keys of the blocks that the plans so far fill, or the context fills in part."""
+        """Keys of the blocks that the plans so far fill; at the end of the context, also of a partly filled one."""
         return self._hashes.of_context(state)[: self._filled(state, state.prefilled)]
 
     def begin(self, state: RequestState, length: int) -> None:
-        """A request begins behind `length` tokens of its context: what was found when it entered, or more by now."""
+        """Begin prefill after the first `length` tokens, which are cached; more may be cached now than at `enter`."""
         if length == state.ready:
             return
         found, blocks, whole = self._found(state), list(state.blocks), length // self._block_size
@@ -200,16 +196,16 @@ class BlockManager:
         self._show(state)
 
     def extend(self, state: RequestState, length: int) -> None:
-        """The first `length` tokens of a request's context are in its blocks once the plan being made has run."""
+        """Give keys to the blocks that are full once the plan being made has written `length` tokens of a context."""
         keys = self._hashes.of_context(state)
         for at in range(state.settled, self._filled(state, length)):
             self.pool.name(state.blocks[at], keys[at])
         state.settled = length // self._block_size
 
     def end(self, state: RequestState) -> None:
-        """A request has left or is about to: name the blocks it filled by what it generated, if they are untouched.
+        """Give keys to the blocks that a leaving request filled with generated tokens, unless they were reused.
 
-        The last token is left out, as its keys and values are written when the next one is sampled.
+        The last token does not count, because its KV entry is only written when the next one is sampled.
         """
         if state.status is Status.PREFILLING:
             return
@@ -221,12 +217,12 @@ class BlockManager:
                 self.pool.name(block, keys[at])
 
     def discard(self, state: RequestState) -> None:
-        """Forget what a request has left: it is not fit for use."""
+        """Remove the keys of a failed request's blocks: their content must not be reused."""
         for block in (*state.blocks[: state.settled], *(block for _, block in self._own(state))):
             self.pool.forget(block)
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
-        """Raise AssertionError unless every block is accounted for, and rows have what they write to."""
+        """Raise AssertionError unless every block is accounted for and rows have the blocks they write to."""
         states = list(states)
         self.pool.check(state.blocks for state in states)
         due = {id(state) for day, dated in self._due.items() if day >= step for state, slot in dated}
@@ -244,15 +240,16 @@ class BlockManager:
                 raise AssertionError(f"is not due to get more blocks: {state}")
 
     def _first_blocks(self, state: RequestState) -> int:
-        """Blocks to begin or go on with: one position is written in the very step that the context is complete.
+        """How many blocks a request needs to enter: one position more than its context, because the step that
+        completes the context may write it.
 
-        A request that lost its slot gets all it had, so that it does not lose it again for the same block.
+        A preempted request gets as many blocks as it had, so that it is not preempted again for the same block.
         """
         known = max(state.parked, state.prompt_tokens + state.credited, state.reached)
         return self.pool.blocks_for(min(known + 1, _positions(state)))
 
     def _found(self, state: RequestState) -> list[int]:
-        """The blocks that hold the beginning of a request's context; those that it shares already come first."""
+        """The blocks with the beginning of a request's context: those that it shares already, then cached ones."""
         found = list(state.blocks[: state.settled])
         for key in self._hashes.of_context(state)[len(found) :]:
             block = self.pool.find(key)
@@ -262,7 +259,7 @@ class BlockManager:
         return found
 
     def _usable(self, state: RequestState) -> int:
-        """How many tokens of a request that waits are found and need not come from elsewhere, if it gets in now."""
+        """How many cached tokens a waiting request could reuse if it entered now."""
         config, context = self._config, state.context_tokens
         most = state.request.max_cached_tokens
         if not config.enable_prefix_caching or most == 0:
@@ -275,20 +272,20 @@ class BlockManager:
         )
 
     def _copy_part(self, state: RequestState, found: list[int], length: int) -> None:
-        """Copy a block that is of use in part, since the request writes the rest of it.
+        """Copy a block that matches only in part, because the request writes the rest of it.
 
-        The copy is made before anything else in the plan, whatever becomes of the source.
+        The copy runs first in the plan, so it does not matter if the source is overwritten.
         """
         whole, part = divmod(length, self._block_size)
         if part and found[whole] != state.blocks[whole]:
             self._copies.append(BlockCopy(source=found[whole], target=state.blocks[whole]))
 
     def _filled(self, state: RequestState, length: int) -> int:
-        """How many blocks have a key when `length` tokens of the context are written."""
+        """How many blocks have a key once `length` tokens of the context are written."""
         return self.pool.blocks_for(length) if length == state.context_tokens else length // self._block_size
 
     def _own(self, state: RequestState) -> list[tuple[int, int]]:
-        """(index, block) of the blocks that only this request has written, without those written by others since."""
+        """(index, block) of the blocks that this request has written, without those that were reused since."""
         if state.blocks:
             return list(enumerate(state.blocks))[state.settled :]
         return [(at, block) for at, block, taken in state.left if self.pool.times_taken(block) == taken]
@@ -298,5 +295,5 @@ class BlockManager:
 
 
 def _positions(state: RequestState) -> int:
-    """Positions that a request writes in all: those of all its tokens but the last."""
+    """All positions that a request writes: those of all its tokens except the last."""
     return state.prompt_tokens + state.request.max_tokens - 1

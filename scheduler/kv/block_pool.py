@@ -1,8 +1,8 @@
-"""Blocks of KV shared by requests: who holds each, which are free, and what the free ones still hold.
+"""The pool of KV blocks: reference counts, the free blocks, and the cached content of free blocks.
 
-A block is in one of three places: held, with a count of its holders; free and blank; or free and kept, still found by
-the keys of its content until it is given out again, the longest unused first (the scheme of vLLM's block pool). Every
-operation on a block takes constant time. The pool does not touch memory.
+A block is held, with a count of its holders; free and blank; or free and cached. A cached block can be found by the
+keys of its content until it is reused, least recently used first (as in vLLM's block pool). Every operation on a block
+takes constant time. The pool does not touch memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable
 
 
 class OutOfBlocksError(RuntimeError):
-    """Too few blocks are free; nothing was taken."""
+    """Too few blocks are free; nothing was allocated."""
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    watermark: blocks that admission leaves free, for rows to grow into.
+    watermark: blocks that admission leaves free, so that running rows can grow.
 
-    Raises ValueError for sizes that make no pool.
+    Raises ValueError for invalid sizes.
     """
 
     def __init__(self, num_blocks: int, block_size: int, watermark: int = 0) -> None:
@@ -37,7 +37,7 @@ class BlockPool:
         self._taken = [0] * num_blocks
         self._keys: list[tuple[bytes, ...]] = [()] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        # Longest unused first, so that a blank block keeps as long as it can what may yet get a name.
+        # Least recently used first, so that the content of a blank block, which may still get a key, stays longest.
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
 
@@ -58,11 +58,11 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` take."""
+        """How many blocks `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def never_fits(self, tokens: int) -> str | None:
-        """Why a request of `tokens` in all can never run, with the arithmetic; None if it can."""
+        """Why a request of `tokens` tokens in all can never run, with the arithmetic; None if it can."""
         most = self.num_blocks - self.watermark
         needed = self.blocks_for(tokens)
         if needed <= most:
@@ -73,12 +73,12 @@ class BlockPool:
         )
 
     def can_admit(self, blocks: int, kept: Iterable[int] = ()) -> bool:
-        """Whether a newcomer may take so many `blocks` and share the blocks `kept`, of which some may be free."""
+        """Whether a new request may take `blocks` blocks and share those in `kept`, some of which may be free."""
         revived = sum(1 for block in kept if not self._holders[block])
         return self.num_free - revived - blocks >= self.watermark
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, blank ones first; each has one holder. Raises OutOfBlocksError."""
+        """Take `count` free blocks, blank ones first; each gets one holder. Raises OutOfBlocksError."""
         if count > self.num_free:
             raise OutOfBlocksError(
                 f"{count} blocks are wanted and {self.num_free} of {self.num_blocks} are free"
@@ -86,7 +86,7 @@ class BlockPool:
         return [self.take() for _ in range(count)]
 
     def take(self) -> int:
-        """Take one block of those that are free; there must be one."""
+        """Take one free block, a blank one first; there must be one."""
         block, _ = (self._blank or self._kept).popitem(last=False)
         if self._keys[block]:
             self._remove_keys(block)
@@ -99,32 +99,32 @@ class BlockPool:
         return self._holders[block]
 
     def times_taken(self, block: int) -> int:
-        """How often a block was given out: while this number stays, no other request has written to the block."""
+        """How often a block was taken. While this stays the same, no other request has written to the block."""
         return self._taken[block]
 
     def freed_by(self, tables: Iterable[Iterable[int]]) -> int:
-        """Blocks that would be free if the holders of these tables gave theirs up."""
+        """How many blocks would become free if the holders of these tables gave up theirs."""
         count = Counter(block for table in tables for block in table)
         return sum(1 for block, own in count.items() if own == self._holders[block])
 
     def find(self, key: bytes) -> int | None:
-        """The block that holds what `key` names, held or free."""
+        """The block with this key, held or free; None if there is none."""
         return self._by_key.get(key)
 
     def share(self, block: int) -> None:
-        """Count one more holder of a block that was found or is held."""
+        """Add a holder to a block that is held or cached."""
         if not self._holders[block]:
-            del self._kept[block]  # KeyError: a blank block holds nothing to share
+            del self._kept[block]  # KeyError if it is blank: a blank block has nothing to share
         self._holders[block] += 1
 
     def take_again(self, block: int) -> None:
-        """Count one more holder of a block, held or free, for the sake of what it holds, named or not."""
+        """Add a holder to any block, even a blank one, whose content the caller knows to be intact."""
         if not self._holders[block]:
             del (self._kept if self._keys[block] else self._blank)[block]
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Count one holder fewer of each. The block freed last is kept longest: give a sequence's from its end."""
+        """Remove a holder from each block. The last one released is reused last, so pass a sequence's in reverse."""
         for block in blocks:
             assert self._holders[block] > 0, f"block {block} is released more often than it was taken"
             self._holders[block] -= 1
@@ -133,7 +133,7 @@ class BlockPool:
             (self._kept if self._keys[block] else self._blank)[block] = None
 
     def name(self, block: int, key: bytes) -> None:
-        """Let `key` find a block too: what it names lies there and will not change. A key in use stays as it is."""
+        """Give a block another key; its content must not change any more. Does nothing if the key is in use."""
         if key in self._by_key:
             return
         self._by_key[key] = block
@@ -143,14 +143,14 @@ class BlockPool:
             self._kept[block] = None
 
     def forget(self, block: int) -> None:
-        """Let no key find a block any more; if it is held it stays held."""
+        """Remove the keys of a block; if it is held, it stays held."""
         self._remove_keys(block)
         if block in self._kept:
             del self._kept[block]
             self._blank[block] = None
 
     def forget_all(self) -> None:
-        """Let no key find any block."""
+        """Remove the keys of all blocks."""
         for block in range(self.num_blocks):
             self.forget(block)
 
@@ -160,7 +160,7 @@ class BlockPool:
         self._keys[block] = ()
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless every block is in one place, with the holders that the tables in `held` say."""
+        """Raise AssertionError unless every block is in one place, and its holders are those of the tables `held`."""
         count = [0] * self.num_blocks
         for table in held:
             for block in table:

@@ -1,4 +1,4 @@
-"""Who loses a slot, and how: parked on the host, recomputed from its tokens, or replayed from its beginning."""
+"""Preemption: which request loses its slot, and whether it is parked, recomputed or replayed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class Preemption:
-    """Slots and blocks that are taken from requests that hold them, and what the next plan has to say of it.
+    """Takes slots and blocks from requests, and collects the resulting moves for the next plan.
 
-    A place in line never changes by itself, and no request loses its slot to one of a later place. So the first of all
-    that live never loses it, and each arrival takes no more than it needs.
+    A request's place in line does not change by itself, and no request loses its slot to one behind it. So the first
+    of all live requests is never preempted, and an arrival preempts no more than it needs.
 
-    holders: gives every request that holds a slot.
-    detach: called with a request and the way it loses its slot: nothing plans for it any more.
-    parked_tokens: KV entries on the host, or on their way.
-    count: slots taken since the start.
+    holders: returns every request that holds a slot.
+    detach: called with a request and the way it is preempted; must stop planning for it.
+    parked_tokens: KV entries on the host, or on their way there.
+    count: preemptions since start-up.
     """
 
     def __init__(
@@ -44,24 +44,22 @@ class Preemption:
         self._detach = detach
         self._parks: list[tuple[RequestState, Swap]] = []  # since the last plan
         self._replays: list[RequestState] = []  # since the last plan that was not empty
-        self._without_victim: RequestState | None = (
-            None  # head of the line, behind which no request holds a slot
-        )
-        self._last: list[
-            tuple[float, int, int, RequestState]
-        ] = []  # holders, last in line first, and of the past
+        # The head of the queue, if no request behind it holds a slot.
+        self._without_victim: RequestState | None = None
+        # A heap of slot holders, last in line first; some entries are stale.
+        self._last: list[tuple[float, int, int, RequestState]] = []
         self._entered = 0
         self.parked_tokens = 0
         self.count = 0
 
     def __bool__(self) -> bool:
-        """Whether the next plan takes a request's state to the host."""
+        """Whether the next plan parks a request."""
         return bool(self._parks)
 
     def preempt(
         self, state: RequestState, step: int, *, how: str | None = None, to_back: bool = False
     ) -> Decision:
-        """Take the slot of a request that holds one, before `step` is planned; see `Scheduler.preempt`."""
+        """Preempt a request that holds a slot, before `step` is planned; see `Scheduler.preempt`."""
         length = state.position(step)
         how = self._way(state, length, how)
         decision = state.decide(how, f"slot {state.slot.index} was taken away")
@@ -76,7 +74,7 @@ class Preemption:
         if how == "replay":
             self.replay(state)
         state.status = Status.PARKED if how == "park" else Status.WAITING
-        state.request = replace(state.request, queue_deadline=None)  # it had its slot in time
+        state.request = replace(state.request, queue_deadline=None)  # it has had a slot in time
         if to_back:
             state.turn = next(self._waiting.turns)
         self._waiting.put_back(state, to_back=to_back)
@@ -84,7 +82,7 @@ class Preemption:
         return decision
 
     def _way(self, state: RequestState, length: int, how: str | None) -> str:
-        """How a request of `length` KV entries loses its slot. Raises ValueError where it cannot be done as asked."""
+        """How to preempt a request of `length` KV entries. Raises ValueError if it cannot be done as asked."""
         if state.status is Status.PREFILLING:
             return "recompute"
         if how == "recompute" and not self._config.keeps_tokens:
@@ -100,12 +98,12 @@ class Preemption:
         )
 
     def replay(self, state: RequestState) -> None:
-        """Let a request that waits begin anew: it has no slot, and its tokens are not kept."""
+        """Make a waiting request start over, because its tokens were not kept."""
         state.start_over()
         self._replays.append(state)
 
     def make_room(self, head: RequestState, step: int) -> Decision | None:
-        """Preempt the last in line of those that hold a slot, if `head` is before it and gains by it."""
+        """Preempt the last in line of the slot holders, if `head` is before it and would then have enough blocks."""
         if not self._config.preemption or head is self._without_victim:
             return None
         place = self._waiting.place
@@ -114,11 +112,11 @@ class Preemption:
             return None
         later = [state for state in self._holders() if place(state) > place(head)]
         if not self._kv.suffices_without(later, head):
-            return None  # no request loses a slot in vain
+            return None  # preempting all of them would not be enough
         return self.preempt(max(later, key=place), step)
 
     def _is_before_some(self, head: RequestState) -> bool:
-        """Whether a request that holds a slot has a later place than `head`, found without a look at each of them."""
+        """Whether some slot holder has a later place than `head`; amortised logarithmic time."""
         while self._last:
             turn, tie, _, state = self._last[0]
             if state.holds_slot and self._waiting.place(state) == (-turn, -tie):
@@ -127,7 +125,7 @@ class Preemption:
         return False
 
     def admitted(self, state: RequestState) -> None:
-        """The head of the line got a slot: another one is next."""
+        """Note that the head of the queue got a slot."""
         self._without_victim = None
         if not self._config.preemption:
             return
@@ -139,14 +137,14 @@ class Preemption:
             heapq.heapify(self._last)
 
     def is_in_vain(self, head: RequestState) -> bool:
-        """Whether the head of the line was seen to be before no request that holds a slot."""
+        """Whether `make_room` has found that no slot holder is behind the head of the queue."""
         return head is self._without_victim
 
     def grow(self, others: Iterable[RequestState], step: int) -> list[Decision]:
-        """Give rows the blocks that they write to in `step`, the first in line first; the last in line makes room.
+        """Give rows the blocks that they write to in `step`, first in line first; preempt the last in line if needed.
 
-        others: constrained and speculating requests that decode in `step`. `scheduler.kv.block_manager` says how long
-            a request waits at most.
+        others: constrained and speculating requests that decode in `step`. `scheduler.kv.block_manager` bounds the
+            waiting time.
         """
         blocks, taken = self._kv.blocks, []
         assert blocks is not None
@@ -160,8 +158,10 @@ class Preemption:
         return taken
 
     def park_expired(self, round_robin: RoundRobin, step: int) -> list[Decision]:
-        """Park the requests whose turn is over, the longest ago first: one for each that waits without a free slot,
-        and as many as give the next in line its blocks."""
+        """Park requests whose quantum is over, the longest over first.
+
+        Parks one for each waiting request that has no free slot, and as many as the next in line needs for its blocks.
+        """
         taken: list[Decision] = []
         short = len(self._waiting) - self._kv.slots.num_free
         while (state := round_robin.expired(step)) is not None and self._waiting:
@@ -174,12 +174,12 @@ class Preemption:
         return taken
 
     def release(self, state: RequestState) -> None:
-        """Count the host's part of a request that comes back, or ended, as free."""
+        """Free the host memory of a request that resumes or has ended."""
         self.parked_tokens -= state.parked
         state.parked = 0
 
     def take_parks(self) -> tuple[Swap, ...]:
-        """What the plan being made takes to the host, without requests that ended since."""
+        """Remove and return the parks for the plan being made, without requests that have ended since."""
         if not self._parks:
             return ()
         parks = tuple(swap for state, swap in self._parks if state.status is not Status.FINISHED)
@@ -187,7 +187,7 @@ class Preemption:
         return parks
 
     def take_replays(self) -> tuple[str, ...]:
-        """The requests that begin again since the last plan that was not empty, without those that ended since."""
+        """Remove and return the requests that start over, without those that have ended since."""
         if not self._replays:
             return ()
         replays = tuple(state.request_id for state in self._replays if state.status is not Status.FINISHED)

@@ -1,11 +1,11 @@
-"""What slots hold, found by the tokens it belongs to: requests that begin alike prefill only the rest.
+"""Prefix caching for slots with their own memory: finds the slot that holds the longest prefix of a prompt.
 
-A slot's content is a sequence of tokens whose keys and values lie at its first positions. It is known by the keys of
-its blocks (`scheduler.kv.block_hashes`), and what lies behind the last whole block is compared token by token.
+A slot's content is a sequence of tokens whose keys and values are at its first positions. It is indexed by the keys of
+its blocks (`scheduler.kv.block_hashes`); the tokens after the last full block are compared one by one.
 
 Content is entered when the plan that writes it has been made, and removed when the plan that overwrites it is being
-made. The device runs plans in order, and in each the copies before all else. So a hit, which is used in the plan that
-looks it up, cannot be stale and needs no pin.
+made. The device runs plans in order, and within a plan copies run first. A hit is used in the plan that looks it up,
+so it cannot be stale and needs no pin.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.plan import Slot
 from xla_engine.scheduler.request_state import RequestState
 
-_HOLDERS_COMPARED = 4  # of one block, for what follows it
+_HOLDERS_COMPARED = 4  # slots with the same last block whose remaining tokens are compared
 
 
 @dataclass(slots=True)
 class _Content:
-    """`tokens[:length]` are in the slot, written under `occupancy`; `keys` are those of its whole blocks."""
+    """A slot holds `tokens[:length]`, written in `occupancy`; `keys` are those of its full blocks."""
 
     tokens: Sequence[int] = ()
     length: int = 0
@@ -32,22 +32,24 @@ class _Content:
 
 
 class SlotPrefixCache:
-    """Contents of `slots` slots by blocks of `block_size` tokens. model: its name."""
+    """The contents of `slots` slots, by blocks of `block_size` tokens. model: names the model."""
 
     def __init__(self, slots: int, block_size: int, model: str) -> None:
         self._hashes = BlockHashes(block_size, model)
         self._contents = [_Content() for _ in range(slots)]
-        self._holders: dict[bytes, dict[int, None]] = {}  # block key to slots, in the order they got it
+        self._holders: dict[bytes, dict[int, None]] = {}  # by block key: the slots that hold it, oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> SlotPrefixCache:
         twin = copy.copy(self)
-        twin._contents = self._contents.copy()  # each is replaced, and never changed
+        twin._contents = self._contents.copy()  # its items are replaced and never changed
         twin._holders = {key: holders.copy() for key, holders in self._holders.items()}
         return twin
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
-        """The slot that holds most of a request's context, `own` among equals, and how many tokens of it; (-1, 0)
-        where none holds a block."""
+        """(slot, tokens): the slot with the longest prefix of a request's context, and its length.
+
+        Of equal slots, prefers `own`. (-1, 0) if no slot holds its first block.
+        """
         key = None
         matched = 0
         for candidate in self._hashes.of_context(state):
@@ -72,11 +74,11 @@ class SlotPrefixCache:
         return best, longest
 
     def length(self, index: int) -> int:
-        """Tokens a slot holds."""
+        """How many tokens a slot holds."""
         return self._contents[index].length
 
     def known(self, state: RequestState, coming: Collection[bytes]) -> int:
-        """How many tokens of a request's context lie in whole blocks that are held, or among those `coming`."""
+        """How many tokens of a request's context are in full blocks that slots hold, or whose keys are `coming`."""
         keys = self._hashes.of_context(state)
         count = 0
         while count < len(keys) and (keys[count] in self._holders or keys[count] in coming):
@@ -88,19 +90,19 @@ class SlotPrefixCache:
         return self._hashes.of_context(state)[: state.prefilled // self._hashes.block_size]
 
     def begin(self, state: RequestState, length: int) -> None:
-        """Let a request take its slot over. `length` tokens of its context are there, or copied before all else."""
+        """Begin a request in its slot. The first `length` tokens of its context are there, or copied first."""
         self.drop(state.slot.index)
         self._contents[state.slot.index] = _Content(occupancy=state.slot)
         self.extend(state, length)
 
     def extend(self, state: RequestState, length: int) -> None:
-        """Enter that the plan being made puts the first `length` tokens of a request's context into its slot."""
+        """Note that the plan being made has written `length` tokens of a request's context."""
         self._hold(state.slot, state.context, length, self._hashes.of_context(state))
 
     def end(self, state: RequestState) -> None:
-        """Enter what a request that left its slot generated as well, unless the slot has been taken over since.
+        """Also enter the generated tokens of a request that leaves, unless its slot has been reused since.
 
-        The last token is left out, as its keys and values are written when the next one is sampled.
+        The last token does not count, because its KV entry is only written when the next one is sampled.
         """
         content = self._contents[state.slot.index]
         if content.occupancy != state.slot or content.length < state.context_tokens:
@@ -116,12 +118,12 @@ class SlotPrefixCache:
         self._contents[occupancy.index] = _Content(tokens, length, kept, occupancy)
 
     def discard(self, state: RequestState) -> None:
-        """Forget what a request has left, if it is there still: it is not fit for use."""
+        """Forget the content of a failed request's slot, unless it was reused: it must not be reused by others."""
         if self._contents[state.slot.index].occupancy == state.slot:
             self.drop(state.slot.index)
 
     def drop(self, index: int) -> None:
-        """Forget a slot's content, which is overwritten."""
+        """Forget a slot's content."""
         for key in self._contents[index].keys:
             del self._holders[key][index]
             if not self._holders[key]:

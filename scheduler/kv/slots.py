@@ -1,4 +1,4 @@
-"""The fixed set of slots, and which occupancy each is in."""
+"""The fixed set of slots and their occupancies."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from xla_engine.scheduler.plan import Slot
 
 
 class StaleSlotError(ValueError):
-    """A slot was released under an occupancy that is over."""
+    """A slot was released by an occupancy that has ended."""
 
 
 class Slots:
-    """`count` slots, of which the one of least use is handed out first, and among these that of lowest index.
+    """`count` slots. The free slot with the lowest `use` is taken first; of equal ones, the lowest index.
 
-    Where use says when the content of a slot was last wanted, the least recently used goes first. Slots are equal in
-    size, and one is overwritten as a whole: by slots is by bytes.
+    If `use` is the time at which the content was last used, this is least recently used first. Slots have equal size
+    and are overwritten as a whole, so counting slots is counting bytes.
 
-    The epoch of an index grows by one at each release, so a `Slot` names one occupancy and no later one.
+    The epoch of an index grows by one at each release, so a `Slot` names exactly one occupancy.
     """
 
     def __init__(self, count: int) -> None:
         if count < 1:
             raise ValueError(f"{count} slots; at least 1 is needed")
         self._epochs = [0] * count
-        self._free = dict.fromkeys(range(count), 0)  # index to use
-        self._heap = [(0, index) for index in range(count)]  # (use, index) of each free slot, and of the past
+        self._free = dict.fromkeys(range(count), 0)  # use by index
+        self._heap = [
+            (0, index) for index in range(count)
+        ]  # (use, index) of free slots; some entries are stale
 
     def __len__(self) -> int:
         return len(self._epochs)
@@ -38,7 +40,7 @@ class Slots:
         return index in self._free
 
     def acquire(self, index: int | None = None) -> Slot:
-        """Take the free slot of least use, or the one of this index. Raises IndexError when none is free."""
+        """Take the free slot with the lowest use, or the one of this index. Raises IndexError if none is free."""
         if index is None:
             use, index = heapq.heappop(self._heap)
             while self._free.get(index) != use:
@@ -47,9 +49,9 @@ class Slots:
         return self.current(index)
 
     def release(self, slot: Slot, use: int = 0) -> None:
-        """End an occupancy. Raises StaleSlotError, changing nothing, when it has ended before.
+        """End an occupancy. Raises StaleSlotError, changing nothing, if it has ended already.
 
-        use: what the slot's content is worth beside that of other free slots.
+        use: the value of the slot's content compared with that of other free slots.
         """
         if not self.holds(slot):
             raise StaleSlotError(
@@ -61,7 +63,7 @@ class Slots:
         self._push(slot.index)
 
     def revalue(self, index: int, use: int) -> None:
-        """Give a free slot's content another use; of a slot that is held, nothing changes."""
+        """Change the use of a free slot; does nothing if the slot is held."""
         if self._free.get(index, use) != use:
             self._free[index] = use
             self._push(index)
@@ -73,11 +75,11 @@ class Slots:
             heapq.heapify(self._heap)
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the occupancy goes on."""
+        """Whether the occupancy has not ended."""
         return slot.index not in self._free and self._epochs[slot.index] == slot.epoch
 
     def current(self, index: int) -> Slot:
-        """The present occupancy of an index, or the next one if it is free."""
+        """The current occupancy of an index, or the next one if it is free."""
         return Slot(index=index, epoch=self._epochs[index])
 
     def check(self) -> None:

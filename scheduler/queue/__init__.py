@@ -1,1 +1,1 @@
-"""Which request goes next, and which has had its time."""
+"""The waiting queue, deadlines, and round-robin quanta."""

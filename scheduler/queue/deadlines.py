@@ -1,4 +1,4 @@
-"""When requests run out of time."""
+"""The deadlines of requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class Deadlines:
-    """Deadlines of live requests, earliest first. Those of requests that ended are forgotten with time."""
+    """A heap of deadlines, earliest first; those of finished requests are removed lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, FinishReason, RequestState]] = []
 
     def add(self, state: RequestState) -> None:
-        """Take a request's deadlines, if it has any."""
+        """Add a request's deadlines, if it has any."""
         for time, reason in (
             (state.request.deadline, FinishReason.DEADLINE),
             (state.request.queue_deadline, FinishReason.QUEUE_TIMEOUT),
@@ -27,18 +27,18 @@ class Deadlines:
 
     @property
     def next_time(self) -> float:
-        """The earliest deadline there is, perhaps of a request that has ended; infinity where there is none."""
+        """The earliest deadline, perhaps of a finished request; infinity if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
-        """Take out the requests that are due at `now`, earliest first. The caller ends each before the next."""
+        """Remove and yield the requests due at `now`, earliest first. The caller ends each before the next."""
         while self._heap and self._heap[0][0] <= now:
             _, _, reason, state = heapq.heappop(self._heap)
             if _counts(state, reason):
                 yield state, reason
 
     def forget_ended(self, live: int) -> None:
-        """Drop the deadlines of ended requests once they are most: memory is bounded by the number `live`."""
+        """Remove the deadlines of finished requests if they are many: memory stays proportional to `live`."""
         if len(self._heap) > 4 * live + 64:
             self._heap = [entry for entry in self._heap if _counts(entry[3], entry[2])]
             heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""The queue of requests that have no slot: those that never had one, and those that lost it."""
+"""The queue of requests without a slot: new ones and preempted ones."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.user_policy import PolicyError, find_policy
 
 _LATER = 1 << 62
-COMPARED = 32  # requests of which the one with the longest cached prefix goes next
+COMPARED = 32  # under "longest_prefix", how many of those that wait longest are compared
 
 
 class QueueFullError(RuntimeError):
-    """The waiting queue is at its bound; the request was not taken and nothing changed."""
+    """The waiting queue is full; the request was refused and nothing changed."""
 
     code = "queue_full"
 
 
 class WaitingQueue:
-    """The order of a scheduling policy, with push, pop and removal in logarithmic time.
+    """The queue in the order of the scheduling policy; push, take and remove take logarithmic time.
 
-    Under a policy that bounds no wait by itself, the request that waits longest is the head after `priority_aging`
-    others were taken before it: one with k in the queue that came before it gets its turn within
-    (k + 1) * (priority_aging + 1) requests taken.
+    If the policy does not bound waiting times, the request that waits longest becomes the head after `priority_aging`
+    others have passed it. A request with k earlier ones in the queue is then taken within
+    (k + 1) * (priority_aging + 1) requests.
 
-    max_waiting: most requests to take at the back beyond the free slots, None for no bound.
-    strict: whether a request for which a caller's policy fails is not taken.
-    turns: numbers for requests that come, or go to the back.
-    only: ids that may get a slot, None for all. The others are held back: in the queue, and never next.
+    max_waiting: the most requests that may wait, beyond those that fit into free slots; None: unbounded.
+    strict: refuse a request for which a user's policy fails.
+    turns: the next number for a request that arrives or goes to the back.
+    only: ids of the requests that may get a slot, None for all. Others stay in the queue and are never next.
     """
 
     def __init__(self, config: SchedulerConfig, only: Collection[str] | None = None) -> None:
@@ -50,19 +50,18 @@ class WaitingQueue:
         self._fixed = config.scheduling_policy in policy.PREEMPTIVE
         self._by_cache = config.scheduling_policy == "longest_prefix" and config.enable_prefix_caching
         self._unbounded = config.scheduling_policy not in policy.POLICIES.keys() - policy.UNBOUNDED
-        self._passed = 0  # requests taken while the one that waits longest was passed over
+        self._passed = 0  # requests taken since the one that waits longest was first passed
         self._pushed = 0
-        self._heap: list[
-            tuple[Place, int, RequestState]
-        ] = []  # and of the past, in the order pushed where places tie
-        # Of the requests that wait, by id, the longest first. An OrderedDict, because finding the first key of a dict
-        # scans all that were deleted before it.
+        # (place, push count, request); some entries are stale. Equal places are in order of pushes.
+        self._heap: list[tuple[Place, int, RequestState]] = []
+        # The waiting requests by id, longest waiting first. An OrderedDict, because finding the first key of a dict
+        # scans all keys deleted before it.
         self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
         self._only = only
         self._held: dict[str, RequestState] = {}  # held back, oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> WaitingQueue:
-        """A queue with the same requests, copied as `memo` says. Who comes to it next has a number behind all."""
+        """A queue with copies of the requests, except those that `memo` shares. New requests get later numbers."""
         twin = copy.copy(self)
         twin.turns = itertools.count(_LATER)
         twin._heap = [(place, pushed, copy.deepcopy(state, memo)) for place, pushed, state in self._heap]
@@ -84,7 +83,7 @@ class WaitingQueue:
         yield from self._held.values()
 
     def place(self, state: RequestState) -> Place:
-        """A request's place in line; the lowest goes first. It is the same whether the request waits or runs."""
+        """A request's place in line, the same whether it waits or runs; the lowest goes first."""
         request = state.request
         return self._place(
             Facts(
@@ -99,7 +98,7 @@ class WaitingQueue:
         )
 
     def rank(self, state: RequestState) -> Place:
-        """A request's rank when blocks are too few: the highest loses its own. It does not change while it runs."""
+        """A request's rank when blocks run out: the highest is preempted. It does not change while it runs."""
         return self.place(state) if self._fixed else (state.arrival, state.arrival)
 
     def _waits(self, entry: tuple[Place, int, RequestState]) -> bool:
@@ -109,16 +108,16 @@ class WaitingQueue:
 
     @property
     def oldest(self) -> RequestState:
-        """The request that waits longest. Raises StopIteration when empty."""
+        """The request that waits longest. Raises StopIteration if the queue is empty."""
         return next(iter(self._places.values()))[1]
 
     def longest_waiting(self, count: int) -> list[RequestState]:
-        """The `count` requests that wait longest, or all; the oldest alone if enough others have gone before it."""
+        """The `count` requests that wait longest; only the oldest if `priority_aging` others have passed it."""
         count = 1 if self._overdue else count
         return [state for _, state in islice(self._places.values(), count)]
 
     def next_in_line(self, cached: Callable[[RequestState], int]) -> RequestState:
-        """The request that gets the next slot. cached: how many tokens of a request's context are cached."""
+        """The request that gets the next slot. cached: returns how many tokens of a request's context are cached."""
         if not self._by_cache:
             return self.head
         line = self.longest_waiting(COMPARED)
@@ -130,7 +129,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> RequestState:
-        """The request that goes next. Raises IndexError when empty."""
+        """The request that goes next. Raises IndexError if the queue is empty."""
         if self._overdue and self._places:
             return self.oldest
         while not self._waits(self._heap[0]):
@@ -138,9 +137,9 @@ class WaitingQueue:
         return self._heap[0][2]
 
     def push(self, state: RequestState, free: int = 0) -> None:
-        """Put a new request in its place. Raises QueueFullError, and PolicyError.
+        """Add a new request. Raises QueueFullError and PolicyError.
 
-        free: slots that as many requests of the queue will get, and so do not count as waiting.
+        free: the number of free slots; as many requests do not count as waiting.
         """
         if self.max_waiting is not None and len(self) - free >= self.max_waiting:
             raise QueueFullError(
@@ -150,11 +149,11 @@ class WaitingQueue:
         self._put(state, self.place(state) if self.strict else self._place_again(state), to_back=True)
 
     def put_back(self, state: RequestState, *, to_back: bool) -> None:
-        """Put a request in its place, whatever the bound: it was taken once. to_back: it is the latest to come."""
+        """Add a preempted request, ignoring `max_waiting`. to_back: it counts as the latest arrival."""
         self._put(state, self._place_again(state), to_back=to_back)
 
     def _place_again(self, state: RequestState) -> Place:
-        """The place of a request that was taken once; the last where a caller's policy fails now."""
+        """The place of a request that was accepted before; the last place if a user's policy fails this time."""
         try:
             return self.place(state)
         except PolicyError:
@@ -172,13 +171,13 @@ class WaitingQueue:
         heapq.heappush(self._heap, (place, self._pushed, state))
 
     def take(self, state: RequestState) -> None:
-        """Take out a request that gets a slot. Raises KeyError when it does not wait."""
+        """Remove a request that gets a slot. Raises KeyError if it does not wait."""
         passes = state is not self.oldest
         self.remove(state)
         self._passed = self._passed + 1 if passes else 0
 
     def remove(self, state: RequestState) -> None:
-        """Take a request out, wherever it stands. Raises KeyError when it does not wait."""
+        """Remove a request from anywhere in the queue. Raises KeyError if it does not wait."""
         if self._held.pop(state.request_id, None) is not None:
             return
         if state is self.oldest:
@@ -189,7 +188,7 @@ class WaitingQueue:
             heapq.heapify(self._heap)
 
     def check(self) -> None:
-        """Raise AssertionError unless everything in here waits, in its place."""
+        """Raise AssertionError unless heap and places agree and every request waits."""
         waiting = {entry[2].request_id: entry[::2] for entry in self._heap if self._waits(entry)}
         if waiting != self._places or waiting.keys() & self._held.keys():
             raise AssertionError(f"the heap has {waiting}, not {self._places}")

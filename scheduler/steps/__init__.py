@@ -1,1 +1,1 @@
-"""What one step holds: prompt chunks and decoding rows, and which requests their tokens belong to."""
+"""The contents of a step, prompt chunks and rows, and the crediting of its tokens."""

@@ -1,4 +1,4 @@
-"""Crediting the tokens of a step to the requests of its plan, and ending those whose last it was."""
+"""Credits the tokens of a step to the requests of its plan, and ends those that are complete."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from xla_engine.scheduler.steps.decode import Batch, Decoding
 
 
 class Events:
-    """The tokens that a step brought: first ones in lane order, then decoded ones in row order.
+    """The tokens of a step: first tokens in lane order, then decoded ones in row order.
 
-    Of the decoded ones only those that end a request are objects; the others are made in iterating.
+    Only decoded tokens that end a request exist as objects; iterating makes the others.
 
-    first: the first tokens. ended: the decoded ones that end their request. several: tokens of requests that
-    speculate, row by row, each row's in order; they come last. verified: how many tokens each of these rows has
-    sampled, those that were dropped included, and how many drafts it had.
+    first: the first tokens. ended: the decoded tokens that end their request.
+    several: tokens of speculating requests, row by row in order; they come last.
+    verified: for each of these rows, how many tokens it sampled, including dropped ones, and how many drafts it had.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Events:
         yield from self.several
 
     def of_latest(self, count: int) -> Iterator[TokenEvent]:
-        """First tokens, and the decoded ones of the `count` rows that were the last to join."""
+        """First tokens, and the decoded ones of the `count` rows that joined last."""
         yield from self.first
         yield from self._of(self._rows[len(self._rows) - min(count, len(self._rows)) :])
 
@@ -81,12 +81,12 @@ class Events:
 class Committer:
     """Credits the samples of steps, in the order of the plans, to the occupancies of the plan.
 
-    Every row still belongs to its request, but for those known to be over, and reaches its cap in the step that was
-    foreseen. So little is done for every row of a batch, and only rows that come and go cost more.
+    Fast path: every row still belongs to its request, except for those known to have ended, and reaches `max_tokens`
+    in the step known in advance. So a row costs little, and only rows that join or leave cost more.
 
     live: every live request by id, kept up to date by the caller.
     end: called with each request that ends.
-    steps: credited so far.
+    steps: steps credited so far.
     credited, dropped: tokens so far.
     """
 
@@ -105,36 +105,36 @@ class Committer:
         self.steps = 0
         self.credited = 0
         self.dropped = 0
-        # Tokens that end a row, each with how many rows, until all is read.
+        # Tokens that end a row, and for how many rows.
         self._stops = Counter({NO_CHOICE: 1})
-        # Of steps that were planned and are not credited yet:
-        self._ending: dict[int, list[RequestState]] = {}  # step -> requests that have their last token in it
-        self._gone: list[tuple[int, int, int]] = []  # rows whose request ended: slot, first and last step
-        self._unlike = 0  # steps before this one have rows that are not like the others
+        # About steps that were planned and not yet credited:
+        self._ending: dict[int, list[RequestState]] = {}  # by step: requests that have their last token in it
+        self._gone: list[tuple[int, int, int]] = []  # rows whose request has ended: slot, first and last step
+        self._unlike = 0  # steps before this one are credited row by row
 
     def joined(self, state: RequestState) -> None:
-        """Expect the tokens of a request that decodes from now on."""
+        """Note that a request decodes from now on."""
         if _decodes(state):
             for token_id in state.request.stop_token_ids:
                 self._stops[token_id] += 1
 
     def handed_over(self, state: RequestState) -> None:
-        """Expect the end of a request that joined: its last token is planned."""
+        """Note that the last token of a request that joined is planned."""
         if _decodes(state) and state.last_step is not None:
             self._ending.setdefault(state.last_step, []).append(state)
 
     def taken_away(self, state: RequestState, next_step: int) -> None:
-        """Credit the steps before `next_step` row by row: a request that joined was preempted."""
+        """Note that a request that joined was preempted: credit the steps before `next_step` row by row."""
         self._forget(state)
         self.differ(next_step)
 
     def take_back(self, state: RequestState) -> None:
-        """Count a request's credited tokens as dropped: it will sample them again."""
+        """Count a request's credited tokens as dropped, because it will sample them again."""
         self.credited -= state.credited
         self.dropped += state.credited
 
     def ended(self, state: RequestState, next_step: int) -> None:
-        """Drop what is not credited yet of a request that joined and has ended."""
+        """Drop the uncredited tokens of a request that joined and has ended."""
         assert state.last_step is not None
         self._forget(state)
         first, last = max(state.first_step, self.steps), min(state.last_step, next_step - 1)
@@ -142,7 +142,7 @@ class Committer:
             self._gone.append((state.slot.index, first, last))
 
     def differ(self, next_step: int) -> None:
-        """Credit the steps before `next_step` row by row: some of their rows are not like the others."""
+        """Credit the steps before `next_step` row by row, because they do not fit the fast path."""
         self._unlike = next_step
 
     def _forget(self, state: RequestState) -> None:
@@ -153,7 +153,7 @@ class Committer:
                     del self._stops[token_id]
 
     def credit(self, plan: Plan, result: StepResult) -> Events:
-        """Credit a step, the next one. Raises ResultMismatchError for a result that does not fit."""
+        """Credit the next step. Raises ResultMismatchError if the result does not match the plan."""
         assert plan.step == self.steps, f"step {plan.step} committed when {self.steps} was due"
         first_rows = plan.first_rows if plan.chunks else ()
         if len(result.first) != len(first_rows):
@@ -196,7 +196,7 @@ class Committer:
         ending: Sequence[RequestState],
         over: set[int],
     ) -> Events:
-        """Credit the step's token to every row but those of the slots `over`."""
+        """Fast path: credit the step's token to every row except those of the slots `over`."""
         column, slots = decoded.tokens, batch.slots
         tokens = itemgetter(*slots)(column) if len(slots) > 1 else (column[slots[0]],)
         late = sum(column[slot] != NO_TOKEN for slot in over)
@@ -228,7 +228,7 @@ class Committer:
         return Events(first, batch.rows, decoded, dropped=over, ended=ended)
 
     def _credit_each(self, first: list[TokenEvent], rows: Sequence[Row], decoded: Decoded) -> Events:
-        """Credit the step's tokens row by row, where rows are not alike."""
+        """Slow path: credit the step's tokens row by row."""
         dropped, ended = set(), {}
         for row in rows:
             slot = row.slot.index
@@ -255,10 +255,10 @@ class Committer:
         return events
 
     def _credit_several(self, part: VerifyRow, samples: Sequence[Sample]) -> Iterator[TokenEvent]:
-        """Credit what a row sampled in one step, up to the token that ends its request."""
+        """Credit the tokens of a row of a verify step, up to the one that ends its request."""
         state = self._live.get(part.request_id)
         if state is None or state.goes_on or state.occupancy != part.slot:
-            self.dropped += len(samples)  # `goes_on`: of steps planned before its end was known
+            self.dropped += len(samples)  # `goes_on`: the step was planned before the request was extended
             return
         if not samples:
             raise _silent(part)
@@ -280,9 +280,9 @@ class Committer:
         state.planned_before += len(samples) - 1
 
     def _credit(self, part: Chunk | Row, sample: Sample) -> TokenEvent | None:
-        """Credit one sample; None where it belongs to no live request.
+        """Credit one sample; None if it belongs to no live request.
 
-        The occupancy in the plan decides, not the request that holds the slot now.
+        The occupancy in the plan decides this, not the request that holds the slot now.
         """
         state, token_id = self._live.get(part.request_id), sample.token_id
         if state is None or (state.occupancy is not part.slot and state.occupancy != part.slot):
@@ -305,7 +305,7 @@ class Committer:
 
     @staticmethod
     def _reason(state: RequestState, token_id: int, *, capped: bool) -> FinishReason | None:
-        """Why a request ends with this token, if it does."""
+        """Why a request ends with this token; None if it does not."""
         if token_id == NO_CHOICE:
             return FinishReason.ERROR
         if token_id in state.request.stop_token_ids:
@@ -314,7 +314,7 @@ class Committer:
 
 
 def _decodes(state: RequestState) -> bool:
-    """Whether a request that joined has a token to plan beyond its first."""
+    """Whether a request that joined has tokens beyond its first."""
     return state.last_step is not None and state.first_step <= state.last_step
 
 

@@ -1,4 +1,4 @@
-"""The rows that decode one token at a time, each after the token before it was read."""
+"""Constrained rows: each token is planned only after the previous one was read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class Constrained:
-    """Running requests whose next token depends on what the host makes of the last one.
+    """Running requests whose mask depends on their last token.
 
-    Such a row decodes in a plan only when every token planned for it was credited. Other rows do not wait for it.
+    Such a row decodes in a plan only if every token planned for it has been credited. Other rows do not wait for it.
 
-    held: requests that get no row in the plan that is being made, by id.
+    held: ids of requests that get no row in the plan being made.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class Constrained:
         return iter(self._states.values())
 
     def join(self, state: RequestState, *, sampled: int) -> None:
-        """Add a request of which `sampled` tokens are planned, the last one perhaps just now."""
+        """Add a request. sampled: how many of its tokens are planned, including the plan being made."""
         state.planned_before = sampled
         self._states[state.slot.index] = state
 
     def leave(self, state: RequestState) -> None:
-        """Take a request out, when its last token is planned or before."""
+        """Remove a request."""
         del self._states[state.slot.index]
 
     def ready(self) -> list[RequestState]:
-        """The requests whose last token was read and is not their last one of all, but for those that are held."""
+        """The requests that have no token in flight, have tokens left, and are not held."""
         return [
             state
             for state in self._states.values()
@@ -45,14 +45,14 @@ class Constrained:
         ]
 
     def plan(self) -> tuple[Row, ...]:
-        """The rows that decode in this step; each has one more token planned."""
+        """Plan one token for each ready request; returns their rows."""
         ready = self.ready()
         for state in ready:
             state.planned_before += 1
         return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)
 
     def verify(self, widths: dict[int, int]) -> tuple[VerifyRow, ...]:
-        """The rows of a verify step, each with as many tokens at most as is said by slot index."""
+        """The rows of a verify step. widths: the most tokens of each row, by slot index."""
         ready = self.ready()
         for state in ready:
             state.planned_before += 1
@@ -69,7 +69,7 @@ class Constrained:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless every request here is in its place and at most one token ahead."""
+        """Raise AssertionError unless every request is in its slot and has at most one token in flight."""
         for index, state in self._states.items():
             ahead = state.planned_before - state.credited
             if not state.holds_slot or state.slot.index != index or not state.request.constrained:

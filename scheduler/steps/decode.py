@@ -1,4 +1,4 @@
-"""The rows that decode in every step, and when each plans its last token."""
+"""The rows that decode in every step, and the step in which each plans its last token."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.plan import Row
 from xla_engine.scheduler.request_state import RequestState
 
-REMEMBERED = 64  # batches; one that is read later is credited row by row
+REMEMBERED = 64  # batches remembered; steps of older ones are credited row by row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Immutable):
-    """Rows that decode together, their slots, and the functions that keep each request's tokens, all in one order."""
+    """Rows that decode together, their slots, and functions that append to their requests' tokens."""
 
     rows: tuple[Row, ...] = ()
     slots: tuple[int, ...] = ()
@@ -23,19 +23,19 @@ class Batch(Immutable):
 
 
 class Decoding:
-    """Membership of the decode step.
+    """The rows of the decode step.
 
-    A live row plans one token in every step, so the step of its last token is known when it joins. With a
-    calendar of those steps, the cost of planning is that of the rows that come and go.
+    A row plans one token in every step, so the step of its last token is known when it joins. With a calendar of those
+    steps, planning costs time only for rows that join or leave.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, Row] = {}  # by slot index, in the order of joining
-        self._states: dict[int, RequestState] = {}  # same keys, same order
-        self._keep: dict[int, Callable[[int], None]] = {}  # the same
-        self._due: dict[int, dict[int, RequestState]] = {}  # last step -> slot index -> request
-        self._batches: deque[Batch] = deque(maxlen=REMEMBERED)  # the latest
-        self._is_new = True  # the latest batch is not that of the rows
+        self._states: dict[int, RequestState] = {}  # same keys and order
+        self._keep: dict[int, Callable[[int], None]] = {}  # same keys and order
+        self._due: dict[int, dict[int, RequestState]] = {}  # by last step, then by slot index
+        self._batches: deque[Batch] = deque(maxlen=REMEMBERED)
+        self._is_new = True  # the rows have changed since the latest batch
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -45,7 +45,7 @@ class Decoding:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The rows, first joined first; the same object until membership changes."""
+        """The rows, in the order of joining; the same object until a row joins or leaves."""
         if self._is_new:
             self._batches.append(
                 Batch(
@@ -58,7 +58,7 @@ class Decoding:
         return self._batches[-1].rows
 
     def batch(self, rows: Sequence[Row]) -> Batch | None:
-        """The batch of these rows, the very tuple; None if it is forgotten. Older ones are not asked for again."""
+        """The batch with this very tuple of rows, None if it is forgotten; forgets older batches."""
         for batch in self._batches:
             if batch.rows is rows:
                 while self._batches[0] is not batch:
@@ -67,7 +67,7 @@ class Decoding:
         return None
 
     def join(self, state: RequestState, step: int, *, sampled: int) -> None:
-        """Add a request that decodes from `step` on, unless the `sampled` tokens it has by then are all it may."""
+        """Add a request that decodes from `step` on. sampled: its tokens by then; if they are all, it gets no row."""
         index, left = state.slot.index, state.request.max_tokens - sampled
         state.last_step = step + max(left - 1, 0)
         state.first_step = step if left else step + 1
@@ -79,7 +79,7 @@ class Decoding:
             self._is_new = True
 
     def leave(self, state: RequestState) -> None:
-        """Take a request out, when its last token is planned or before."""
+        """Remove a request."""
         assert state.last_step is not None, f"{state.request_id!r} never joined"
         index = state.slot.index
         del self._due[state.last_step][index]
@@ -94,7 +94,7 @@ class Decoding:
         return tuple(self._due.get(step, {}).values())
 
     def steady_steps(self, next_step: int) -> int:
-        """Steps from `next_step` on up to the first in which a row plans its last token."""
+        """How many steps there are from `next_step` up to the first in which a row plans its last token."""
         return min(self._due) - next_step + 1 if self._due else 0
 
     def check(self, next_step: int) -> None:

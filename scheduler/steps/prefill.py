@@ -1,4 +1,4 @@
-"""The prompts in slots that are not wholly planned yet."""
+"""Plans the chunks of prompts that have a slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from xla_engine.scheduler.request_state import RequestState
 
 
 class _Start(NamedTuple):
-    """Where a prompt begins: `length` tokens of it are in slot `source`. wait: an older prompt writes more of it."""
+    """Where a prompt starts: slot `source` holds its first `length` tokens.
+
+    wait: an older prompt in this step writes more of its prefix, so it should wait.
+    """
 
     source: int
     length: int
@@ -22,7 +25,7 @@ class _Start(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """This step's chunks in lane order, what they reuse of other slots, and the requests wholly planned by them."""
+    """This step's chunks in lane order, the prefixes they reuse, and the requests that are now wholly planned."""
 
     chunks: tuple[Chunk, ...]
     reuses: tuple[Reuse, ...]
@@ -30,10 +33,10 @@ class PrefillPlan(NamedTuple):
 
 
 class Prefilling:
-    """Prompts in order of admission: each gets chunks only when every older one has all it needs.
+    """Prompts in order of admission: each gets chunks only if every older one has all it needs.
 
-    One exception: a prompt that begins like an older one that runs in this very step waits for it instead of computing
-    the same again, and others may pass it meanwhile. Each older prompt can hold it once.
+    Exception: a prompt that shares a prefix with an older one in this step waits for it instead of computing the
+    prefix again; others may pass it meanwhile. Each older prompt can delay it only once.
     """
 
     def __init__(self, config: SchedulerConfig, cache: SlotPrefixCache | BlockManager | None) -> None:
@@ -54,14 +57,14 @@ class Prefilling:
         self._states[state.request_id] = state
 
     def leave(self, state: RequestState) -> None:
-        """Take a request out. Raises KeyError when it is not here."""
+        """Remove a request. Raises KeyError if it is not here."""
         del self._states[state.request_id]
 
     def plan(self, decode_rows: int, decisions: list[Decision]) -> PrefillPlan:
-        """Grant this step's chunks beside `decode_rows`.
+        """Choose this step's chunks. decode_rows: the number of rows that decode in it.
 
-        Requests whose context is wholly planned now have left. Appends the decisions, ending with the first prompt
-        that did not get all it needs.
+        Removes requests that are now wholly planned. Appends to `decisions`, up to the first prompt that did not get
+        all it needs.
         """
         chunks: list[Chunk] = []
         reuses: list[Reuse] = []
@@ -100,7 +103,7 @@ class Prefilling:
         return PrefillPlan(tuple(chunks), tuple(reuses), tuple(complete))
 
     def _start(self, state: RequestState, coming: set[bytes]) -> _Start:
-        """Where a prompt goes on, or where it would begin."""
+        """Where a prompt continues, or where it would start."""
         if state.prefilled or self._cache is None or state.request.max_cached_tokens == 0:
             return _Start(-1, state.prefilled, wait=False)
         source, held = self._cache.match(state, own=state.slot.index)
@@ -123,7 +126,7 @@ class Prefilling:
         )
 
     def _begin(self, state: RequestState, start: _Start) -> Iterator[Reuse]:
-        """Take the slot over, with what is there or elsewhere of the context."""
+        """Begin in the slot, after the cached prefix that is there or in another slot."""
         state.prefilled = start.length
         if self._cache is not None:
             self._cache.begin(state, start.length)
@@ -150,7 +153,7 @@ class Prefilling:
         return state.decide("prefill" if granted else "hold", reason)
 
     def _cut(self, state: RequestState, count: int, *, is_first: bool) -> list[Chunk]:
-        """The next `count` chunks of a context; they count as planned."""
+        """The next `count` chunks of a context; counts them as planned."""
         context, begun = state.context, state.prefilled
         slot, name, end, generated = state.slot, state.request_id, len(context), state.base
         cuts = policy.next_cuts(begun, end, self._chunk_size, count)

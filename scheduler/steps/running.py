@@ -1,4 +1,4 @@
-"""Every request that holds a slot, in the part of the scheduler that plans its rows."""
+"""The requests that hold a slot, each in the part of the scheduler that plans for it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from xla_engine.scheduler.steps.speculate import Speculating
 
 
 class Running:
-    """Which part a request is in: a prompt in chunks, a row in every step, a row behind its mask, or one that
-    speculates.
+    """Moves requests between the parts: prefilling, decoding in every step, constrained, speculating.
 
-    step: of the plan that is being made, in all methods.
+    In all methods, `step` is the number of the plan being made.
     """
 
     def __init__(
         self, config: SchedulerConfig, kv: KVAllocator, decoding: Decoding, committer: Committer
     ) -> None:
-        """decoding, committer: that know of each other."""
+        """decoding: the same as the committer's."""
         self._kv = kv
         self._committer = committer
         self.prefilling = Prefilling(config, kv.cache)
@@ -48,7 +47,7 @@ class Running:
         return self.speculating if state.last_step is None else self.decoding
 
     def run(self, state: RequestState, step: int, *, sampled: int) -> None:
-        """Let a request decode, with `sampled` tokens planned before."""
+        """Make a request decode. sampled: how many of its tokens are planned."""
         state.status = Status.RUNNING
         self.round_robin.begin(state, step)
         if state.request.constrained:
@@ -59,16 +58,16 @@ class Running:
             self._decode(state, step, sampled=sampled)
 
     def detach(self, state: RequestState, step: int) -> None:
-        """Plan nothing more for a request that loses its slot, or changes its part."""
+        """Remove a request from its part, because it is preempted or changes its part."""
         self.part_of(state).leave(state)
         if state.last_step is not None:
             state.settle(self._committer.steps)
             self._committer.taken_away(state, step)
 
     def change_part(self, speculates: bool, step: int) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-        """Let rows join those that speculate, or leave them as soon as it is known how many tokens they have.
+        """Move rows to `speculating`, or back to `decoding` once their number of tokens is known.
 
-        Returns the ids of those that joined, and the rows of those that left.
+        Returns the ids of those that began to speculate, and the rows of those that stopped.
         """
         self.speculating.takes_all = speculates
         if not (speculates or self.speculating):
@@ -87,7 +86,7 @@ class Running:
         return (), tuple(Row(slot=state.slot, request_id=state.request_id) for state in leaving)
 
     def _decode(self, state: RequestState, step: int, *, sampled: int) -> None:
-        """Let a request decode in every step from the next one on."""
+        """Make a request decode in every step from `step` on."""
         self.decoding.join(state, step, sampled=sampled)
         self._committer.joined(state)
         if self._kv.blocks is not None:

@@ -1,4 +1,4 @@
-"""The rows that may sample several tokens in a step; how many is known when the step is read."""
+"""Speculating rows: they may sample several tokens in a step, and how many is known when the step is read."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xla_engine.scheduler.steps.constrained import Constrained
 
 
 class Speculating:
-    """Running requests between a lower and an upper bound of their tokens.
+    """Running requests with a lower and an upper bound of their tokens.
 
-    Each step in flight brings such a request one token at least, and its width at most. A request is wholly planned
-    when the lower bound reaches its cap; room is made for the upper one.
+    Each step in flight gives such a request at least one token and at most its width. A request is wholly planned when
+    the lower bound reaches `max_tokens`; blocks are allocated for the upper bound.
 
-    takes_all: requests that begin to decode come here.
+    takes_all: requests that begin to decode join here.
     """
 
     def __init__(self, blocks: BlockManager | None) -> None:
-        """blocks: where slots borrow them."""
+        """blocks: None without a block pool."""
         self._blocks = blocks
         self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
         self.takes_all = False
@@ -32,17 +32,17 @@ class Speculating:
         return iter(self._states.values())
 
     def join(self, state: RequestState, *, sampled: int) -> None:
-        """Take a request of which `sampled` tokens are planned, the last one perhaps just now."""
+        """Add a request. sampled: how many of its tokens are planned, including the plan being made."""
         state.last_step = None
         state.planned_before = sampled
         self._states[state.slot.index] = state
 
     def leave(self, state: RequestState) -> None:
-        """Take a request out, when its last token is planned or before."""
+        """Remove a request."""
         del self._states[state.slot.index]
 
     def exact(self) -> list[RequestState]:
-        """The requests of which every token in flight is of a step here, and such a step brings one."""
+        """The requests whose number of tokens is known: all their steps in flight are verify steps of width 1."""
         return [
             state
             for state in self
@@ -50,15 +50,15 @@ class Speculating:
         ]
 
     def ready(self) -> list[RequestState]:
-        """The requests that may have tokens to come behind those in flight."""
+        """The requests that may need tokens after those in flight."""
         return [state for state in self if state.planned_before < state.request.max_tokens]
 
     def plan(
         self, speculation: Speculation | None, constrained: Constrained, step: int
     ) -> tuple[VerifyRow, ...]:
-        """The rows of `step`. Where one may sample several tokens, those of `constrained` are among them, and last.
+        """The rows of `step`; if any may sample several tokens, the rows of `constrained` follow them.
 
-        Each samples one token where there are too many of them, or where no row has room for more.
+        Each samples one token if there are more rows than lanes, or if no row has room for more.
         """
         if speculation is None and not self._states:
             return ()
@@ -77,7 +77,7 @@ class Speculating:
         return tuple([state for state in states if state.planned_before >= state.request.max_tokens])
 
     def check(self) -> None:
-        """Raise AssertionError unless every request here is in its place and its bounds are right."""
+        """Raise AssertionError unless every request is in its slot and its bounds are consistent."""
         for index, state in self._states.items():
             if not state.holds_slot or state.slot.index != index or state.request.constrained:
                 raise AssertionError(f"speculating at slot {index}: {state}")
@@ -86,7 +86,7 @@ class Speculating:
                 raise AssertionError(f"{ahead} tokens in flight at least: {state}")
 
     def _room(self, state: RequestState, width: int, step: int) -> int:
-        """How many tokens up to `width` a row can sample: it gets a block more for them, if one is free."""
+        """How many tokens up to `width` a row can sample; gives it more blocks if they are free."""
         blocks = self._blocks
         if blocks is None:
             return width

@@ -76,9 +76,8 @@ class Waiter:
         self._jobs: queue.SimpleQueue[Pending[Any] | None] = queue.SimpleQueue()
         self._started = False
         self._pid = os.getpid()
-        self.close = weakref.finalize(
-            self, self._jobs.put, None
-        )  # also runs when the engine is garbage-collected
+        # Also runs when the engine is garbage-collected.
+        self.close = weakref.finalize(self, self._jobs.put, None)
 
     @property
     def is_at_home(self) -> bool:

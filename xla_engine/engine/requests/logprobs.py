@@ -12,9 +12,8 @@ from xla_engine.text.tokenizer import Tokenizer
 
 S = TypeVar("S")
 T = TypeVar("T")
-Score = tuple[
-    int, float, TopLogprobs
-]  # a token, its log-probability, and the most likely tokens at its position
+# A token, its log-probability, and the most likely tokens at its position.
+Score = tuple[int, float, TopLogprobs]
 
 
 class MadeWhenRead(Sequence[T], Generic[S, T]):

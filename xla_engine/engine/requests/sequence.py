@@ -96,9 +96,8 @@ class LiveSequence:
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
         for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
             setattr(other, name, list(getattr(self, name)))
-        other._text = text = (
-            other._no_text()
-        )  # decode again: text flushed at the end may have to be held back
+        # Decode again: text that was flushed at the end may have to be held back now.
+        other._text = text = other._no_text()
         if text is not None and params.stop:
             for count, token_id in enumerate(self._token_ids, 1):
                 text.push(token_id, may_stop=count >= params.min_tokens)
