@@ -1,33 +1,37 @@
-"""What a model is: sizes and flags, frozen. No weights, no files."""
+"""The configuration of a model: sizes and flags, frozen; no weights or files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # Hugging Face's words
-LAST, MEAN = "LAST", "MEAN"  # vLLM's words for how one vector is made of a prompt
+FULL, SLIDING, LINEAR = (
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+)  # layer types of Hugging Face
+LAST, MEAN = "LAST", "MEAN"  # vLLM's pooling types
 POOLING_TYPES = (LAST, MEAN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are changed to reach further; fields and types are those of Hugging Face configs.
+    """RoPE scaling for longer contexts; fields and types are those of Hugging Face configs.
 
-    rope_type: "linear" divides them by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the engine's
-        longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and ramps in
-        between (Peng et al. 2023). "llama3" does so by wavelengths (Llama 3.1 release notes). "longrope" divides each
-        by a factor of its own (Ding et al. 2024).
-    original_max_position_embeddings: the context before scaling.
-    factor: how much further positions reach.
-    low_freq_factor: turns in the original context up to which "llama3" divides by the whole `factor`.
-    high_freq_factor: turns from which "llama3" divides by nothing.
-    beta_fast: turns from which "yarn" divides by nothing.
-    beta_slow: turns up to which "yarn" divides by the whole `factor`.
-    truncate: "yarn" ramps between whole dimensions.
-    attention_factor: cosines and sines are multiplied by it (yarn, longrope).
+    rope_type: "linear" divides all frequencies by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the
+        engine's longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and
+        interpolates between (Peng et al. 2023). "llama3" does so by wavelength (Llama 3.1 release notes). "longrope"
+        divides each frequency by its own factor (Ding et al. 2024).
+    original_max_position_embeddings: the context length before scaling.
+    factor: by how much the context is extended.
+    low_freq_factor: rotations in the original context up to which "llama3" divides by the full `factor`.
+    high_freq_factor: rotations from which "llama3" does not divide.
+    beta_fast: rotations from which "yarn" does not divide.
+    beta_slow: rotations up to which "yarn" divides by the full `factor`.
+    truncate: "yarn" interpolates between whole dimensions.
+    attention_factor: multiplies cosines and sines (yarn, longrope).
     short_factor: the divisors of "longrope".
-    long_factor: the same where the engine's longest request is longer than the original context.
+    long_factor: the divisors if the engine's longest request exceeds the original context.
     """
 
     rope_type: str
@@ -44,22 +48,22 @@ class RopeScaling:
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of a layer: base and scaling."""
+    """The rotary embedding of a layer: base and scaling."""
 
     theta: float
     scaling: RopeScaling | None
 
     @property
     def follows_context(self) -> bool:
-        """Whether the angles depend on the longest request that an engine takes."""
+        """Whether the angles depend on the engine's context length."""
         return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """What is static of a layer's attention.
+    """The static parameters of a layer's attention.
 
-    scale: factor of the scores. window: keys that a query sees at most, its own included; None sees all before it.
+    scale: factor of the scores. window: the most keys that a query attends to, including its own; None: no limit.
     softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms.
     """
 
@@ -71,15 +75,15 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """MLPs of which every token takes the few that a router scores highest (Shazeer et al. 2017).
+    """A mixture of experts: each token uses the experts that a router scores highest (Shazeer et al. 2017).
 
-    num_experts: how many there are.
-    num_experts_per_tok: experts that a token takes.
+    num_experts: the number of experts.
+    num_experts_per_tok: experts per token.
     moe_intermediate_size: width of each expert.
-    norm_topk_prob: the probabilities of the experts that a token takes are made to sum to one.
-    shared_expert_intermediate_size: width of one more that every token takes, behind a gate of its own; 0: none.
+    norm_topk_prob: normalise the probabilities of a token's experts to sum to one.
+    shared_expert_intermediate_size: width of a shared expert that every token uses, with its own gate; 0: none.
     bias: router and experts have biases.
-    swiglu_limit: the gate is gpt-oss's, clamped (`graphs.experts.routing.gate`); None is SwiGLU.
+    swiglu_limit: use gpt-oss's clamped gate (`graphs.experts.routing.gate`); None: SwiGLU.
     """
 
     num_experts: int
@@ -99,9 +103,9 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaForm:
-    """Sizes of a gated DeltaNet layer (`graphs.delta_net.layer`); each key head serves consecutive value heads.
+    """Sizes of a gated DeltaNet layer (`graphs.delta_net.layer`); consecutive value heads share a key head.
 
-    kernel: positions that the convolution sees, its own included. norm_eps: of the norm of the output.
+    kernel: positions that the convolution covers, including its own. norm_eps: of the output norm.
     """
 
     key_heads: int
@@ -120,12 +124,12 @@ class DeltaForm:
 
     @property
     def mixed_features(self) -> int:
-        """Features that the convolution runs over: queries, keys, values."""
+        """Features of the convolution: queries, keys, values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def inner_features(self) -> int:
-        """Features of the output, before the last product."""
+        """Features of the output before the last product."""
         return self.value_heads * self.value_dim
 
     @property
@@ -136,45 +140,45 @@ class DeltaForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and flags of a decoder. Field names are those of the checkpoint's config.json where it has one.
+    """Shape and flags of a decoder. Field names are those of config.json if it has the field.
 
     vocab_size: token ids.
     hidden_size: features of the residual stream.
     intermediate_size: features inside the MLP.
     num_hidden_layers: layers.
     num_attention_heads: query heads.
-    num_key_value_heads: key and value heads; each serves consecutive query heads.
+    num_key_value_heads: key and value heads; consecutive query heads share one.
     head_dim: features of a head.
-    max_position_embeddings: positions a request may have, rope scaling included.
+    max_position_embeddings: the most positions of a request, with RoPE scaling.
     rms_norm_eps: of every norm.
     hidden_act: activation of the MLP's gate.
-    tie_word_embeddings: the output head is the embedding.
-    layer_types: "full_attention", "sliding_attention" or "linear_attention" of each layer; empty is full.
-    sliding_window: keys that a query of a sliding layer sees, None all.
+    tie_word_embeddings: the output head shares the embedding's weight.
+    layer_types: "full_attention", "sliding_attention" or "linear_attention" for each layer; empty: all full.
+    sliding_window: keys that a query of a sliding layer attends to; None: all.
     rope_theta: base of the rotary embedding.
-    rope_scaling: how its frequencies are changed, None not at all.
-    partial_rotary_factor: part of each head that is rotated, the first dimensions in the checkpoint.
-    rope_interleaved: the checkpoint's rotary pairs are neighbours, not half a head apart.
-    rope_local_base_freq: base, without scaling, of the sliding layers; None: theirs is that of the others.
+    rope_scaling: its scaling; None: none.
+    partial_rotary_factor: the share of each head's dimensions that is rotated; in the checkpoint they come first.
+    rope_interleaved: the checkpoint's rotary pairs are adjacent, not half a head apart.
+    rope_local_base_freq: base of the sliding layers, without scaling; None: the same as in other layers.
     no_rope_layers: indices of the layers without rotary embedding.
-    attention_multiplier: scale of the scores; None is `head_dim ** -0.5`.
-    attn_logit_softcapping: bound of the scores, by tanh; None: no bound.
-    final_logit_softcapping: bound of the logits, by tanh; None: no bound.
-    qk_norm: "head" normalises every query and key head, "all" the heads of a token together.
-    attention_sinks: every query head has one more logit in its softmax, of no value.
-    attn_output_gate: the output of attention is multiplied by a sigmoid of the layer's input.
+    attention_multiplier: scale of the scores; None: `head_dim ** -0.5`.
+    attn_logit_softcapping: soft cap of the scores, by tanh; None: none.
+    final_logit_softcapping: soft cap of the logits, by tanh; None: none.
+    qk_norm: "head" normalises each query and key head; "all" normalises all heads of a token together.
+    attention_sinks: every query head has an additional logit in its softmax, without a value.
+    attn_output_gate: the attention output is multiplied by a sigmoid of the layer's input.
     delta: sizes of the linear layers.
-    experts: what stands in place of the MLP.
+    experts: mixture of experts in place of the MLP.
     mlp_only_layers: indices of the layers that have an MLP all the same.
-    qkv_bias: on q, k and v.
-    output_bias: on the attention's output.
-    mlp_bias: on gate, up and down.
+    qkv_bias: bias on q, k and v.
+    output_bias: bias on the attention output.
+    mlp_bias: bias on gate, up and down.
     pre_norm: a norm before attention, and one before the MLP.
-    post_norm: a norm behind attention, and one behind the MLP.
+    post_norm: a norm after attention, and one after the MLP.
     layer_norm: norms subtract the mean.
-    use_parallel_residual: attention and MLP read the same normed input.
+    use_parallel_residual: attention and MLP have the same normalised input.
     embedding_multiplier: factor of the embeddings.
-    residual_multiplier: factor of what attention and MLP add to the residual stream.
+    residual_multiplier: factor of the outputs of attention and MLP.
     logit_scale: factor of the logits.
     """
 
@@ -243,28 +247,28 @@ class ModelConfig:
 
     @property
     def qkv_features(self) -> int:
-        """Rows of the fused q/k/v projection, and of the output's gate behind it."""
+        """Rows of the fused q/k/v projection, including the output gates at its end."""
         gates = self.num_attention_heads if self.attn_output_gate else 0
         return (self.num_attention_heads + 2 * self.num_key_value_heads + gates) * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """How many dimensions of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def layer_type(self, index: int) -> str:
         return self.layer_types[index] if self.layer_types else FULL
 
     def is_linear(self, index: int) -> bool:
-        """Whether layer `index` keeps a recurrent state in place of keys and values."""
+        """Whether layer `index` has a recurrent state instead of keys and values."""
         return self.layer_type(index) == LINEAR
 
     def experts_of(self, index: int) -> RoutedExperts | None:
-        """The experts of layer `index`, None where it has one MLP."""
+        """The experts of layer `index`; None if it has an MLP."""
         return None if index in self.mlp_only_layers else self.experts
 
     def attention(self, index: int) -> AttentionForm:
-        """How layer `index` attends."""
+        """The attention parameters of layer `index`."""
         scale = self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
         return AttentionForm(
             scale=scale,
@@ -274,7 +278,7 @@ class ModelConfig:
         )
 
     def rope(self, index: int) -> Rope | None:
-        """Rotary embedding of layer `index`, None where it has none."""
+        """The rotary embedding of layer `index`; None if it has none."""
         if index in self.no_rope_layers:
             return None
         if self.rope_local_base_freq is not None and self.layer_type(index) == SLIDING:
@@ -291,6 +295,6 @@ class ModelConfig:
         return self.ropes.index(self.rope(index))
 
     def within(self, context_length: int) -> ModelConfig:
-        """The same model for requests of at most `context_length`: a window that reaches over all of it is none."""
+        """The same model for requests of at most `context_length` tokens: drops a window that covers all of it."""
         reaches = self.sliding_window is not None and self.sliding_window >= context_length
         return replace(self, sliding_window=None) if reaches else self

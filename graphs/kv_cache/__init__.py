@@ -1,1 +1,1 @@
-"""The keys and values of all slots: made, copied, read and written."""
+"""The KV cache of all slots: making, copying, reading and writing it."""

@@ -1,1 +1,1 @@
-"""The decoder: layers, weights and one forward pass."""
+"""The decoder as flax modules, and the arrays it consists of."""

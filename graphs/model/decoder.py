@@ -1,7 +1,7 @@
-"""The decoder: weights and what one row of it computes. It knows no cache, batch or request.
+"""The decoder: its weights and its forward pass, independent of caches, batches and requests.
 
-flax.nnx describes the parameters; a graph receives them as a flat list of leaves and merges inside its trace
-(`merge`), because a Module or State that crosses a jit boundary costs milliseconds per call.
+flax.nnx describes the parameters. A graph receives them as a flat list of leaves and merges them while it is traced
+(`merge`), because passing a Module or State through a jit boundary costs milliseconds per call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _XLA_ATTENTION = XlaAttention()
 
 
 class Layer(nnx.Module):
-    """One transformer layer. Its norms stand before and behind what mixes tokens, and before and behind the MLP."""
+    """One transformer layer. There may be norms before and after the token mixer, and before and after the MLP."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         d, experts = c.hidden_size, c.experts_of(index)
@@ -49,21 +49,22 @@ class Layer(nnx.Module):
         self.post_feedforward_norm = make.vector(d) if c.post_norm else None
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
-        """The residual stream `[N, D]`, float32, behind this layer; of the last one where it is read."""
-        behind = call.products
+        """The residual stream `[N, D]`, float32, after this layer; after the last, only for rows in `call.read`."""
+        # After the mixer of the last layer, only rows that are read need to be computed.
+        products = call.products
         if self.is_last and call.read is not None:
-            behind = behind.for_rows(call.read)
+            products = products.for_rows(call.read)
         norm = self._norm(self.input_norm)
         mixed = self.mixer(self._centred(x), norm, call)
-        residual = self._added(x, self.mixer.output, mixed, self.post_attention_norm, behind)
+        residual = self._added(x, self.mixer.output, mixed, self.post_attention_norm, products)
         source = x
         if not self.config.use_parallel_residual:
             source, norm = residual, self._norm(self.pre_feedforward_norm)
         source = self._centred(source)
         if isinstance(self.mlp, RoutedMlp):
-            return self.mlp(behind, source, norm, residual)
-        hidden = self.mlp(behind, source, norm, self.config.hidden_act)
-        return self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, behind)
+            return self.mlp(products, source, norm, residual)
+        hidden = self.mlp(products, source, norm, self.config.hidden_act)
+        return self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, products)
 
     def _centred(self, x: jax.Array) -> jax.Array:
         return centred(x) if self.config.layer_norm else x
@@ -74,7 +75,7 @@ class Layer(nnx.Module):
     def _added(
         self, residual: jax.Array, linear: Linear, x: Input, post: Param | None, products: Products
     ) -> jax.Array:
-        """`residual` plus the product with x, normed and scaled where the model does so."""
+        """`residual` plus the product with x, normalised and scaled if the model does so."""
         if post is None and self.config.residual_multiplier == 1:
             own = self.sharding.own(residual, "residual")
             return self.sharding.gather(linear(products, x, residual=own), "residual")
@@ -86,7 +87,7 @@ class Decoder(nnx.Module):
     """A decoder. Residual stream and norms are float32; products run in the weights' dtype."""
 
     def __init__(self, make: LeafMaker, dtype: jnp.dtype) -> None:
-        """dtype: of the model's weights where they are not in eight bits."""
+        """dtype: of the model's weights, unless they are quantised."""
         self.sharding, self.dtype = make.sharding, dtype
         c = self.config = make.sharding.config
         shape, cut = (c.vocab_size, c.hidden_size), self.sharding.cut("vocabulary")
@@ -97,7 +98,7 @@ class Decoder(nnx.Module):
         self.head = None if tied else Linear(make, shape, cut, role="head")
 
     def hidden(self, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
-        """The residual stream of `tokens [N]` before each layer and behind the last: float32 `[N, D]`."""
+        """The residual stream of `tokens [N]` before each layer and after the last: float32 `[N, D]`."""
         return self.through(self.embedded(tokens, call.products), call)
 
     def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
@@ -106,18 +107,18 @@ class Decoder(nnx.Module):
         x = lookup(self.embed.values, tokens, self.sharding)
         if self.config.embedding_multiplier != 1:  # Gemma's is rounded to the weights' dtype
             multiplier = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(jnp.float32)
-            x = lax.optimization_barrier(x * multiplier)  # rounded by itself, as scales are in `look_up`
+            x = lax.optimization_barrier(x * multiplier)  # rounded separately, like the scales in `looked_up`
         return x
 
     def through(self, x: jax.Array, call: Call) -> Iterator[jax.Array]:
-        """The residual stream `x [N, D]` before each layer and behind the last."""
+        """The residual stream `x [N, D]` before each layer and after the last."""
         yield x
         for layer in self.layers:
             x = layer(x, call)
             yield x
 
     def normed(self, x: jax.Array) -> jax.Array:
-        """`x [N, D]` behind the last norm."""
+        """`x [N, D]` after the final norm."""
         c = self.config
         return rms_norm(centred(x) if c.layer_norm else x, self.final_norm[...], c.rms_norm_eps)
 
@@ -139,7 +140,7 @@ class Decoder(nnx.Module):
 
 
 class ModelSpec:
-    """What is static of a model: its leaves, how a graph merges them, and how it attends."""
+    """The static part of a model: its leaves, how a graph merges them, and its backends."""
 
     def __init__(
         self,
@@ -153,16 +154,19 @@ class ModelSpec:
         lora: LoraForm | None = None,
         stored: StoredKinds | None = None,
     ) -> None:
-        """`products`: None takes XLA's, in the operand order that suits each graph. `quantized`: matrices in int8.
-        `devices`: those of a mesh on which the graphs run; None: one, without a mesh. `lora`: room for adapters.
-        `stored`: how a file stores the weights that stay as they are there; the products are in C++."""
+        """products: None takes XLA's, in the operand order that suits each graph.
+        quantized: whether matrices are int8.
+        devices: the number of devices of a mesh on which the graphs run; None: one, without a mesh.
+        lora: room for LoRA adapters.
+        stored: how a file stores weights that keep its encoding; needs the C++ products.
+        """
         self.config = config
         task, least = (1, LEAST) if products is None else (products.task, 1)
         self.sharding = Sharding(config, devices, task, least)
         self.dtype, self.quantized = jnp.dtype(dtype), quantized
         self.attention = attention
         self.products = products
-        # Of the operations in C++, if there are any.
+        # The instruction set of the C++ kernels, if any are used.
         self.isa = attention.isa or (None if products is None else products.isa)
         self.lora = lora
         make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, self.dtype, lora)
@@ -176,12 +180,13 @@ class ModelSpec:
 
     @property
     def local(self) -> ModelConfig:
-        """The model with the heads that one device has."""
+        """The configuration with the heads of one device."""
         return self.sharding.local
 
     @property
     def native_state(self) -> str | None:
-        """The instruction set of linear layers in C++: where attention is, and their heads are whole vectors."""
+        """The instruction set of the C++ kernels for linear layers; None if attention is not in C++ or the heads'
+        sizes do not fit."""
         delta = self.config.delta
         return None if delta is None or not fits(delta) else self.attention.isa
 
@@ -192,5 +197,5 @@ class ModelSpec:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Leaf name to shape, in the order graphs receive them."""
+    """The shapes of the leaves by name, in the order in which graphs receive them."""
     return {name: leaf.shape for name, leaf in ModelSpec(config, jnp.dtype(jnp.bfloat16)).leaves.items()}

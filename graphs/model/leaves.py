@@ -1,4 +1,4 @@
-"""The arrays of a model: their names in checkpoints, their order in graphs, and how each is packed and cut."""
+"""The arrays of a model: their names in checkpoints, their order in graphs, and how each is packed and sharded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
 from xla_engine.graphs.sharding import Cut, Sharding
 
 Param = nnx.Param[jax.Array]
-Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attributes, and the index of a layer
+Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attribute names and layer indices
 Role = Literal["plain", "linear", "head", "scale", "adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """What is static of one array.
+    """The static part of one array.
 
     shape: in the whole model. dtype: as graphs receive it.
-    form: what a device holds in place of values, of a weight that stays as the file has it; None: values.
-    cut: the part of it that each device holds; None: every device has all of it.
-    role: "plain" leaves stay as in the checkpoint; "linear" and "head" lie in the order of `Products.pack` and
-        `Products.pack_head`; a "scale" is of a weight in int8, an "adapter" holds matrices of adapters.
+    form: the encoding, if the weight keeps that of its file; None: plain values.
+    cut: the shard that each device holds; None: every device has all of it.
+    role: "plain" leaves stay as in the checkpoint; "linear" and "head" are packed by `Products.pack` and
+        `Products.pack_head`; a "scale" belongs to an int8 weight; an "adapter" holds matrices of LoRA adapters.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Leaf:
     form: CodedForm | None = None
 
     def on_devices(self, count: int = 1) -> jax.ShapeDtypeStruct:
-        """What `count` devices hold of it together."""
+        """Shape and dtype of what `count` devices together hold of it."""
         if self.form is not None:
             devices = 1 if self.cut is None else count
             return jax.ShapeDtypeStruct((devices * self.form.nbytes,), self.dtype)
@@ -54,7 +54,7 @@ class Leaf:
 class LeafMaker:
     """Makes the parameters of modules, without values.
 
-    dtype: of matrices; vectors are float32. plain: of the small ones that are never quantised.
+    dtype: of matrices; vectors are float32. plain: dtype of small matrices, which are never quantised.
     """
 
     sharding: Sharding
@@ -70,14 +70,14 @@ class LeafMaker:
         return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut, role=role))
 
     def vectors(self, shape: tuple[int, int], cut: Cut | None) -> Param:
-        """Vectors side by side in a flat one. cut: of each, along axis 1."""
+        """Several vectors, flattened into one. cut: the shard of each, along axis 1."""
         return self.vector(prod(shape), None if cut is None else cut.flat(*shape))
 
     def matrix(self, shape: tuple[int, ...], cut: Cut | None = None, role: Role = "plain") -> Param:
         return self.parameter(Leaf(shape=shape, dtype=self.dtype, cut=cut, role=role))
 
     def scales(self, shape: tuple[int, ...], cut: Cut | None) -> Param | None:
-        """Of a matrix of this shape, if it is kept in int8. cut: the matrix's."""
+        """The scales of a matrix of this shape; None unless it is int8. cut: the matrix's."""
         if self.dtype != jnp.int8:
             return None
         *outer, width = shape
@@ -90,16 +90,16 @@ class LeafMaker:
 
 
 class Leaves(Mapping[str, Leaf]):
-    """The leaves of a model by name, in the order in which graphs receive them: by name, and layers by number.
+    """The leaves of a model by name, in the order in which graphs receive them: by name, with layers by number.
 
-    names: of all. paths: where each is in the `Decoder`.
-    sources: names of those that a checkpoint has to have. adapters: of those that hold adapters' matrices.
+    names: of all leaves. paths: of each in the `Decoder`.
+    sources: the names that a checkpoint must have. adapters: the names of leaves for LoRA adapters.
     """
 
     def __init__(
         self, config: ModelConfig, parameters: Iterable[tuple[Any, Any]], products: Products | None
     ) -> None:
-        """parameters: as a `LeafMaker` made them, by path. products: None is XLA's."""
+        """parameters: made by a `LeafMaker`, with their paths. products: None is XLA's."""
         found = {leaf_name(config, path): (path, each.get_metadata("leaf")) for path, each in parameters}
         self.names = tuple(sorted(found, key=_place))
         self.paths = tuple(found[name][0] for name in self.names)
@@ -118,16 +118,16 @@ class Leaves(Mapping[str, Leaf]):
         return len(self.names)
 
     def on_device(self) -> list[jax.ShapeDtypeStruct]:
-        """What one device holds of each: the abstract values of what graphs receive."""
+        """The shape and dtype of each leaf on one device, as graphs receive them."""
         return [leaf.on_devices() for leaf in self._leaves.values()]
 
     def check_names(self, weights: Mapping[str, Any]) -> None:
-        """Raise KeyError unless `weights` has exactly the names that a checkpoint has to have."""
+        """Raise KeyError unless `weights` has exactly the names in `sources`."""
         if set(weights) != set(self.sources):
             raise KeyError(f"weights do not match the model: {sorted(set(weights) ^ set(self.sources))}")
 
     def stored(self, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-        """What the model keeps, by name, of the leaf `name` of a checkpoint, as products read it."""
+        """Quantise and pack the leaf `name` of a checkpoint; returns the arrays that the model keeps, by name."""
         leaf = self._leaves[name]
         if leaf.dtype == jnp.int8:
             values, scale = quantize_weight(values)
@@ -146,7 +146,7 @@ class Leaves(Mapping[str, Leaf]):
 
 
 def leaf_name(config: ModelConfig, path: Path) -> str:
-    """The name in checkpoints and stores of the parameter at `path`."""
+    """The name of the parameter at `path` in checkpoints and stores."""
     match path:
         case "layers", int(index), "mixer", *inside:
             place = f"layers.{index}." + ("delta." if config.is_linear(index) else "")

@@ -1,4 +1,4 @@
-"""What a layer is made of: products, norms, attention, MLPs. A part that a model does not have is None."""
+"""The parts of a layer: products, norms, attention, MLPs. A part that a model does not have is None."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
 
-# (layer index, fused projection [N, (H + 2 KV) Dh] float32, not yet rotated, the attention's own weights) -> [N, H Dh]
-# of a linear layer: (index, [N, projected features], its own weights) -> [N, inner features]
+# (layer index, fused projection [N, (H + 2 KV) Dh] float32 before rotation, weights of attention) -> [N, H Dh]
+# For a linear layer: (layer index, [N, projected features], its weights) -> [N, inner features]
 Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
 
-_FLAT = 64  # copies of a lonely value whose exponential is taken
+_FLAT = 64  # copies of a value whose sigmoid is taken, see `_sigmoid`
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What varies between the steps that a decoder runs in.
+    """What differs between the steps that run a decoder.
 
-    attend: knows positions and owns the cache: it rotates q and k, stores k and v wherever they belong and returns the
-        attention output.
-    products: in the form that suits the graph; rows that are not `products.live` become anything.
-    read: the rows `[N]` that are read behind the last layer; None: all.
+    attend: knows positions and owns the cache. It rotates q and k, stores k and v, and returns the attention output.
+    products: in the form that suits the graph; rows that are not `products.live` are arbitrary.
+    read: the rows `[N]` that are read after the last layer; None: all.
     """
 
     attend: Attend
@@ -58,9 +57,9 @@ class Call:
 class Adapters(nnx.Module):
     """The matrices of all adapters for one weight, as `LoraForm.shapes` says.
 
-    Each of several devices holds all of A, and of B the features that it has of the weight itself. So it takes A x as
-    one device alone does, and B's sums run over the whole rank there: no bit depends on how many devices there are,
-    where none of the weight's own does.
+    With several devices, each holds all of A, and of B the same features as of the weight itself. So each computes A x
+    as a single device does, and B's sums run over the whole rank on one device: no bit depends on the number of
+    devices, unless those of the weight itself do.
     """
 
     def __init__(self, make: LeafMaker, target: str, cut: Cut | None) -> None:
@@ -73,7 +72,7 @@ class Adapters(nnx.Module):
         self.a, self.rank = make.parameter(a), make.parameter(rank)
         self.b = make.parameter(b if cut is None else replace(b, cut=Cut(2, cut.rows)))
         self.ends = part_ends(sharding.config, target)
-        if cut is not None:  # where the parts end in what one device holds
+        if cut is not None:  # the ends of the parts in one device's shard
             width = cut.rows.shape[1]
             parts = {"qkv": part_ends(sharding.local, target), "gate_up": (width // 2, width)}
             self.ends = parts.get(target, (width,))
@@ -84,9 +83,9 @@ class Adapters(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """The weight `[F, D]` of a product, scales if it is in int8, a bias `[F]`, and adapters.
+    """The weight `[F, D]` of a product, with scales if it is int8, and perhaps a bias `[F]` and adapters.
 
-    cut: of its rows. target: what adapters call it (`graphs.lora.form.TARGETS`); None: they leave it alone.
+    cut: the shard of its rows. target: its name in adapters (`graphs.lora.form.TARGETS`); None: adapters skip it.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Linear(nnx.Module):
         self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
 
     def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...]) -> None:
-        """Leave the weight as a file has it that stores its rows so, where that is possible."""
+        """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
         leaf: Leaf = self.weight.get_metadata("leaf")
         self.form = coded_form(stored, leaf.shape[1], None if leaf.cut is None else leaf.cut.rows)
         if self.form is not None:
@@ -135,7 +134,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention before its last product, `output`, which the layer adds to the residual stream."""
+    """Attention without its last product, `output`, which the layer adds to the residual stream."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         self.config, self.index, self.sharding = c, index, make.sharding
@@ -149,7 +148,7 @@ class Attention(nnx.Module):
         self.output = Linear(make, shape, cut, bias=c.output_bias, target="output")
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
-        """What all heads make of the norm of `x [N, D]`: `[N, H Dh]`."""
+        """The output of all heads for the normalised `x [N, D]`: `[N, H Dh]`."""
         qkv = self.sharding.own_heads(self.qkv(call.products, x, norm=norm))
         gate, q_norm, k_norm = None, value(self.q_norm), value(self.k_norm)
         if self.config.attn_output_gate:
@@ -161,7 +160,7 @@ class Attention(nnx.Module):
         return all_heads(call.attend(self.index, qkv, own), gate, self.sharding)
 
     def _normed_whole(self, qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> jax.Array:
-        """Queries of all heads normalised together, and keys (OLMo 2)."""
+        """Normalise the queries of all heads together, and likewise the keys (OLMo 2)."""
         sharding, c, eps = self.sharding, self.sharding.local, self.config.rms_norm_eps
         queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
@@ -171,7 +170,7 @@ class Attention(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """A gated DeltaNet layer (`graphs.delta_net.layer`) before its last product, `output`, as `Attention` has it."""
+    """A gated DeltaNet layer (`graphs.delta_net.layer`) without its last product, `output`, as in `Attention`."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         form, d = c.delta, c.hidden_size
@@ -186,7 +185,7 @@ class DeltaNet(nnx.Module):
         self.output = Linear(make, (d, form.inner_features), make.sharding.cut("residual"))
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
-        """What the layer makes of the norm of `x [N, D]`: `[N, inner features]`."""
+        """The output for the normalised `x [N, D]`: `[N, inner features]`."""
         weights = DeltaWeights(
             self.convolution[...].astype(jnp.float32), self.decay[...], self.step_bias[...], self.scale[...]
         )
@@ -195,10 +194,10 @@ class DeltaNet(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """A gated MLP before its last product, `down`, which the layer adds to the residual stream."""
+    """A gated MLP without its last product, `down`, which the layer adds to the residual stream."""
 
     def __init__(self, make: LeafMaker, d: int, inner: int, kind: Kind, *, bias: bool, adapted: bool) -> None:
-        """kind: of its inner features."""
+        """kind: how its inner features are sharded."""
         self.kind, self.sharding = kind, make.sharding
         up, down = ("gate_up", "down") if adapted else (None, None)
         pairs, residual = make.sharding.cut(kind, paired=True), make.sharding.cut("residual")
@@ -208,12 +207,12 @@ class Mlp(nnx.Module):
     def __call__(
         self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
     ) -> Input:
-        """Hidden features of the norm of `x [N, D]`, for `down`."""
+        """The hidden features for the normalised `x [N, D]`, the input of `down`."""
         return gathered(self.gate_up.gated(products, x, norm, activation), self.sharding, self.kind)
 
 
 class RoutedMlp(nnx.Module):
-    """A router and its experts, and the expert that every token takes, behind a gate of its own `[1, D]`."""
+    """A router and its experts, and perhaps a shared expert with its gate `[1, D]`."""
 
     def __init__(self, make: LeafMaker, d: int, form: RoutedExperts) -> None:
         self.form, self.sharding = form, make.sharding
@@ -231,7 +230,7 @@ class RoutedMlp(nnx.Module):
         self.shared_gate = make.unquantized.matrix((1, d)) if shared else None
 
     def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
-        """`residual [N, D]` plus what the experts make of the norm of `x [N, D]`."""
+        """`residual [N, D]` plus the output of the experts for the normalised `x [N, D]`."""
         form, sharding = self.form, self.sharding
         x = normed(x, norm)
         logits = self.router(products, x)
@@ -257,20 +256,20 @@ class RoutedMlp(nnx.Module):
 
 
 def scaled(weight: Param, scale: Param | None) -> jax.Array | Quantized:
-    """A weight as products take it."""
+    """A weight, with its scales if it has any, as products take it."""
     return weight[...] if scale is None else Quantized(weight[...], scale[...])
 
 
 def value(parameter: Param | None) -> jax.Array | None:
-    """Of a parameter that a model may not have."""
+    """The value of a parameter that a model may not have."""
     return None if parameter is None else parameter[...]
 
 
 def all_heads(attended: jax.Array, gate: jax.Array | None, sharding: Sharding) -> jax.Array:
-    """What attention makes of all heads `[N, H Dh]`, multiplied by the sigmoid of its gates if there are any.
+    """The attention output of all heads `[N, H Dh]`, multiplied by the sigmoid of the gates if there are any.
 
-    attended, gate: the device's heads. XLA:CPU's exponential of a value may depend on the width of its row: with XLA's
-    products the rows are those of one device.
+    attended, gate: the heads of this device. XLA:CPU's exponential of a value may depend on the width of its row, so
+    with XLA's products the gates are gathered first and have the width that they have on one device.
     """
     if gate is None:
         return sharding.gather(attended, "queries")
@@ -280,10 +279,10 @@ def all_heads(attended: jax.Array, gate: jax.Array | None, sharding: Sharding) -
 
 
 def _rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The terms of a product with one feature, `weight [1, D]`: operands rounded as in any other."""
+    """The terms of a product with `weight [1, D]`, with operands rounded as in other products."""
     return x.astype(weight.dtype).astype(jnp.float32) * weight.astype(jnp.float32)
 
 
 def _sigmoid(value: jax.Array) -> jax.Array:
-    """Of `value [N, 1]`, in the company of copies, as even a flat row of N may be short."""
+    """The sigmoid of `value [N, 1]`, on `_FLAT` copies: XLA:CPU's exponential of a short row has other bits."""
     return flatly(jax.nn.sigmoid, jnp.broadcast_to(value, (len(value), _FLAT)))[:, :1]

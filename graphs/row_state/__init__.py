@@ -1,1 +1,1 @@
-"""What each row of the batch carries on the device."""
+"""The state of each row on the device."""

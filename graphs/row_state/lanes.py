@@ -1,4 +1,4 @@
-"""Where lanes lie in the slots, and how rows are written."""
+"""The positions of prefill lanes in slots, and writes to selected rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class Extents(NamedTuple):
 
 
 def targets(row: jax.Array, wanted: jax.Array, rows: int) -> jax.Array:
-    """Where to `put` what is `wanted`, at `row` of so many; the rest aims at distinct rows out of bounds, so that
-    indices stay unique."""
+    """The indices for `put`: `row` if `wanted`, otherwise distinct indices out of bounds, so that all are unique.
+
+    rows: the number of rows.
+    """
     return jnp.where(wanted, row, rows + jnp.arange(wanted.size, dtype=jnp.int32).reshape(wanted.shape))
 
 
 def put(leaf: jax.Array, target: jax.Array, new: jax.Array) -> jax.Array:
-    """`leaf [B, ...]` with `new [P, ...]` in the rows `target [P]`, as `targets` gives them."""
+    """`leaf [B, ...]` with `new [P, ...]` written to the rows `target [P]`, which come from `targets`."""
     return leaf.at[target].set(new, mode="drop", unique_indices=True)

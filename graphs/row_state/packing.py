@@ -1,4 +1,7 @@
-"""Many small arrays as one: a call pays for each buffer, most for those it returns (findings/host_time.md)."""
+"""Packs many small arrays into one, because a call pays for each buffer, above all for outputs.
+
+See findings/host_time.md.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ WORD = jnp.uint32
 
 
 def pack(record: Any) -> Any:
-    """The leaves `[N, ...]` of a record, four bytes an element or bool, side by side as u32 `[N, W]`.
+    """Concatenate the leaves `[N, ...]` of a record, four-byte elements or bools, to u32 `[N, W]`.
 
-    Of numpy arrays a numpy array.
+    Returns a numpy array if the leaves are numpy arrays.
     """
     leaves = jax.tree.leaves(record)
     columns = [_words(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
@@ -23,7 +26,7 @@ def pack(record: Any) -> Any:
 
 
 def unpack(words: jax.Array, like: Any) -> Any:
-    """The inverse of `pack`. like: the record, of which dtypes and all but the leading axis count."""
+    """The inverse of `pack`. like: a record with the same dtypes and shapes, except for the leading axis."""
     leaves, tree = jax.tree.flatten(like)
     found, at = [], 0
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Device state of the rows: everything a decode step needs to know about a request, one entry per slot."""
+"""The device state of the rows: everything that a decode step needs to know about a request, one entry per slot."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampl
 
 T = TypeVar("T", "Rows", "RowState")
 
-NOT_KEPT = -3  # in place of a token that was sampled behind a wrong draft
-NO_CHOICE = -2  # in place of a sampled token: the row's logits were no numbers, or excluded every token
+NOT_KEPT = -3  # in place of a token that was sampled after a wrong draft
+NO_CHOICE = -2  # in place of a sampled token: the row's logits were not finite, or no token was allowed
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Wide data that few requests bring, one entry per slot. The host replaces the record when a slot's entry changes.
+    """Wide data that few requests need, one entry per slot. The host replaces the record when a slot's entry changes.
 
-    A graph reads it only in steps where a live row has it, so the entries of other slots may be stale.
+    A graph reads an entry only for live rows that use it, so the entries of other slots may be stale.
 
     bias_ids: i32 `[B, MAX_LOGIT_BIAS]`, padded with the vocabulary's size.   bias: f32, the same shape.
-    mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set where token t is allowed.
-    block_changes: i32 `[3, U]`, entries of `Rows.block_tables` to set before all else: (slot, index, block),
-        slot B for none. None where slots are contiguous.
-    draft_masks: u32 `[B, K, ceil(V / 32)]`, the masks behind a row's first, second, ... draft, where the host made
-        them; None in an engine without drafts.
+    mask: u32 `[B, ceil(V / 32)]`, bit `t % 32` of word `t // 32` is set if token t is allowed.
+    block_changes: i32 `[3, U]`, changes of `Rows.block_tables` that are made first: (slot, index, block), slot B for
+        none. None without a block pool.
+    draft_masks: u32 `[B, K, ceil(V / 32)]`, the masks after a row's first, second, ... draft, if the host made them;
+        None without speculation.
     """
 
     bias_ids: jax.Array
@@ -45,7 +45,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The engine's device state besides the cache.
+    """The engine's device state apart from the cache.
 
     token: i32 `[B]`, the last sampled token, input of the next step.
     length: i32 `[B]`, valid KV entries; also the index at which `token`'s KV will be written.
@@ -53,14 +53,14 @@ class Rows:
     min_remaining: i32 `[B]`, tokens the row must still sample before it may sample a stop id.
     stop_ids: i32 `[B, E]`, ids that end the row, padded with -1.
     prompt_length: i32 `[B]`, tokens of the prompt.
-    history: i32 `[B, S]`, the tokens themselves by position, written as their KV is: valid up to `length`. Where slots
-        borrow blocks, `[num_blocks, block_size]`: a block's tokens lie with its keys and values.
+    history: i32 `[B, S]`, the tokens by position, written together with their KV: valid up to `length`. With a block
+        pool `[num_blocks, block_size]`, indexed by block like the keys and values.
     sampling: the request's sampling parameters.
     block_tables: i32 `[B, max_blocks]`, the blocks of each slot, see `graphs.attention.backend`; None: contiguous.
-    adapter: i32 `[B]`, which of the loaded adapters the request has, from 1; 0 is none. None: an engine without.
+    adapter: i32 `[B]`, the request's adapter slot, from 1; 0 is none. None in an engine without adapters.
 
-    A row is active while `remaining > 0`; sampling a stop id sets it to 0 on the device, so that a step
-    dispatched before the host has seen the token is already right.
+    A row is active while `remaining > 0`. Sampling a stop id sets it to 0 on the device, so that steps dispatched
+    before the host has seen the token are already correct.
     """
 
     token: jax.Array
@@ -75,7 +75,7 @@ class Rows:
     adapter: jax.Array | None = None
 
     def with_tables(self, tables: Tables) -> Rows:
-        """The rows once the changes of block tables in `tables` are made; twice is the same as once."""
+        """The rows with the changes of block tables in `tables` applied; idempotent."""
         if self.block_tables is None:
             return self
         assert tables.block_changes is not None
@@ -85,7 +85,7 @@ class Rows:
     def remember(
         self, slot: jax.Array, position: jax.Array, token: jax.Array, wanted: jax.Array
     ) -> jax.Array:
-        """The history with `token` at `position` of `slot` where wanted; all of one shape."""
+        """The history with `token` written to `position` of `slot` if `wanted`; all have the same shape."""
         row, offset = slot, position
         if self.block_tables is not None:
             size = self.history.shape[1]
@@ -97,7 +97,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowState:
-    """`Rows` as they lie between calls. words: u32 `[B, W]`, all that is small, side by side."""
+    """`Rows` packed between calls. words: u32 `[B, W]`, all small fields concatenated."""
 
     words: jax.Array
     history: jax.Array
@@ -105,24 +105,27 @@ class RowState:
 
 
 def pack_rows(rows: Rows) -> RowState:
-    """Rows as they lie between calls."""
+    """Pack rows for the time between calls."""
     return RowState(words=pack(by_slot(rows)), history=rows.history, block_tables=rows.block_tables)
 
 
 def unpack_rows(state: RowState, like: Rows) -> Rows:
-    """The inverse of `pack_rows`. like: rows, perhaps abstract, of the same widths."""
+    """The inverse of `pack_rows`. like: rows of the same widths, perhaps abstract."""
     small: Rows = unpack(state.words, by_slot(like))
     return replace(small, history=state.history, block_tables=state.block_tables)
 
 
 def by_slot(rows: T) -> T:
-    """`Rows`, or a `RowState`, without what does not have the slot as its leading axis, or is wide."""
+    """`Rows` or `RowState` without the wide fields and those whose leading axis is not the slot."""
     every: Any = rows
     return replace(every, history=None, block_tables=None)
 
 
 def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False, drafts: int = 0) -> Tables:
-    """No bias, everything allowed, no change of blocks (room for one a row), as host arrays. drafts: per row."""
+    """Neutral tables as host arrays: no bias, all tokens allowed, no block changes (room for one per row).
+
+    drafts: masks for drafts per row; 0: none.
+    """
     host: Any = np
     return Tables(
         bias_ids=host.full((count, MAX_LOGIT_BIAS), vocabulary, np.int32),
@@ -136,7 +139,7 @@ def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False, drafts
 
 
 class Pool(NamedTuple):
-    """`num_blocks` blocks of `block_size` positions, of which a slot borrows `max_blocks` at most."""
+    """A pool of `num_blocks` blocks of `block_size` positions; a slot uses at most `max_blocks`."""
 
     num_blocks: int
     block_size: int
@@ -152,8 +155,11 @@ def make_rows(
     dry: bool = False,
     lora: bool = False,
 ) -> Rows:
-    """All rows inactive. positions: S, as in the cache. pool: where slots borrow blocks. dry: as for sampling rows.
-    lora: rows may have adapters."""
+    """Inactive rows.
+
+    positions: S, as in the cache. pool: the block pool, if there is one. dry: as in `make_sampling_rows`. lora: rows
+    may have adapters.
+    """
     return Rows(
         token=jnp.zeros(count, jnp.int32),
         length=jnp.zeros(count, jnp.int32),
@@ -169,5 +175,5 @@ def make_rows(
 
 
 def with_remaining(rows: Rows, slot: jax.Array, remaining: jax.Array) -> Rows:
-    """The rows when that of `slot` may sample so many tokens more, scalars i32; all else is as it was."""
+    """The rows with `remaining` set for one `slot`; both are i32 scalars."""
     return replace(rows, remaining=rows.remaining.at[slot].set(remaining))

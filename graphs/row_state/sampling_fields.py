@@ -1,8 +1,8 @@
-"""The sampling table: what a row knows of its request's sampling parameters, and the order in which they act.
+"""The sampling table: the sampling parameters of a row on the device, and the order in which they act.
 
-Each field of `SamplingRows` and `Repetition` is a line of the table. Neutral rows, what the host fills in
-(`xla_engine.runner.row_settings`), the words of a row in C++ (`native/row_fields.h`) and the values that `verify`
-tries are made from these lines.
+Each field of `SamplingRows` and `Repetition` is a line of the table. These lines define neutral rows, the values that
+the host fills in (`xla_engine.runner.row_settings`), the layout of a row in C++ (`native/row_fields.h`) and the values
+that `verify` tries.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ STAGES = (
     "top_k_top_p",
     "draw",
 )
-"""What happens to logits, first to last. A stage that no live row of a step wants is skipped, and no stage changes
-the logits of a row that does not want it."""
+"""The stages of sampling in order. A stage that no live row of a step needs is skipped, and a stage does not change
+the logits of rows that do not need it."""
 
 
 class RowField(NamedTuple):
     """A line of the table.
 
     dtype, shape: of one row's entry.
-    neutral: all of the entry of a row that wants nothing.
-    param: the field of `SamplingParams` that fills the entry. settled: the field of `RowSettings` that does, where the
-        host settles the value first.
-    entry: turns that field's value into the entry; None: it is the entry.
+    neutral: the value of all elements of the entry without an effect.
+    param: the field of `SamplingParams` that fills the entry.
+    settled: the field of `RowSettings` that fills it, if the host derives the value first.
+    entry: converts that field's value to the entry; None: no conversion.
     tried: values of `param` with an effect, from which `verify` draws.
     """
 
@@ -76,11 +76,11 @@ def _not_negative(value: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Parameters of DRY (`graphs.sampling.dry`) and of the window of the other penalties, one entry per row.
+    """Parameters of DRY (`graphs.sampling.dry`), and the window of the other penalties, one entry per row.
 
-    dry_multiplier: 0 is no DRY.
+    dry_multiplier: 0 disables DRY.
     dry_breakers: token ids, padded with -1.
-    penalty_last_n: how many of the last tokens the penalties count; -1 for all.
+    penalty_last_n: how many of the last tokens the penalties consider; -1 for all.
     """
 
     dry_multiplier: Annotated[jax.Array, RowField(np.float32, 0, "dry_multiplier")]
@@ -95,12 +95,14 @@ class Repetition:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """Sampling parameters, one entry per row: `[N]` or `[N, *shape]`. N is B for the decode state and P for prefill
-    lanes. A neutral row is greedy and wants nothing else.
+    """Sampling parameters, one entry per row: `[N]` or `[N, *shape]`; N is B for the decode state, P for prefill
+    lanes.
 
-    has_bias, has_mask: the slot's bias or mask in the `Tables` applies.
+    A neutral row samples greedily, without any adjustment.
+
+    has_bias, has_mask: whether the slot's bias or mask in the `Tables` applies.
     seed: 64 bits as (high, low).
-    num_logprobs: -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens.
+    num_logprobs: -1 for none, 0 for the sampled token's, n > 0 also for those of the n most likely tokens.
     repetition: None in an engine without DRY.
     """
 
@@ -127,7 +129,7 @@ SAMPLING_FIELDS, REPETITION_FIELDS = _lines(SamplingRows), _lines(Repetition)
 
 
 def make_sampling_rows(count: int, *, dry: bool = False) -> SamplingRows:
-    """Neutral rows, as host arrays. dry: with the parameters of DRY."""
+    """Neutral rows as host arrays. dry: include the parameters of DRY."""
 
     def neutral(lines: dict[str, RowField]) -> dict[str, Any]:
         found = {name: np.zeros((count, *line.shape), line.dtype) for name, line in lines.items()}

@@ -1,1 +1,1 @@
-"""From logits to a token and its logprobs."""
+"""Sampling: from logits to a token and its log-probabilities."""

@@ -1,8 +1,9 @@
-"""DRY: a token is the less likely, the longer the run of tokens it would repeat (p-e-w, text-generation-webui #5677).
+"""DRY: penalises tokens that would extend a repetition, the more the longer it is (p-e-w, text-generation-webui
+#5677).
 
-If the last L tokens stand further up as well, and token t followed them there, t loses `multiplier * base ** (L -
-allowed_length)` where L is at least `allowed_length`; of several places the longest match counts. A match neither
-contains nor ends with a sequence breaker, and is counted up to `LONGEST` tokens.
+If the last L tokens occurred before, followed by token t, and L is at least `allowed_length`, the logit of t is
+reduced by `multiplier * base ** (L - allowed_length)`. Of several occurrences the longest match counts. A match
+contains no sequence breaker, t is none either, and matches are counted up to `LONGEST` tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from jax import lax
 
 from xla_engine.graphs.row_state.sampling_fields import Repetition
 
-LONGEST = 64  # tokens of a match that are counted
+LONGEST = 64  # the longest match that is measured
 
 
 def dry_penalties(tokens: jax.Array, length: jax.Array, rows: Repetition, vocabulary: int) -> jax.Array:
-    """What each token loses, f32 `[V, N]`, zero for most.
+    """The penalty of each token, f32 `[V, N]`, zero for most.
 
-    tokens: i32 `[N, S]`, of which `length [N]` are valid, at least 1. Rows without a multiplier get zeros.
+    tokens: i32 `[N, S]`, of which `length [N]` are valid, at least 1. Rows with multiplier 0 get zeros.
     """
-    matched = _matches(tokens, length, rows)  # [N, S], of the tokens up to each place with those at the end
+    matched = _matches(tokens, length, rows)  # [N, S]
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     following = jnp.roll(tokens, -1, axis=1)
     counts = (place < length[:, None] - 1) & ~_breaks(following, rows) & (matched > 0)
@@ -33,8 +34,10 @@ def dry_penalties(tokens: jax.Array, length: jax.Array, rows: Repetition, vocabu
 
 
 def _by_length(rows: Repetition) -> jax.Array:
-    """The penalty by length of the match, f32 `[LONGEST + 1, N]`: one product after the other, so that a row's bits
-    are its own. Not above 1e30."""
+    """The penalty by length of the match, f32 `[LONGEST + 1, N]`, at most 1e30.
+
+    Computed by repeated multiplication, so that a row's bits do not depend on other rows.
+    """
 
     def step(penalty: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
         grown = jnp.where(
@@ -47,7 +50,7 @@ def _by_length(rows: Repetition) -> jax.Array:
 
 
 def _matches(tokens: jax.Array, length: jax.Array, rows: Repetition) -> jax.Array:
-    """How many tokens up to each place are those up to the end, i32 `[N, S]`; 0 at the end itself and behind it."""
+    """How many tokens before and at each place equal the last tokens, i32 `[N, S]`; 0 from the last token on."""
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     end = length - 1
 

@@ -1,4 +1,4 @@
-"""How logits lie."""
+"""The two layouts of logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 class ByRow(NamedTuple):
-    """Logits `[N, V]`, as C++ products give them; those of XLA's are vocabulary-major, `[V, N]`."""
+    """Logits `[N, V]`, as the C++ products return them; XLA's are vocabulary-major, `[V, N]`."""
 
     values: jax.Array
 

@@ -1,7 +1,7 @@
-"""What shifts logits before a token is chosen: bias, penalties, DRY, tokens that may not be chosen.
+"""The adjustments of logits before a token is sampled: bias, penalties, DRY, forbidden tokens.
 
-Their order is that of `STAGES`. Each is skipped in steps where no live row has it, and leaves the logits of other rows
-as they are.
+They run in the order of `STAGES`. Each is skipped in steps in which no live row needs it, and does not change the
+logits of other rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from xla_engine.graphs.sampling.dry import dry_penalties
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingContext:
-    """What the sampler reads of N rows beside their parameters.
+    """What the sampler needs to know about N rows apart from their sampling parameters.
 
     live: bool `[N]`, the sample will be used.
-    slot: i32 `[N]`, the row's entry in `history` and `tables`.
+    slot: i32 `[N]`, the row's index in `history` and `tables`.
     length: i32 `[N]`, valid tokens in `history`.
     prompt_length: i32 `[N]`, as in `Rows`.
     min_remaining: i32 `[N]`, as in `Rows`.
     stop_ids: i32 `[N, E]`, as in `Rows`.
-    history: that of `Rows`, of all slots.
+    history: that of `Rows`, for all slots.
     tables: bias and masks of all slots.
-    block_tables: those of `Rows`, of all slots.
-    draft: i32 `[N]`, behind which of its drafts the row stands, for its mask; 0 behind none. None: no row has drafts.
+    block_tables: those of `Rows`, for all slots.
+    draft: i32 `[N]`, how many drafts precede the row, which selects its mask; 0: none. None: no row has drafts.
     """
 
     live: jax.Array
@@ -50,7 +50,7 @@ class SamplingContext:
 
     @property
     def tokens(self) -> jax.Array:
-        """The rows' tokens by position, i32 `[N, S]`; those from `length` on mean nothing."""
+        """The rows' tokens by position, i32 `[N, S]`; arbitrary from `length` on."""
         if self.block_tables is None:
             return self.history[self.slot]
         blocks = self.history.at[self.block_tables[self.slot]].get(mode="clip")
@@ -72,7 +72,7 @@ def wants_adjustment(rows: SamplingRows, context: SamplingContext) -> jax.Array:
 
 
 def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
-    """Logits `[V, N]` as the row's request wants them shifted; forbidden tokens have -inf."""
+    """Logits `[V, N]` with all adjustments of each row; forbidden tokens get -inf."""
     for wanted, change in _wanted(rows, context):
         logits = lax.cond(
             jnp.any(context.live & wanted),
@@ -83,20 +83,20 @@ def adjust(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> j
     return logits
 
 
-# (logits [V, N], rows, context, which want it [N]) -> logits
+# (logits [V, N], rows, context, rows that need it [N]) -> logits
 Change = Callable[[jax.Array, SamplingRows, SamplingContext, jax.Array], jax.Array]
 
 
 class Adjustment(NamedTuple):
-    """What some stages do to logits. wanted: of which rows, bool `[N]`; None in an engine that has no such thing."""
+    """One or several stages. wanted: the rows that need it, bool `[N]`; None if the engine does not support it."""
 
     wanted: Callable[[SamplingRows, SamplingContext], jax.Array | None]
     change: Change
 
 
 def _wanted(rows: SamplingRows, context: SamplingContext) -> list[tuple[jax.Array, Change]]:
-    """The adjustments of this engine in their order, each with the rows that want it."""
-    # Stages of one adjustment follow each other.
+    """The adjustments that this engine supports, in order, each with the rows that need it."""
+    # The stages of one adjustment are consecutive.
     in_order = dict.fromkeys(_ADJUSTMENTS[stage] for stage in STAGES if stage in _ADJUSTMENTS)
     found = ((each.wanted(rows, context), each.change) for each in in_order)
     return [(wanted, change) for wanted, change in found if wanted is not None]
@@ -121,7 +121,7 @@ def _apply_dry(
 def _add_bias(
     logits: jax.Array, rows: SamplingRows, context: SamplingContext, wanted: jax.Array
 ) -> jax.Array:
-    """Ids are distinct in a row, so that the order of additions does not matter."""
+    """The ids of a row are distinct, so the order of additions does not matter."""
     vocabulary, columns = logits.shape
     ids = jnp.where(wanted[:, None], context.tables.bias_ids[context.slot], vocabulary)  # [N, K]
     column = jnp.arange(columns)[:, None]
@@ -144,9 +144,9 @@ def _penalise(
 def count_tokens(
     context: SamplingContext, vocabulary: int, last_n: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Times each token was generated, i32 `[V, N]`, and whether it stands in prompt or output, bool `[V, N]`.
+    """How often each token was generated, i32 `[V, N]`, and whether it is in prompt or output, bool `[V, N]`.
 
-    last_n: i32 `[N]`, only so many of the last tokens count, all where it is below 0. None: all of every row.
+    last_n: i32 `[N]`, count only the last `last_n` tokens; all if negative. None: all tokens of every row.
     """
     tokens = context.tokens
     position = jnp.arange(tokens.shape[1])

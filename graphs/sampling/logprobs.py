@@ -1,4 +1,4 @@
-"""Log-probabilities under the raw or the processed distribution: of the chosen token, and of the most likely ones."""
+"""Log-probabilities of the sampled token and of the most likely ones, from raw or processed logits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from xla_engine.graphs.sampling.native import native_logprobs
 def logprobs(
     logits: Logits, token: jax.Array, wanted: jax.Array, *, native: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities under `logits [V, N]` of the chosen `token [N]` and of the most likely tokens.
+    """Log-probabilities under `logits [V, N]` of the sampled `token [N]` and of the most likely tokens.
 
-    wanted i32 `[N]`: -1 none, 0 the chosen token's, n > 0 also those of the n most likely tokens. What no row wants
-    is skipped and zero. Returns f32 `[N]`, and packed as i32 `[1 + 2 * MAX_LOGPROBS, N]`: rank of the chosen token
-    (1 is the most likely), ids of the most likely tokens, bits of their log-probabilities. A vocabulary below
-    MAX_LOGPROBS leaves places with id -1. native: as in `graphs.sampling.sampler.sample`.
+    wanted i32 `[N]`: -1 for none, 0 for the sampled token's, n > 0 also for those of the n most likely tokens. What no
+    row needs is skipped and zero. native: as in `graphs.sampling.sampler.sample`.
+    Returns f32 `[N]`, and packed i32 `[1 + 2 * MAX_LOGPROBS, N]`: the rank of the sampled token (1 is the most
+    likely), the ids of the most likely tokens, and the bits of their log-probabilities. If the vocabulary is smaller
+    than MAX_LOGPROBS, the ids are padded with -1.
     """
     if native is not None:
         return native_logprobs(logits, token, wanted, native)
@@ -47,7 +48,7 @@ def logprobs(
 
 
 def _normaliser(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest logit per column, and the log of the sum of exponentials relative to it; f32 `[N]` each."""
+    """The largest logit per column, and the log of the sum of exponentials relative to it; f32 `[N]` each."""
     peak = jnp.max(logits, axis=0)
     return peak, jnp.log(total(relative(logits, peak)))
 
@@ -69,7 +70,7 @@ def _top(logits: jax.Array, token: jax.Array, normaliser: tuple[jax.Array, jax.A
 
 
 class TopLogprobs(NamedTuple):
-    """The most likely tokens at one position. rank: of the chosen token, 1 is the most likely."""
+    """The most likely tokens at one position. rank: of the sampled token; 1 is the most likely."""
 
     rank: int
     token_ids: tuple[int, ...]
@@ -77,7 +78,7 @@ class TopLogprobs(NamedTuple):
 
 
 def unpack_top_logprobs(packed: np.ndarray, wanted: int) -> TopLogprobs:
-    """Host side of what `logprobs` packs, for one column `[1 + 2 * MAX_LOGPROBS]`: the `wanted` most likely."""
+    """Unpack one column `[1 + 2 * MAX_LOGPROBS]` of `logprobs` on the host, with the `wanted` most likely tokens."""
     ids = packed[1 : 1 + wanted].tolist()
     values = packed[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + wanted].view(np.float32).tolist()
     known = [place for place, token_id in enumerate(ids) if token_id >= 0]

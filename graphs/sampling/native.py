@@ -1,8 +1,8 @@
-"""The sampler on XLA:CPU: one C++ call (`native/sampler.cc`) from logits to tokens and log-probabilities.
+"""The C++ sampler (`native/sampler.cc`) for XLA:CPU: one call from logits to tokens and log-probabilities.
 
-It shifts logits and chooses as the sampler in JAX does, by the same noise, but sums probabilities as whole numbers:
-where a draw or the edge of a nucleus falls between two tokens to the last bit, the two may differ. It also spares XLA
-most of what it compiles in a step: the sampler in JAX is four fifths of that (findings/sampler.md).
+It does the same as the sampler in JAX, with the same noise, but sums probabilities as integers. So the two may differ
+if a draw, or the edge of a nucleus, falls between two tokens to the last bit. It also saves compile time: the sampler
+in JAX is four fifths of what XLA compiles for a step (findings/sampler.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_engine.graphs.sampling.sampled import Sampled, shapes
 
 SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
 
-# What C++ knows of a row beside the sampling table: of `SamplingContext`.
+# The fields of `SamplingContext` that C++ gets for each row, in addition to the sampling table.
 _PLACES: dict[str, type[np.generic]] = {
     "live": np.bool_,
     "slot": np.int32,
@@ -59,7 +59,7 @@ def native_sample(
     processed_logprobs: bool,
     isa: str,
 ) -> Sampled:
-    """What `graphs.sampling.sampler.sample` gives; zeros for rows not live. isa: whose library serves."""
+    """As `graphs.sampling.sampler.sample`; rows that are not live get zeros. isa: selects the library."""
     count, by_row = position.shape[0], isinstance(logits, ByRow)
     call = jax.ffi.ffi_call(f"{SAMPLE}_{isa}", tuple(shapes(count)))
     none, no_words = jnp.zeros(0, jnp.int32), jnp.zeros(0, WORD)
@@ -87,7 +87,7 @@ def native_sample(
 
 
 def _words(rows: SamplingRows, position: jax.Array, context: SamplingContext | None) -> jax.Array:
-    """What C++ knows of each row, u32 `[N, W]`: `RowFields` (`native/row_fields.h`), its stop ids, its breakers."""
+    """The C++ input for each row, u32 `[N, W]`: `RowFields` (`native/row_fields.h`), stop ids, sequence breakers."""
     none = jnp.zeros_like(position)
     if context is None:
         places = [jnp.ones_like(position, bool), *[none] * (len(_PLACES) - 1)]
@@ -128,7 +128,7 @@ def row_fields_header() -> str:
 def native_logprobs(
     logits: Logits, token: jax.Array, wanted: jax.Array, isa: str
 ) -> tuple[jax.Array, jax.Array]:
-    """`graphs.sampling.logprobs.logprobs` in C++; a row that wants none has zeros."""
+    """`graphs.sampling.logprobs.logprobs` in C++; rows that need none get zeros."""
     given = shapes(token.shape[0])
     call = jax.ffi.ffi_call(f"{LOGPROBS}_{isa}", (given.logprob, given.top))
     by_row = isinstance(logits, ByRow)

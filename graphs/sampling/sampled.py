@@ -1,4 +1,4 @@
-"""What the sampler says of each row, and how that travels to the host."""
+"""The sampler's output for each row, and its packed form for the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 
 COLUMNS: dict[str, type[np.generic]] = {"token": np.int32, "logprob": np.float32}
-"""The fields of `Sampled` that every row has one of, four bytes each. They are packed together."""
+"""The fields of `Sampled` with one four-byte value per row. They are packed together."""
 
 
 class Sampled(NamedTuple):
@@ -34,5 +34,8 @@ def shapes(count: int) -> Sampled:
 
 
 def unpack_samples(packed: np.ndarray) -> dict[str, np.ndarray]:
-    """Host side of `Sampled.packed`: by name, `[N]` each. Tokens are -1 where the row did not run, or NO_CHOICE."""
+    """Unpack `Sampled.packed` on the host: `[N]` each, by name.
+
+    A token may be NO_CHOICE, or -1 if the row did not run.
+    """
     return {name: column.view(dtype) for column, (name, dtype) in zip(packed, COLUMNS.items(), strict=True)}

@@ -1,11 +1,11 @@
-"""From logits to one token per row. Logits are vocabulary-major here, float32 `[V, N]`; C++ takes them by row as well.
+"""The sampler: from logits to one token per row. Logits are vocabulary-major here, float32 `[V, N]`.
 
 The stages are `STAGES` of `graphs.row_state.sampling_fields`; the first are adjustments
-(`graphs.sampling.logits_processors`). Each row is a function of its own logits, parameters, history, seed and
-position; `lax.cond` only decides whether work that no row wants is skipped, never what a row gets.
+(`graphs.sampling.logits_processors`). The result of a row depends only on its own logits, parameters, history, seed
+and position; `lax.cond` only skips work that no row needs, and never changes a result.
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per row, keyed by (seed,
-position): a quarter of the cost of Gumbel noise over the whole vocabulary (findings/sampler.md).
+position). This costs a quarter of Gumbel noise over the whole vocabulary (findings/sampler.md).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def sample(
     processed_logprobs: bool = False,
     native: str | None = None,
 ) -> Sampled:
-    """Sample one token per row, or NO_CHOICE where logits are not finite or no token is allowed.
+    """Sample one token per row, or NO_CHOICE if the logits are not finite or no token is allowed.
 
     position `[N]`: index of the new token in its sequence; noise is keyed by (seed, position) only.
-    context: None where every row is live and no row wants an adjustment.
-    processed_logprobs (static): log-probabilities are those of the distribution drawn from, after adjustments,
-    temperature and truncation (a greedy row's: after adjustments); otherwise those of the logits as they came.
-    native (static): the instruction set whose C++ library samples (`graphs.sampling.native`); None: JAX does.
+    context: None if every row is live and no row needs an adjustment.
+    processed_logprobs (static): log-probabilities are those of the sampled distribution, after adjustments,
+    temperature and truncation (for a greedy row: after adjustments). By default they are those of the raw logits.
+    native (static): the instruction set of the C++ library to use (`graphs.sampling.native`); None: JAX.
     """
     if native is not None:
         given = logits, rows, position, context
@@ -85,19 +85,19 @@ def sample(
 
 
 def _if_any(token: jax.Array, logits: jax.Array, best: jax.Array) -> jax.Array:
-    """`token [N]`, or NO_CHOICE where the largest logit, at `best [N]`, is no finite number.
+    """`token [N]`, or NO_CHOICE if the largest logit, at `best [N]`, is not finite.
 
-    That is where no token is allowed, and where the hidden state is not finite: then every logit is NaN or infinite,
-    so that one of them tells, whatever a maximum makes of NaN on this platform.
+    This is so if no token is allowed, or if the hidden state is not finite. Then every logit is NaN or infinite, so
+    one of them is enough to check, however this platform treats NaN in a maximum.
     """
     peak = jnp.take_along_axis(logits, best[None], axis=0)[0]
     return jnp.where(jnp.isfinite(peak), token, NO_CHOICE)
 
 
 def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
-    """Probabilities relative to the most likely token's `[V, N]`; zero where a row may not draw the token.
+    """Probabilities relative to that of the most likely token, `[V, N]`; zero for truncated tokens.
 
-    Rows that do not draw have temperature 1 and no truncation but min-p. Over V in one pass, unless a row truncates.
+    Greedy rows get temperature 1 and no truncation except min-p. One pass over V, unless a row uses top-k or top-p.
     """
     temperature = jnp.where(random, rows.temperature, 1.0)
     peak = jnp.max(logits, axis=0)
@@ -107,26 +107,25 @@ def _weights(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Ar
         lambda: jnp.full(peak.shape, -jnp.inf, jnp.float32),
     )
     values = as_rows(logits)
-    weight = jnp.exp(
-        (values - per_column(peak)) / per_column(temperature)
-    )  # the largest logit's is exactly 1
+    # The weight of the largest logit is exactly 1.
+    weight = jnp.exp((values - per_column(peak)) / per_column(temperature))
     kept = (weight >= per_column(rows.min_p)) & (values >= per_column(least))
     return as_columns(jnp.where(kept, weight, 0.0), logits.shape)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, random: jax.Array, position: jax.Array) -> jax.Array:
-    """Draw from the restricted distribution, i32 `[N]`."""
+    """Draw from the truncated distribution, i32 `[N]`."""
     return _invert(_weights(logits, rows, random), _uniform(rows.seed, position))
 
 
 def _restricted(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
-    """Logits of the distribution drawn from `[V, N]`; those of rows that do not draw as they are."""
+    """The logits `[V, N]` of the sampled distribution; those of greedy rows do not change."""
     scaled = logits / jnp.where(random, rows.temperature, 1.0)
     return jnp.where(random & (_weights(logits, rows, random) == 0), -jnp.inf, scaled)
 
 
 def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One number in [0, 1) per row, a function of its (seed `[2]`, position) alone, f32 `[N]`."""
+    """One number in [0, 1) per row, f32 `[N]`, a function only of its seed `[2]` and position."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
@@ -136,9 +135,9 @@ def _uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
-    """First index at which the cumulative `weight [V, N]` passes `uniform [N]` of the total; its weight is positive.
+    """The first index at which the cumulative `weight [V, N]` exceeds `uniform [N]` times the total.
 
-    Two levels: the group whose cumulative sum passes, then the entry inside it.
+    Its weight is positive. Searches in two levels: first the group, then the entry in the group.
     """
     grouped = groups(weight, 0.0)
     totals = sum_middle(grouped)
@@ -152,9 +151,10 @@ def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_passing(passing: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """First index along axis 0 with positive weight whose cumulative sum `passing` passes `target [N]`, i32 `[N]`.
+    """The first index along axis 0 with positive weight whose cumulative sum `passing` exceeds `target [N]`, i32
+    `[N]`.
 
-    Where rounding leaves every sum short of the target, the last index with positive weight.
+    If rounding leaves every sum below the target, the last index with positive weight.
     """
     positive = weight > 0
     passed = (passing > target) & positive

@@ -1,6 +1,7 @@
-"""Which tokens top-k and top-p keep: a threshold on the logits of each row.
+"""Top-k and top-p as a threshold on the logits of each row.
 
-On the logits themselves: what is divided by the temperature in two places may be rounded in two ways.
+The threshold applies to the logits before the temperature, because a division in two places may be rounded in two
+ways.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from xla_engine.graphs.ops.reductions import as_columns, as_rows, cumulative, la
 from xla_engine.graphs.ops.top_k import from_ordered_bits, ordered_bits
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 
-_CANDIDATES = 128  # most likely tokens among which top-k and top-p are looked for first
-_GROUP = 8  # rows that are bisected together on a CPU
+_CANDIDATES = 128  # most likely tokens among which the threshold is searched first
+_GROUP = 8  # rows that are bisected together on CPUs
 
 
 def threshold(
     logits: jax.Array, peak: jax.Array, temperature: jax.Array, rows: SamplingRows, concerned: jax.Array
 ) -> jax.Array:
-    """Smallest of `logits [V, N]` per row that top-k and top-p keep; values that tie with it stay. f32 `[N]`.
+    """The smallest of `logits [V, N]` per row that top-k and top-p keep, f32 `[N]`; equal logits are kept, too.
 
     peak `[N]`: the largest logit. temperature `[N]`, positive. concerned bool `[N]`: rows whose result is used.
 
-    Most rows are decided by their most likely candidates. A row that is not (a top-k beyond them, a nucleus wider
-    than them) is decided by bisection over the whole vocabulary; it is the row itself that decides which.
+    For most rows the most likely candidates suffice. If top-k or the nucleus exceeds them, the threshold is found by
+    bisection over the whole vocabulary; which way is taken depends only on the row itself.
     """
     vocabulary = logits.shape[0]
     count = min(_CANDIDATES, vocabulary)
@@ -55,12 +56,12 @@ def threshold(
 
 
 def likelihood(logits: jax.Array, peak: jax.Array, temperature: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Probability relative to that of the largest logit `peak [N]`, which gets exactly 1; zero below `min_p`."""
+    """The probability relative to that of the largest logit `peak [N]`, which is exactly 1; zero below `min_p`."""
     found = jnp.exp((as_rows(logits) - per_column(peak)) / per_column(temperature))
     return as_columns(jnp.where(found >= per_column(min_p), found, 0.0), logits.shape)
 
 
-@jax.jit  # traced once, not in every program of a CPU
+@jax.jit  # traced only once, not in every CPU program
 def _search_together(
     found: jax.Array,
     undecided: jax.Array,
@@ -70,7 +71,7 @@ def _search_together(
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
-    """`found [N]` with the undecided rows decided by bisection, all at once: no loop."""
+    """`found [N]` with the thresholds of undecided rows, by bisection of all rows at once, without a loop."""
     values = bisect(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
     return jnp.where(undecided, values, found)
 
@@ -84,7 +85,7 @@ def _search_in_groups(
     wanted: jax.Array,
     rows: SamplingRows,
 ) -> jax.Array:
-    """The same, `_GROUP` rows at a time: their columns fit into a processor's cache, and no shape depends on N."""
+    """The same, `_GROUP` rows at a time: their columns fit into a CPU cache, and no shape depends on N."""
     width = found.shape[0]
     count = jnp.sum(undecided, dtype=jnp.int32)
     order = jnp.argsort(~undecided, stable=True)  # the undecided rows first
@@ -96,7 +97,7 @@ def _search_in_groups(
         values = bisect(
             logits[:, row], peak[row], temperature[row], wanted[row], rows.top_p[row], rows.min_p[row]
         )
-        # Groups may reach into decided rows, which keep what they have.
+        # The last group may contain decided rows, which keep their threshold.
         target = jnp.where((mine < width) & undecided[row], mine, width)
         return found.at[target].set(values, mode="drop")
 
@@ -111,7 +112,7 @@ def bisect(
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """`threshold` for any row, in 32 passes over the vocabulary for each of top-k and top-p that it wants.
+    """`threshold` for any row, in 32 passes over the vocabulary each for top-k and top-p.
 
     wanted i32 `[N]`: top-k, or the size of the vocabulary for no limit.
     """
@@ -126,7 +127,7 @@ def bisect(
     def enough(bits: jax.Array) -> jax.Array:
         return total(jnp.where(weight >= lax.bitcast_convert_type(bits, jnp.float32), weight, 0.0)) >= target
 
-    # Bits of numbers that are not negative compare as the numbers do.
+    # The bits of non-negative floats compare like the floats.
     least = lax.bitcast_convert_type(_last_true(enough, jnp.zeros_like(wanted), 0x3F800000), jnp.float32)
     nucleus = jnp.min(jnp.where(weight >= least, logits, jnp.inf), axis=0)
     return jnp.where(top_p < 1, nucleus, kth)
@@ -143,9 +144,9 @@ def _kth_largest(values: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _last_true(holds: Callable[[jax.Array], jax.Array], lowest: jax.Array, highest: int) -> jax.Array:
-    """Per column the largest integer from `lowest [N]` to `highest` for which `holds`, by bisection, i32 `[N]`.
+    """Per column, by bisection, the largest integer from `lowest [N]` to `highest` for which `holds`, i32 `[N]`.
 
-    `holds` is true for `lowest`, and false above the first integer for which it is false.
+    `holds` must be true for `lowest`, and stay false above the first integer for which it is false.
     """
 
     def narrow(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,1 +1,1 @@
-"""The compiled steps: decode, prefill and prompt logprobs."""
+"""The compiled steps: decode, verify, prefill, prompt logprobs and pooling."""

@@ -1,4 +1,4 @@
-"""The decode step: one token for every live row, one program for every load."""
+"""The decode step: one token for every live row, in one program whatever the number of live rows."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def decode_step(
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
     """Feed each live row its last token and sample the next one.
 
-    Static: `spec`; `key_length`, the bucket of keys attended to, every live row's length is below it;
+    Static: `spec`; `key_length`, the bucket of keys attended to, which must exceed every live row's length;
     `processed_logprobs`, see `sample`.
-    `rope [K, S, 2, Dh/2]`, see `graphs.ops.rope`; `scheduled bool [B]`: rows the plan names. A row is live when it is
-    scheduled and still has tokens to sample; other rows write nothing and keep their state.
-    Returns cache, rows, the packed samples `[2, B]` (token -1 where the row was not live), and the most likely tokens
-    as `graphs.sampling.logprobs.logprobs` packs them.
+    `rope [K, S, 2, Dh/2]`, see `graphs.ops.rope`; `scheduled bool [B]`, the rows in the plan. A row is live if it is
+    scheduled and has tokens left to sample; other rows write nothing and keep their state.
+    Returns cache, rows, the packed samples `[2, B]` (token -1 for rows that are not live), and the most likely tokens
+    as packed by `graphs.sampling.logprobs.logprobs`.
     """
     rows = rows.with_tables(tables)
     live = scheduled & (rows.remaining > 0)

@@ -1,9 +1,9 @@
-"""The verify step with a draft head: a layer that guesses from what the model makes of positions.
+"""The verify step with a draft head: one layer that drafts from the model's hidden states.
 
-The layer takes what the model made of position p and the token at p + 1, and guesses the one at p + 2; for further
-guesses it takes what it made itself. It has keys and values of its own, by slot. What the model makes of positions is
-handed on from prefill and verify steps. A plain decode step hands on nothing: the layer goes without these positions,
-and has no guess before the next verify step. Which layer that is: `graphs.steps.mtp`, `graphs.steps.eagle3`.
+From the model's hidden state at position p and the token at p + 1, the layer predicts the token at p + 2; for further
+drafts it uses its own output as hidden state. It has its own KV cache, by slot. Prefill and verify steps pass the
+model's hidden states on to it. A plain decode step does not, so these positions are missing from the layer's cache,
+and it cannot draft before the next verify step. The layers are `graphs.steps.mtp` and `graphs.steps.eagle3`.
 """
 
 from __future__ import annotations
@@ -30,32 +30,35 @@ from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify
 
 
 class Head(Protocol):
-    """A draft head inside a graph: with its weights, and the model whose tokens it guesses."""
+    """A draft head inside a graph, bound to its weights and to the model for which it drafts."""
 
     def made(self, seen: jax.Array, used: jax.Array) -> jax.Array:
-        """What the layer takes of positions: f32 `[N, D]`. seen: what stands behind or before layers of the model
-        there, f32 `[N, ...]`, as `HeadForm.taps` says. used: which are read, bool `[N]`."""
+        """The head's input hidden state f32 `[N, D]` of positions.
+
+        seen: the model's residual stream there, f32 `[N, ...]`, as `HeadForm.taps` says. used: which positions are
+        read, bool `[N]`.
+        """
         ...
 
     def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
-        """As `Decoder.hidden`: the layer over `before f32 [N, D]` and the tokens `[N]` behind it."""
+        """Run the layer on hidden states `before f32 [N, D]` and the tokens `[N]` that follow; as `Decoder.hidden`."""
         ...
 
     def onward(self, x: jax.Array) -> jax.Array:
-        """What it takes for the next guess, f32 `[N, D]`, of the residual stream `x [N, D]` behind it."""
+        """The hidden state for the next draft, f32 `[N, D]`, from the layer's output `x [N, D]`."""
         ...
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
-        """Of the residual stream `x [N, D]` behind it, float32, of the token ids of the model."""
+        """Logits, float32, over the model's token ids, from the layer's output `x [N, D]`."""
         ...
 
 
 class HeadForm(NamedTuple):
-    """What is static of a draft head.
+    """The static part of a draft head.
 
-    layer: a model of its one layer; of this, cache and attention are meant.
-    bind: from its weights, the model's spec and decoder to the head.
-    taps: the model's layers before which it takes the residual stream, side by side; none: behind the last layer.
+    layer: the spec of a model of its one layer, which defines its cache and attention.
+    bind: makes the head from its weights, the model's spec and the model's decoder.
+    taps: the layers of the model before which the residual stream is taken and concatenated; empty: after the last.
     """
 
     layer: ModelSpec
@@ -64,8 +67,12 @@ class HeadForm(NamedTuple):
 
 
 class HeadState(NamedTuple):
-    """cache: the layer's, of every slot. hidden: f32 `[B, W, D]`, what the layer takes of the positions from
-    `begin [B]` on; as many count as the row has got further since."""
+    """The state of a draft head.
+
+    cache: the layer's KV cache, for every slot.
+    hidden: f32 `[B, W, D]`, the model's hidden states from position `begin [B]` on that the layer has not processed.
+        The first `length - begin` are valid.
+    """
 
     cache: KVCache
     hidden: jax.Array
@@ -73,7 +80,7 @@ class HeadState(NamedTuple):
 
 
 def make_head_state(layer: ModelSpec, rows: int, length: int, width: int) -> HeadState:
-    """State of `rows` slots of `length` positions, whole spans, for verify steps of up to `width` tokens."""
+    """The state for `rows` slots of `length` positions, a multiple of the span, and verify steps of `width` tokens."""
     hidden = jnp.zeros((rows, width, layer.config.hidden_size), jnp.float32)
     return HeadState(make_cache(layer, rows, length), hidden, jnp.full(rows, -1, jnp.int32))
 
@@ -95,19 +102,19 @@ def guess_and_verify(
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, HeadState]:
-    """`verify_step`, where rows that may look up are guessed for by a head of `form` (static) instead.
+    """`verify_step`, but for rows that may look up drafts, a head of `form` (static) drafts instead.
 
-    own: the head's weights. Returns what `verify_step` does, and the head's state.
+    own: the head's weights. Also returns the head's state.
     """
     rows = rows.with_tables(tables)
     at = members(rows, drafts, width)
     slot, end = at.slot, rows.length[at.slot]
     lanes, held = len(slot), state.hidden.shape[1]
     head, products = form.bind(own, spec, spec.merge(weights)), form.layer.products or ROWS_LEFT
-    slots = replace(rows, block_tables=None)  # the layer's slots borrow no blocks
+    slots = replace(rows, block_tables=None)  # the layer's cache has no block pool
 
     begin = jnp.maximum(state.begin[slot], 0)
-    count = end - state.begin[slot]  # positions that the layer has not got, each with the token behind it
+    count = end - state.begin[slot]  # positions that the layer has not processed
     ready = at.live & (state.begin[slot] >= 0) & (count >= 1) & (count <= held)
     wanted = ready & asks(rows, drafts, at, width - 1)
     known = known_tokens(rows, slot)
@@ -117,7 +124,7 @@ def guess_and_verify(
     def feed(
         cache: KVCache, hidden: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
     ) -> tuple[KVCache, jax.Array]:
-        """Feed lanes `[P, T]` with `hidden f32 [P T, D]`; returns also what becomes of each one's last `[P, D]`."""
+        """Feed lanes `[P, T]` with `hidden f32 [P T, D]`; also returns the output at their last tokens `[P, D]`."""
         fed = Extents(slot, start, count)
         cache, streams = through_layers(
             form.layer, key_length, functools.partial(head.over, hidden), own_rope, cache, slots, tokens, fed
@@ -170,9 +177,9 @@ def read_prompts(
     own_rope: jax.Array,
     state: HeadState,
 ) -> HeadState:
-    """Feed the layer what a prefill call made of its lanes, `seen f32 [P * T, ...]` as `HeadForm.taps` says.
+    """Feed the layer the hidden states of a prefill call, `seen f32 [P * T, ...]`, as `HeadForm.taps` says.
 
-    rows: any, for their kind.
+    rows: only their structure is used.
     """
     slot, start, count = lanes.slot, lanes.start, lanes.count
     number, width = lanes.tokens.shape
@@ -180,7 +187,7 @@ def read_prompts(
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]
     made = head.made(seen, used.reshape(-1)).reshape(number, width, -1)
     final = made[jnp.arange(number), jnp.maximum(count - 1, 0)]  # [P, D]
-    # A lane may go on where the one before it ended; else the slot knows what came before.
+    # A lane may continue the lane before it; otherwise the hidden state before it is stored with the slot.
     follows = (jnp.roll(slot, 1) == slot) & (jnp.roll(start + count, 1) == start) & (jnp.arange(number) > 0)
     before = jnp.where(follows[:, None], jnp.roll(final, 1, axis=0), state.hidden[slot, 0])
     fresh = start == 0

@@ -1,8 +1,8 @@
-"""The verify step with a draft model: a smaller decoder of the same vocabulary guesses, then the model checks.
+"""The verify step with a draft model: a smaller decoder with the same vocabulary drafts, then the model verifies.
 
-The draft model has a cache of its own, by slot. What lies there is known by the tokens that were fed: as far as they
-are the row's, they hold, and the others are fed again. So rejected drafts, plain steps between, a slot's next owner
-and one that was parked need no word from the host. Wrong keys could only cost time: drafts change no bit.
+The draft model has its own KV cache, by slot, and remembers which tokens it was fed. The entries are valid as far as
+these tokens agree with the row's; the others are fed again. So the host need not report rejected drafts, plain decode
+steps, new owners of a slot or parked requests. Wrong entries could only cost time: drafts change no bit.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, Members, known_tokens, members, verify_rows
 
-FED = 16  # tokens of a row that one round feeds
-ROUNDS = 32  # of a step at most: a row that is further behind has no drafts yet
+FED = 16  # tokens of a row that one catch-up round feeds
+ROUNDS = 32  # the most rounds of a step; a row that is further behind gets no drafts yet
 
 
 class DraftState(NamedTuple):
-    """cache: the draft model's, of every slot. tokens: i32 `[B, S]`, those whose keys and values it holds, else -1."""
+    """cache: the draft model's KV cache. tokens: i32 `[B, S]`, the tokens whose keys and values it holds, else -1."""
 
     cache: KVCache
     tokens: jax.Array
 
 
-# Its number, the state, where each lane goes on, how many tokens it is behind, and what its last token came to.
+# (number of the round, state, next position of each lane, tokens it is behind, hidden state of its last token)
 _Round = tuple[jax.Array, DraftState, jax.Array, jax.Array, jax.Array]
 
 
 def make_draft_state(spec: ModelSpec, rows: int, length: int) -> DraftState:
-    """State of `rows` slots of `length` positions, whole spans: nothing was fed."""
+    """The empty state for `rows` slots of `length` positions, a multiple of the span."""
     return DraftState(make_cache(spec, rows, length), jnp.full((rows, length), -1, jnp.int32))
 
 
@@ -63,10 +63,10 @@ def draft_and_verify(
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, DraftState]:
-    """`verify_step`, where rows that may look up are guessed for by the model `draft` (static) instead.
+    """`verify_step`, but for rows that may look up drafts, the model `draft` (static) drafts instead.
 
-    reach (static): how far behind what was fed last the cache of `draft` still has everything; None: all of it.
-    Returns what `verify_step` does, and the draft model's state.
+    reach (static): how many of the latest positions the cache of `draft` keeps; None: all.
+    Also returns the draft model's state.
     """
     rows = rows.with_tables(tables)
     at = members(rows, drafts, width)
@@ -94,7 +94,7 @@ def _guess(
     at: Members,
     wanted: jax.Array,
 ) -> tuple[DraftState, jax.Array]:
-    """Feed what the draft model has not got of the rows `wanted [P]`, then draw up to `most` tokens of each."""
+    """Feed the draft model the tokens it lacks of the rows `wanted [P]`, then draft up to `most` tokens for each."""
     slot, end = at.slot, rows.length[at.slot]
     known, held = known_tokens(rows, slot), state.tokens[slot]
     lanes, positions = len(slot), min(known.shape[1], held.shape[1])
@@ -105,17 +105,17 @@ def _guess(
     if reach is not None:
         newest = jnp.max(jnp.where(held >= 0, jnp.arange(held.shape[1], dtype=jnp.int32) + 1, 0), axis=1)
         begin = jnp.where(newest - begin > reach, 0, begin)
-    # What lies behind was computed from other tokens.
+    # Entries from `begin` on were computed from other tokens.
     target = targets(slot, wanted, len(state.tokens))
     tokens = put(state.tokens, target, jnp.where(jnp.arange(held.shape[1]) < begin[:, None], held, -1))
 
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
-    own = replace(rows, block_tables=None)  # slots of the draft model's cache borrow no blocks
+    own = replace(rows, block_tables=None)  # the draft model's cache has no block pool
 
     def feed(
         state: DraftState, fed: jax.Array, start: jax.Array, count: jax.Array
     ) -> tuple[DraftState, jax.Array]:
-        """Feed lanes `[P, T]`; returns also the residual stream behind each one's last token `[P, D]`."""
+        """Feed lanes `[P, T]`; also returns the residual stream at each lane's last token `[P, D]`."""
         at = Extents(slot, start, count)
         cache, streams = through_layers(spec, key_length, model.hidden, rope, state.cache, own, fed, at)
         offset = jnp.arange(fed.shape[1], dtype=jnp.int32)

@@ -1,7 +1,8 @@
-"""Drawing drafts on the device, with the noise that the row itself will draw with.
+"""Sampling drafts on the device, with the same noise with which the row itself will sample.
 
-A guess comes from the row's own sampler at (seed, position), with the logits of something cheaper than the model. So
-it is right as often as the two distributions let one uniform number fall on the same token, at any temperature.
+A draft is sampled by the row's own sampler at (seed, position), from the logits of a cheaper model. Since both use the
+same uniform number, a draft is accepted as often as both distributions map that number to the same token, at any
+temperature.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from xla_engine.graphs.steps.sample_rows import SampledRows, sample_rows
 from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
 
 Held = TypeVar("Held")
-# (what it holds, tokens [P], their positions [P], which are wanted [P]) -> (what it holds then, logits behind)
+# (state, tokens [P], their positions [P], which are wanted [P]) -> (new state, logits of the next tokens)
 Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, Logits]]
 
 
 def asks(rows: Rows, drafts: Drafts, at: Members, most: int) -> jax.Array:
-    """The rows that are to be guessed for, bool `[P]`: they may be, and the host has nothing that fits."""
+    """The rows that need drafts from the device, bool `[P]`: they allow it, and the host's drafts do not fit."""
     _, fits = continued(known_tokens(rows, at.slot), rows.length[at.slot], drafts, most)
     return at.live & (at.limit > 0) & drafts.lookup & ~fits
 
@@ -42,9 +43,9 @@ def draw(
     *,
     native: str | None,
 ) -> tuple[Held, jax.Array]:
-    """Up to `most` tokens behind each row that is `wanted [P]`, i32 `[P, most]`: -1 where none was asked for.
+    """Draft up to `most` tokens for each row that is `wanted [P]`: i32 `[P, most]`, padded with -1.
 
-    logits: behind the rows' last tokens. feed: gives those behind each token that was drawn.
+    logits: of the first drafts. feed: feeds drafted tokens, and returns the logits of the next ones.
     native: as in `sample`.
     """
     slot, _, limit = at
@@ -77,7 +78,7 @@ def draw(
 
 
 def proposed(rows: Rows, drafts: Drafts, at: Members, wanted: jax.Array, tokens: jax.Array) -> Drafts:
-    """`drafts` with `tokens [P, most]` in place of the host's where they were wanted, and nothing left to look up."""
+    """`drafts` with `tokens [P, most]` in place of the host's for `wanted [P]` rows, and without lookup."""
     padded = jnp.full_like(drafts.tokens, -1).at[:, : tokens.shape[1]].set(tokens)
     return replace(
         drafts,

@@ -1,10 +1,10 @@
 """An EAGLE-3 head (Li et al., arXiv 2503.01840, section 3) as a draft head; drafts are chains, not trees.
 
-What the model has before a low, a middle and a high layer is brought to the head's width by one product. One layer
-attends with queries, keys and values of two things side by side, each behind a norm of its own: the token's embedding,
-and that. Further guesses take what stands behind the layer, before the last norm. Its output head knows some of the
-model's token ids, those that are frequent; the others are never guessed. Names of tensors and what stands where were
-read in vLLM's `llama_eagle3.py` and SafeAILab/EAGLE's `cnets.py`.
+One product projects the model's residual stream before a low, a middle and a high layer to the head's hidden size. The
+queries, keys and values of its one layer are computed from the concatenation of the token's embedding and this hidden
+state, each normalised on its own. Further drafts use the layer's output before the final norm as hidden state. The
+output head covers only the frequent token ids of the model. Tensor names and structure follow vLLM's `llama_eagle3.py`
+and SafeAILab/EAGLE's `cnets.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from xla_engine.graphs.steps.draft_head import HeadForm
 
 
 class Eagle3Weights(NamedTuple):
-    """Vectors are float32, matrices in the order in which products read them.
+    """Vectors are float32; matrices are packed as the products read them.
 
     fuse: `[D, taps * D of the model]`. token_norm, hidden_norm, mlp_norm, final_norm: `[D]`.
     qkv: `[(H + 2 KV) Dh, 2 D]`. output: `[D, H Dh]`. gate_up: `[2 F, D]`. down: `[D, F]`. head: `[V', D]`.
-    ids: i32 `[V']`, the model's token id of each of the head's, distinct; None: the same.
+    ids: i32 `[V']`, the model's token id for each of the head's, all distinct; None: the ids are the same.
     embed: `[V, D]`, as in the checkpoint; None: the model's.
     """
 
@@ -51,8 +51,11 @@ class Eagle3Weights(NamedTuple):
 
 
 def eagle3_form(layer: ModelSpec, taps: tuple[int, ...], *, norm_before_residual: bool) -> HeadForm:
-    """layer: of a model of the one layer. norm_before_residual: the residual stream is what stands behind the norm of
-    the hidden state, not before it."""
+    """The form of an EAGLE-3 head.
+
+    layer: the spec of a model of the one layer. norm_before_residual: the residual stream starts with the normalised
+    hidden state instead of the hidden state itself.
+    """
     bind = functools.partial(_Eagle3Head, layer, norm_before_residual)
     return HeadForm(layer, bind, taps)
 
@@ -97,7 +100,7 @@ class _Eagle3Head:
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
         norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
-        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # of V' tokens
+        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # logits of V' tokens
         if ids is None:
             return known
         by_row = isinstance(known, ByRow)

@@ -1,4 +1,4 @@
-"""The decode step for few live rows: as many rows of work as are named, not one for every slot."""
+"""The decode step for few live rows: computes only the given rows instead of one for every slot."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def decode_few_rows(
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
-    """`decode_step` for the rows in `slots i32 [W]` alone, distinct or -1 for none: a verify step without drafts.
+    """`decode_step` for only the rows in `slots i32 [W]`, distinct or -1 for none: a verify step without drafts.
 
-    What it returns has columns for all B rows, as that of `decode_step`. Bits are the same only where those of a row
-    do not depend on the number of rows, and prefill gives those of decode.
+    The results have columns for all B rows, as those of `decode_step`. The bits are the same only if a row's bits do
+    not depend on the number of rows and prefill gives the bits of decode.
     """
     total, width = rows.token.shape[0], slots.shape[0]
     none = jnp.zeros(width, jnp.int32)

@@ -1,6 +1,6 @@
 """A layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next) as a draft head.
 
-It takes what stands behind the model's last norm, and shares embedding and output head with the model.
+Its input is the model's output after the final norm. It shares the model's embedding and output head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from xla_engine.graphs.steps.draft_head import HeadForm
 
 
 class MtpWeights(NamedTuple):
-    """join: `[D, 2 D]`, of token and hidden state side by side, as products read it. token_norm, hidden_norm: `[D]`.
-    decoder: leaves of a decoder of one layer, which has the model's embedding and head."""
+    """Weights of the layer.
+
+    join: `[D, 2 D]`, applied to the concatenation of token embedding and hidden state; packed as products read it.
+    token_norm, hidden_norm: `[D]`. decoder: the leaves of a decoder of one layer with the model's embedding and head.
+    """
 
     join: jax.Array
     token_norm: jax.Array
@@ -31,7 +34,7 @@ class MtpWeights(NamedTuple):
 
 
 def mtp_form(layer: ModelSpec) -> HeadForm:
-    """layer: of a model of the one layer."""
+    """The form of an MTP head. layer: the spec of a model of the one layer."""
 
     def bind(own: MtpWeights, spec: ModelSpec, model: Decoder) -> _MtpHead:
         return _MtpHead(layer.merge(own.decoder), own, model)

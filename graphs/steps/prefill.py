@@ -1,4 +1,4 @@
-"""The prefill chunk: P lanes of T prompt tokens, written straight into the slots of the donated cache."""
+"""The prefill step: P lanes of T prompt tokens, written directly into the slots of the donated cache."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
-Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # as `Decoder.hidden`
+Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # see `Decoder.hidden`
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """One prefill call. An unused lane has count 0 and is_last false.
+    """The input of a prefill call. An unused lane has count 0 and is_last false.
 
     tokens: i32 `[P, T]`, padded.
-    slot: i32 `[P]`, where the lane writes.
+    slot: i32 `[P]`, the slot that the lane writes to.
     start: i32 `[P]`, the first position it writes.
     count: i32 `[P]`, tokens that are not padding.
-    is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row. What follows is
-        read of these lanes only.
-    prompt_length: i32 `[P]`, of the prompt itself: tokens from there on were generated and are prefilled again.
-    max_tokens: i32 `[P]`, tokens still to sample at most.
-    min_tokens: i32 `[P]`, tokens still to sample at least.
+    is_last: bool `[P]`, the chunk completes its prompt: sample the first token and activate the row. The next five
+        fields are read only for these lanes.
+    prompt_length: i32 `[P]`, of the prompt itself; later tokens were generated and are prefilled again.
+    max_tokens: i32 `[P]`, the most tokens still to sample.
+    min_tokens: i32 `[P]`, the fewest tokens still to sample.
     stop_ids: i32 `[P, E]`, ids that end the row, padded with -1.
     sampling: the request's sampling parameters.
-    whole: bool `[P]`, what stands behind the last layer is read at every position of the lane, not only where a token
-        is sampled; None: of all lanes.
-    adapter: i32 `[P]`, as in `Rows`, also of lanes that complete nothing; None in an engine without adapters.
+    whole: bool `[P]`, the output of the last layer is read at every position of the lane, not only where a token is
+        sampled; None: true for all lanes.
+    adapter: i32 `[P]`, as in `Rows`, for all lanes; None in an engine without adapters.
     """
 
     tokens: jax.Array
@@ -75,14 +75,15 @@ def prefill_chunk(
     processed_logprobs: bool = False,
     taps: tuple[int, ...] = (),
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array, *tuple[jax.Array, ...]]:
-    """Run one chunk per lane; a lane that completes its prompt samples the first token and arms its row.
+    """Run one chunk per lane; a lane that completes its prompt samples the first token and activates its row.
 
-    Static: `spec`; `key_length`, the bucket of keys attended to, every lane ends at or below it; `head_rows >= P`,
-    the rows of output head and sampler, the same in every prefill graph so that the number of lanes changes no bit;
+    Static: `spec`; `key_length`, the bucket of keys attended to, at least the end of every lane; `head_rows >= P`, the
+    rows of output head and sampler, the same in every prefill graph so that no bit depends on the number of lanes;
     `processed_logprobs`, see `sample`; `taps`, layers.
-    Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that complete nothing), the most likely tokens
-    as `graphs.sampling.logprobs.logprobs` packs them, and the residual stream behind the last layer f32 `[P * T, D]`:
-    anything where nobody reads it. With taps, also what stands before these layers, f32 `[P * T, taps * D]`.
+    Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that do not complete a prompt), the most
+    likely tokens as packed by `graphs.sampling.logprobs.logprobs`, and the residual stream after the last layer f32
+    `[P * T, D]`, arbitrary at positions that are not read. With taps, also the residual stream before these layers,
+    f32 `[P * T, taps * D]`.
     """
     count = len(lanes.tokens)
     rows = rows.with_tables(tables)
@@ -105,7 +106,7 @@ def prefill_chunk(
     final = behind_last(streams[-1], lanes.count)
     length = lanes.start + lanes.count
     widen = functools.partial(_widen, head_rows)
-    logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows
+    logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows rows
     rows = _remember(rows, lanes)
     last = SampledRows(
         live=lanes.is_last,
@@ -142,11 +143,11 @@ def through_layers(
 ) -> tuple[KVCache, list[jax.Array]]:
     """Feed `lanes` of `tokens i32 [P, T]` through all layers.
 
-    clears (static): a lane may begin its slot anew; otherwise none does.
-    pending: takes, by store, what lanes bring to recurrent layers, whose state then stays as it is; None: it changes.
+    clears (static): a lane may start a slot at position 0, so stale values there must be cleared.
+    pending: receives, by store, the inputs of recurrent layers, whose state then does not change; None: it changes.
     adapter: i32 `[P]`, as in `Rows`; None: none.
-    read: the rows that are read behind the last layer, bool `[P * T]`; None: all.
-    Returns the cache, and the residual stream before each layer and behind the last, f32 `[P * T, D]`.
+    read: the rows that are read after the last layer, bool `[P * T]`; None: all.
+    Returns the cache, and the residual stream before each layer and after the last, f32 `[P * T, D]`.
     """
     (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
     position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
@@ -191,12 +192,12 @@ def through_layers(
 
 
 def tapped(streams: Sequence[jax.Array], taps: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """What stands before the layers `taps`, side by side: one array `[N, taps * D]`, or none."""
+    """The residual streams before the layers `taps`, concatenated: one array `[N, taps * D]`, or none without taps."""
     return (jnp.concatenate([streams[tap] for tap in taps], axis=1),) if taps else ()
 
 
 def _read(lanes: Lanes) -> jax.Array:
-    """The rows whose residual stream is read behind the last layer: bool `[P * T]`."""
+    """The rows whose residual stream is read after the last layer: bool `[P * T]`."""
     at = jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
     ends = lanes.is_last[:, None] & (at == lanes.count[:, None] - 1)
     assert lanes.whole is not None
@@ -204,7 +205,7 @@ def _read(lanes: Lanes) -> jax.Array:
 
 
 def behind_last(hidden: jax.Array, count: jax.Array) -> jax.Array:
-    """Of the residual stream `[P * T, D]`, the rows of the last of each lane's `count [P]` tokens: `[P, D]`."""
+    """The rows `[P, D]` of the residual stream `[P * T, D]` at the last of each lane's `count [P]` tokens."""
     lanes = len(count)
     return hidden[jnp.arange(lanes, dtype=jnp.int32) * (len(hidden) // lanes) + jnp.maximum(count - 1, 0)]
 
@@ -223,7 +224,7 @@ def _remember(rows: Rows, lanes: Lanes) -> Rows:
 
 
 def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
-    """Set the row of every lane that completed its prompt; other rows keep their state."""
+    """Activate the row of every lane that completed its prompt; other rows keep their state."""
     target = targets(lanes.slot, lanes.is_last, len(rows.token))
 
     def armed(row: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, and whole rows of logits: programs that run after a prefill call."""
+"""Log-probabilities of prompt tokens, and their logits: programs that run after a prefill call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def prompt_logprobs(
 ) -> jax.Array:
     """Raw log-probability of `target i32 [N]` at every row of the residual stream `hidden [N, D]`, and the top tokens.
 
-    Static: `spec`; `head_rows`, as in `prefill_chunk`. A target of -1 asks for nothing. The output head runs over
+    Static: `spec`; `head_rows`, as in `prefill_chunk`. A row with target -1 is skipped. The output head runs over
     `head_rows` positions at a time, so that no more logits exist at once than in a prefill step.
-    Returns i32 `[N, 2 + 2 * MAX_LOGPROBS]`: bits of the log-probability, then what
-    `graphs.sampling.logprobs.logprobs` packs.
+    Returns i32 `[N, 2 + 2 * MAX_LOGPROBS]`: the bits of the log-probability, then the most likely tokens as packed by
+    `graphs.sampling.logprobs.logprobs`.
     """
     model = spec.merge(weights)
     count = target.shape[0]
@@ -45,7 +45,7 @@ def prompt_logprobs(
 def prompt_logits(
     spec: ModelSpec, head_rows: int, weights: list[jax.Array], hidden: jax.Array, target: jax.Array
 ) -> jax.Array:
-    """The logits behind `prompt_logprobs`, of the same arguments: f32 `[N, V]`, zero where the target is -1."""
+    """The logits f32 `[N, V]` from which `prompt_logprobs` is computed; zero if the target is -1."""
     model = spec.merge(weights)
     count = target.shape[0]
     hidden, target = _in_groups(head_rows, hidden, target)
@@ -63,12 +63,12 @@ def prompt_logits(
 
 
 def _in_groups(rows: int, hidden: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in groups of `rows`, padded: `[G, rows, D]`, `[G, rows]`."""
+    """Pad and reshape both into groups of `rows`: `[G, rows, D]`, `[G, rows]`."""
     missing = -target.shape[0] % rows
     hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, rows, hidden.shape[1])
     return hidden, jnp.pad(target, (0, missing), constant_values=-1).reshape(-1, rows)
 
 
 def unpack_prompt_logprobs(packed: np.ndarray, wanted: int) -> tuple[float, TopLogprobs]:
-    """Host side of one row of `prompt_logprobs`: the target's log-probability, and the `wanted` most likely."""
+    """Unpack one row of `prompt_logprobs` on the host: the target's log-probability, and the `wanted` most likely."""
     return float(packed[:1].view(np.float32)[0]), unpack_top_logprobs(packed[1:], wanted)

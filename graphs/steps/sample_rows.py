@@ -1,4 +1,4 @@
-"""The end of every step: its rows are sampled, and their state on the device moves on."""
+"""The end of every step: sample its rows, and advance their state on the device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from xla_engine.graphs.sampling.sampler import sample
 
 
 class SampledRows(NamedTuple):
-    """The N rows of logits of a step.
+    """The N rows of logits that a step samples.
 
     live: bool `[N]`, the sample will be used.
     slot: i32 `[N]`.
     position: i32 `[N]`, of the new token in its sequence.
-    prompt_length, min_remaining, stop_ids, sampling: as in `Rows`, of these rows.
+    prompt_length, min_remaining, stop_ids, sampling: as in `Rows`, for these rows.
     draft: i32 `[N]`, as in `SamplingContext`.
     """
 
@@ -46,7 +46,7 @@ def sample_rows(
     native: str | None,
     processed: bool = False,
 ) -> Sampled:
-    """Sample the `logits` of rows. rows: with the history up to each position. native, processed: as in `sample`."""
+    """Sample from `logits`. rows: their history must reach up to each position. native, processed: as in `sample`."""
     context = SamplingContext(
         live=at.live,
         slot=at.slot,
@@ -63,7 +63,7 @@ def sample_rows(
 
 
 def ends(token: jax.Array, stop_ids: jax.Array) -> jax.Array:
-    """Whether each `token [..., N]` ends its row: it is one of its `stop_ids [..., N, E]`, or NO_CHOICE."""
+    """Whether each `token [..., N]` ends its row, because it is in `stop_ids [..., N, E]` or NO_CHOICE."""
     return jnp.any(token[..., None] == stop_ids, axis=-1) | (token == NO_CHOICE)
 
 
@@ -78,10 +78,10 @@ def advance(
     remaining: jax.Array,
     min_remaining: jax.Array,
 ) -> Rows:
-    """The rows once N of them have sampled `emitted` tokens, `token` the last.
+    """The rows after N of them have sampled `emitted` tokens each, `token [N]` being the last.
 
-    store: `leaf [B]` with the values of these rows, `[N]`, in their places.
-    length: of each row then. ended: its last token ends it. remaining, min_remaining: of before.
+    store: returns `leaf [B]` with the new values `[N]` of these rows.
+    length: the new length. ended: whether `token` ends the row. remaining, min_remaining: the values before the step.
     """
     return replace(
         rows,

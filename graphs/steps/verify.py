@@ -1,9 +1,9 @@
-"""The verify step: each live row is fed its last token and guesses at what follows, and keeps the right ones.
+"""The verify step: feeds each live row its last token and drafts of the next ones, and keeps the correct drafts.
 
-Every position is sampled by the row's own sampler at (seed, position), and a draft is kept while it is the token that
-was sampled. So what a row emits is what decode would give it one by one, whatever the drafts; they decide only how
-many tokens a step brings. What rejected drafts wrote lies behind the row's length, where nothing reads it. Recurrent
-layers change their state at the end of the step, when it is known how many positions stay.
+Every position is sampled by the row's own sampler at (seed, position), and drafts are accepted as long as they equal
+the sampled tokens. So a row emits the same tokens as in plain decode, whatever the drafts; these only decide how many
+tokens a step emits. KV entries of rejected drafts lie beyond the row's length, where nothing reads them. Recurrent
+layers update their state at the end of the step, when the number of accepted positions is known.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from xla_engine.graphs.row_state.rows import NOT_KEPT, Rows, Tables
 from xla_engine.graphs.steps.prefill import tapped, through_layers
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
-LOOKUP = (4, 3, 2)  # tokens at a row's end that are looked for further up, the longest first
+LOOKUP = (4, 3, 2)  # lengths of the row's ending that prompt lookup searches for, the longest wins
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """One verify call. Drafts come from the host where they fit, else from the row's own tokens where it may look.
+    """The input of a verify call. Drafts come from the host if they fit, otherwise from the row's own earlier tokens.
 
     slot: i32 `[P]`, the row of each lane, distinct; -1 for an unused lane.
-    most: i32 `[P]`, drafts the lane may use; 0 makes it a decode step of the row.
-    tokens: i32 `[P, L]`, what the host expects at positions `start ..` of the slot, padded with -1.
-    start: i32 `[P]`. The row may have got further than the host knew: what it has from `start` on should be the first
-        of `tokens`, and the others are the drafts.
-    lookup: bool `[P]`, look for an earlier place that continues as the row ends, where the first of `tokens` are not
-        what the row has.
-    gated: bool `[P]`, the host made masks for the drafts (`Tables.draft_masks`); without them a row's one mask holds.
+    most: i32 `[P]`, the most drafts the lane may use; 0 makes it a decode step of the row.
+    tokens: i32 `[P, L]`, the tokens that the host expects from position `start` of the slot on, padded with -1.
+    start: i32 `[P]`. The row may have more tokens than the host has read. They must equal the first of `tokens`; the
+        others are the drafts.
+    lookup: bool `[P]`, if the first of `tokens` differ from the row's, use prompt lookup: propose what followed an
+        earlier occurrence of the row's ending.
+    gated: bool `[P]`, the host has made masks for the drafts (`Tables.draft_masks`); otherwise the row's mask applies.
     """
 
     slot: jax.Array
@@ -63,12 +63,12 @@ def verify_step(
     *,
     processed_logprobs: bool = False,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
-    """Sample up to `width` tokens for each of P rows: as many as there are right drafts, and one more.
+    """Sample up to `width` tokens for each of P rows: one more than there are correct drafts.
 
     Static: `spec`; `key_length`, at least each row's length + `width`, or its last position; `width`, W;
     `processed_logprobs`, see `sample`.
-    Returns cache, rows, the packed samples `[2, P * W]` lane by lane (behind a row's last token NOT_KEPT for each
-    other draft that was fed, then -1), and the most likely tokens as `graphs.sampling.logprobs.logprobs` packs them.
+    Returns cache, rows, the packed samples `[2, P * W]` lane by lane (after a row's last token, NOT_KEPT for each
+    rejected draft, then -1), and the most likely tokens as packed by `graphs.sampling.logprobs.logprobs`.
     """
     rows = rows.with_tables(tables)
     return verify_rows(
@@ -77,7 +77,7 @@ def verify_step(
 
 
 class Members(NamedTuple):
-    """Rows of a verify call: their slots, whether they sample, and how many drafts they may have; each `[P]`."""
+    """The rows of a verify call: their slots, whether they are live, and the most drafts they may have; each `[P]`."""
 
     slot: jax.Array
     live: jax.Array
@@ -85,7 +85,7 @@ class Members(NamedTuple):
 
 
 def members(rows: Rows, drafts: Drafts, width: int) -> Members:
-    """Which rows a call is of."""
+    """The rows of a verify call."""
     slot = jnp.maximum(drafts.slot, 0)
     remaining = rows.remaining[slot]
     live = (drafts.slot >= 0) & (remaining > 0)
@@ -106,10 +106,10 @@ def verify_rows(
     processed: bool,
     taps: tuple[int, ...] = (),
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
-    """`verify_step` of rows whose tables are set; also returns the residual stream before the layers `taps` (static),
-    side by side `[P * W, taps * D]`, without any behind all layers `[P * W, D]`.
+    """`verify_step` for rows whose block tables are already updated.
 
-    processed (static): as `processed_logprobs`.
+    Also returns the residual stream before the layers `taps` (static), concatenated `[P * W, taps * D]`, or without
+    taps after the last layer `[P * W, D]`. processed (static): as `processed_logprobs`.
     """
     lanes = drafts.slot.shape[0]
     slot, live, limit = members(rows, drafts, width)
@@ -123,13 +123,13 @@ def verify_rows(
     place = jnp.arange(width, dtype=jnp.int32)
     used = place < fed[:, None]  # [P, W]
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
-    pending: dict[int, Pending] | None = {} if width > 1 else None  # the only token of a row always stays
+    pending: dict[int, Pending] | None = {} if width > 1 else None  # with width 1, every token is kept
     extents, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
     updated, streams = through_layers(
         spec, key_length, model.hidden, rope, cache, rows, tokens, extents, pending=pending, adapter=adapter
     )
     logits = model.logits(streams[-1], products.for_rows(used.reshape(-1)))  # of P * W rows
-    position = length[:, None] + place  # of the tokens fed, [P, W]
+    position = length[:, None] + place  # of the fed tokens, [P, W]
     rows = replace(rows, history=rows.remember(slot[:, None], position, tokens, used))
 
     def spread(lane: jax.Array) -> jax.Array:
@@ -150,7 +150,7 @@ def verify_rows(
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
     last = ends(token, stop_ids[:, None])
-    # A token is emitted if every draft before it is right and no token before it is the row's last.
+    # A token is emitted if every draft before it is correct and no token before it ends the row.
     goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
     for store, brought in (pending or {}).items():
@@ -177,8 +177,8 @@ def verify_rows(
 def _drafts(
     rows: Rows, drafts: Drafts, slot: jax.Array, live: jax.Array, limit: jax.Array, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Each lane's drafts i32 `[P, most]`, -1 behind the last, and how many they are `[P]`, at most `limit [P]`."""
-    end = rows.length[slot]  # the position of the row's last token, which the history has not got yet
+    """Each lane's drafts i32 `[P, most]`, padded with -1, and their number `[P]`, at most `limit [P]`."""
+    end = rows.length[slot]  # the position of the row's last token, which is not in the history yet
 
     def look() -> jax.Array:
         known = known_tokens(rows, slot)
@@ -200,9 +200,9 @@ def _drafts(
 
 
 def continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tuple[jax.Array, jax.Array]:
-    """The host's tokens for the positions behind `end [P]`, i32 `[P, most]`, -1 where it has none, and whether those
-    before are what the row has, bool `[P]`. Behind a token that was not expected the others may be right still."""
-    offset = end + 1 - drafts.start  # tokens of the host's that the row has by now
+    """The host's tokens for the positions after `end [P]`, i32 `[P, most]`, padded with -1, and whether its earlier
+    tokens equal the row's, bool `[P]`. Even if one differs, the later ones may still be correct."""
+    offset = end + 1 - drafts.start  # how many of the host's tokens the row should have by now
     held = drafts.tokens.shape[1]
     place = jnp.arange(held, dtype=jnp.int32)
     there = jnp.clip(drafts.start[:, None] + place, 0, known.shape[1] - 1)
@@ -215,15 +215,15 @@ def continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tu
 
 
 def looked_up(known: jax.Array, end: jax.Array, most: int) -> jax.Array:
-    """What followed the last time that tokens stood as at the end of a row: i32 `[P, most]`, -1 where they never did.
+    """Prompt lookup: what followed the last earlier occurrence of a row's ending, i32 `[P, most]`; -1 if none.
 
-    known: i32 `[P, S]`, valid up to `end [P]`. Where what followed reaches the end it goes on from its beginning, as
-    text that repeats itself does.
+    known: i32 `[P, S]`, valid up to `end [P]`. A continuation that reaches the end wraps around, which extends text
+    that repeats itself.
     """
     positions = known.shape[1]
     place = jnp.arange(positions, dtype=jnp.int32)
     alike = jnp.ones(known.shape, bool)
-    found = jnp.full(end.shape, -1, jnp.int32)  # the last position of the earlier place
+    found = jnp.full(end.shape, -1, jnp.int32)  # the last position of the earlier occurrence
     for back in range(max(LOOKUP)):
         own = jnp.take_along_axis(known, jnp.maximum(end - back, 0)[:, None], axis=1)
         earlier = jnp.pad(known, ((0, 0), (back, 0)), constant_values=-1)[:, :positions]
@@ -238,7 +238,7 @@ def looked_up(known: jax.Array, end: jax.Array, most: int) -> jax.Array:
 
 
 def known_tokens(rows: Rows, slot: jax.Array) -> jax.Array:
-    """The tokens of slots by position, the last one included, i32 `[P, S]`; those behind it may be anything."""
+    """The tokens of slots by position, including the last one, i32 `[P, S]`; later positions are arbitrary."""
     if rows.block_tables is None:
         known = rows.history[slot]
     else:
