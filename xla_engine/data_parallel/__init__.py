@@ -1,1 +1,1 @@
-"""Several engines on one machine behind one, a process each."""
+"""Data parallelism: several engines on one machine, each in its own process, behind one interface."""

@@ -1,7 +1,7 @@
-"""The adapters of several engines: which there are, which engine has which, and which makes room for another.
+"""The adapters of several engines: which engine has which adapter, and which adapter is evicted for another.
 
-The parent decides, by what it has told each engine: an adapter that no request there has, and that was used longest
-ago, makes room. An engine never has more requests than the parent thinks, so it always finds the room that is meant.
+The parent decides, from what it has told each engine: it evicts the least recently used adapter that no request of
+the engine uses. An engine never has more requests than the parent knows of, so the eviction is always possible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Key = Callable[[LoRARequest], str]
 
 
 def key_reader(model: ModelDescription, config: EngineConfig) -> Key:
-    """Reads an adapter for a model and returns its key. Raises InvalidRequestError as an engine does."""
+    """Returns a function that reads an adapter and returns its key, or raises InvalidRequestError as an engine
+    does."""
     if not config.enable_lora:
         return _without_room
     form = lora_form(config, model.config, np.dtype(np.float32), None)
@@ -46,33 +47,35 @@ def _without_room(request: LoRARequest) -> str:
 class FleetAdapters:
     """Adapters by id.
 
-    known: those that an engine has, or a request that has not ended asks for; also what was asked for in vain, until
-        `tidy`. An id that is known is one adapter.
+    known: adapters that an engine has or a live request uses, and until `tidy` also unused ones. Each id is one
+    adapter.
     """
 
     def __init__(
         self, key: Key, room: int, members: Sequence[Member], live: Callable[[], Iterable[RemoteRequest]]
     ) -> None:
-        """key: see `key_reader`. room: adapters that each engine holds. live: the requests that have not ended."""
+        """key: see `key_reader`. room: adapter slots of each engine (`max_loras`). live: returns the live
+        requests."""
         self._key, self._room, self._members, self._live = key, room, members, live
         self._pinned: set[int] = set()
         self.known: dict[int, RemoteAdapter] = {}
 
     def tidy(self) -> None:
-        """Forget what no engine has and no request asks for."""
+        """Forget adapters that no engine has and no live request uses."""
         held = {number for member in self._members for number in member.adapters} | self._asked_for()
         self.known = {number: each for number, each in self.known.items() if number in held}
 
     @property
     def pinned(self) -> dict[str, str]:
-        """Keys of the pinned ones by name."""
+        """Keys of pinned adapters by name."""
         found = [self.known[number] for number in sorted(self._pinned & self.known.keys())]
         return {each.request.lora_name: each.key for each in found}
 
     def of(self, request: LoRARequest) -> RemoteAdapter:
-        """The adapter that a request asks for. Raises InvalidRequestError as `Adapters.of` does.
+        """Look up or register a request's adapter. Raises InvalidRequestError as `Adapters.of` does.
 
-        It is not loaded yet. Where requests have all room it is waited for; AdaptersBusyError: all are pinned.
+        Does not load it. If all slots are used by requests, the request will wait. Raises AdaptersBusyError if all
+        slots are pinned.
         """
         number = request.lora_int_id
         found = self.known.get(number)
@@ -96,7 +99,7 @@ class FleetAdapters:
         return found
 
     def named(self, name: str | None, model: str) -> LoRARequest | None:
-        """The adapter of this name; None for the model itself. Raises InvalidRequestError."""
+        """The adapter with this name; None for the base model. Raises InvalidRequestError."""
         every = [each.request for each in self.known.values()]
         if name is None or not every:
             return None
@@ -109,10 +112,10 @@ class FleetAdapters:
     def engines_for(
         self, adapter: RemoteAdapter, loads: Mapping[int, int], slack: int
     ) -> tuple[dict[int, int], set[int]]:
-        """Of the engines in `loads`, which take a request with this adapter, and which of these have it.
+        """The loads of engines that can take a request with this adapter, and the set of those that have it.
 
-        loads: requests of each. slack: an engine that has the adapter, or room for it, may have so many more requests
-        than one where another adapter would have to make room.
+        loads: number of requests by engine. slack: how many more requests an engine that has the adapter or a free
+        slot may have than one that would have to evict an adapter.
         """
         number = adapter.number
         takes = {index: load for index, load in loads.items() if self._takes(self._members[index], number)}
@@ -125,7 +128,7 @@ class FleetAdapters:
         return near or takes, having
 
     def make_room(self, member: Member, adapter: RemoteAdapter) -> None:
-        """Have an engine that takes this adapter hold it, once it is told of it."""
+        """Reserve a slot for this adapter on an engine, evicting another if needed."""
         number = adapter.number
         if number in member.adapters:
             member.adapters.remove(number)
@@ -137,9 +140,9 @@ class FleetAdapters:
         member.adapters.append(number)
 
     def load(self, adapter: RemoteAdapter) -> bool:
-        """Have every engine load an adapter; False where all had it.
+        """Load an adapter on every engine. Returns false if all had it.
 
-        Raises AdaptersBusyError where an engine has no room for it; then nothing is changed.
+        Raises AdaptersBusyError, and changes nothing, if an engine has no room for it.
         """
         there = [member for member in self._members if member.process is not None]
         lacking = [member for member in there if adapter.number not in member.adapters]
@@ -154,14 +157,15 @@ class FleetAdapters:
         return bool(lacking)
 
     def load_again(self, member: Member) -> None:
-        """Have the new process of an engine load what the old one had."""
+        """Load the adapters of an engine again after its process was restarted."""
         for number in member.adapters:
             self._tell_load(member, self.known[number])
 
     def pin(self, number: int) -> bool:
-        """Keep an adapter on every engine until it is removed; False where it is not known.
+        """Load an adapter on every engine and keep it until it is removed. Returns false if it is unknown.
 
-        Raises AdaptersBusyError where an engine has no room for it, or no room would be left for a request's adapter.
+        Raises AdaptersBusyError if an engine has no room for it, or if no room would be left for the adapters of
+        live requests.
         """
         self.tidy()
         if number not in self.known:
@@ -177,8 +181,8 @@ class FleetAdapters:
         return True
 
     def remove(self, number: int) -> bool:
-        """Let go of an adapter everywhere; False where it is not known. Raises InvalidRequestError while requests that
-        have not ended ask for it."""
+        """Unload an adapter everywhere. Returns false if it is unknown. Raises InvalidRequestError if live requests
+        use it."""
         self.tidy()
         if number not in self.known:
             return False
@@ -194,11 +198,11 @@ class FleetAdapters:
         return True
 
     def _takes(self, member: Member, number: int) -> bool:
-        """Whether an engine has the adapter, or can make room for it."""
+        """Whether an engine has the adapter, or can load it."""
         return number in member.adapters or len(member.adapters) < self._room or bool(self._idle(member))
 
     def _idle(self, member: Member) -> list[int]:
-        """The adapters of an engine that can make room for others, the one used longest ago first."""
+        """The evictable adapters of an engine, least recently used first."""
         busy = _adapters_of(member.live.values()) | self._pinned
         return [number for number in member.adapters if number not in busy]
 

@@ -1,7 +1,7 @@
-"""Several engines as one: `Engine` over processes, each with an engine of its own.
+"""Several engines as one: an `Engine` over processes that each run an engine.
 
-A request's tokens and log-probabilities depend on nothing but the request, so it can run anywhere, and again: when a
-process ends, its requests run on another, say first what they have said, which nobody hears, and go on.
+A request's tokens and log-probabilities depend only on the request, so it can run on any engine, and more than once.
+If a process ends, its requests run again on another engine; readers only get tokens that they have not had.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_ENGINES = 64
 
 
 def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
-    """A method of `XlaBatchEngine` that several engines do not have. Raises OneEngineError."""
+    """A stub for a method of `XlaBatchEngine` that data parallelism does not support. Raises OneEngineError."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OneEngineError(
@@ -59,12 +59,12 @@ def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class DataParallelEngine:
-    """Engines on one machine behind one, as `XlaBatchEngine` is to its callers.
+    """Engines on one machine behind the interface of `XlaBatchEngine`.
 
-    A request goes to the engine that read its prefix last, else to the one with the fewest requests; it waits here
-    while each has twice as many as it has slots. An engine whose process ends is started again, a bounded number of
-    times in a row, and its requests run elsewhere meanwhile. A request that ends three of them, the third time alone,
-    ends with an error.
+    A request goes to the engine that last read its prefix, else to the one with the fewest requests. It waits here
+    while every engine has twice as many requests as slots. An engine whose process ends is restarted, a limited
+    number of times in a row, and its requests run on other engines meanwhile. A request with which three processes
+    have ended, the third while it ran alone, ends with an error.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class DataParallelEngine:
         self._turns = turns = Turns(fleet, key_reader(described, fleet.config))
         self._adapters = turns.adapters
         self.lock, self.clock = turns.lock, turns.clock
-        self.observers = Observers()  # engines do not tell their plans, so they hear nothing
-        self.watches = False  # a turn waits for messages only, so time limits of requests always hold
+        self.observers = Observers()  # never called, because engines do not send their plans
+        self.watches = False  # a turn only waits for messages, so deadlines of requests always hold
         self.config = fleet.config
         self.default_params = SamplingParams.from_mapping(described.sampling_defaults)
         self.max_model_len: int = self._fleet.facts["max_model_len"]
-        room = Scheduler(SchedulerConfig(**self._fleet.facts["scheduler"]))  # for its arithmetic alone
+        room = Scheduler(SchedulerConfig(**self._fleet.facts["scheduler"]))  # only for its size checks
         self.validator = RequestValidator(
             vocab_size=described.config.vocab_size,
             eos_token_ids=described.special_tokens.eos_token_ids,
@@ -113,17 +113,17 @@ class DataParallelEngine:
             has_dry=self.config.enable_dry,
             never_fits=room.never_fits,
         )
-        self._collector = OutputCollector()  # of requests that were submitted without one
+        self._collector = OutputCollector()  # for requests that were submitted without one
         self._submitted = 0
 
     @property
     def max_num_seqs(self) -> int:
-        """Slots of all engines together."""
+        """Total number of slots of all engines."""
         return self.config.num_slots * len(self._fleet.members)
 
     @property
     def pids(self) -> list[int]:
-        """The engines' processes."""
+        """Process ids of the engines."""
         return [member.pid for member in self._fleet.members if member.pid is not None]
 
     @property
@@ -165,8 +165,8 @@ class DataParallelEngine:
         on_refused: Callable[[Exception], object] | None = None,
         **options: Unpack[RequestOptions],
     ) -> str:
-        """As `XlaBatchEngine.submit`, whose errors these are. A constraint that was not seen before is tried at once,
-        and refused here; on_refused hears of what an engine refuses all the same."""
+        """As `XlaBatchEngine.submit`, with the same errors. A new constraint is tried here at once, and raises here
+        if it is bad; on_refused is called if an engine still rejects it."""
         self._turns.check_open()
         self._turns.settle()
         params = params or self.default_params
@@ -211,11 +211,11 @@ class DataParallelEngine:
         return self._turns.abort(request_id, cause)
 
     def abort_all(self, cause: str | None = None) -> None:
-        """End every live request now."""
+        """Abort all live requests."""
         self._turns.abort_all(cause)
 
     def stop_taking(self) -> None:
-        """Refuse requests from now on; those that are here go on."""
+        """Reject new requests; live ones continue."""
         self._turns.draining = True
 
     def fail(self, cause: str) -> None:
@@ -223,7 +223,7 @@ class DataParallelEngine:
         self._turns.fail(cause)
 
     def turn(self) -> Turn:
-        """As `XlaBatchEngine.turn`; it waits for what engines say."""
+        """As `XlaBatchEngine.turn`; it waits for messages of engines."""
         return self._turns.turn()
 
     def advance(self) -> None:
@@ -232,31 +232,31 @@ class DataParallelEngine:
 
     @locked
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter in every engine; False where all had it.
+        """Load an adapter in every engine. Returns false if all had it.
 
-        It is read here, and an engine loads it before anything that is submitted later. Raises InvalidRequestError
-        where it cannot be loaded, AdaptersBusyError where an engine has no room for it.
+        It is read here; engines load it before any request that is submitted later. Raises InvalidRequestError if
+        it cannot be loaded, AdaptersBusyError if an engine has no room for it.
         """
         self._turns.check_open()
         return self._adapters.load(self._adapters.of(lora_request))
 
     @locked
     def remove_lora(self, lora_id: int) -> bool:
-        """Let go of an adapter in every engine; False where none has it. Raises InvalidRequestError while requests
-        have it."""
+        """Unload an adapter in every engine. Returns false if none has it. Raises InvalidRequestError while
+        requests use it."""
         return self._adapters.remove(lora_id)
 
     @locked
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in every engine, which then makes no room for others; False where none has it.
+        """Load an adapter in every engine and never evict it. Returns false if none has it.
 
-        Raises AdaptersBusyError where an engine has no room for it, or requests would be left without any.
+        Raises AdaptersBusyError if an engine has no room for it, or if live requests would be left without room.
         """
         return self._adapters.pin(lora_id)
 
     @locked
     def list_loras(self) -> set[int]:
-        """Ids of the adapters that an engine has, or that a request waits for."""
+        """Ids of the adapters that an engine has or a request waits for."""
         self._adapters.tidy()
         return set(self._adapters.known)
 
@@ -266,7 +266,7 @@ class DataParallelEngine:
         return self._adapters.named(name, self._name)
 
     def identity(self) -> EngineIdentity:
-        """That of a single engine of this configuration: which engine a request ran on changes no bit."""
+        """The identity of a single engine of this configuration, because the choice of engine changes no bit."""
         found, pinned = self._fleet.identity(), self._adapters.pinned
         return replace(found, config={**found.config, "adapters": pinned}) if pinned else found
 
@@ -280,7 +280,7 @@ class DataParallelEngine:
     blank = one_engine_only("blank", "reset_prefix_cache forgets what prompts left")
 
     def step_shadow(self) -> bool:
-        """Nothing here: each engine's process lets its probe work while it is idle."""
+        """Does nothing: each engine's process runs its own shadow probe while it is idle."""
         return False
 
     finish_shadow = one_engine_only("finish_shadow", "stats counts what the probe has found so far")
@@ -291,15 +291,15 @@ class DataParallelEngine:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """No request is saved."""
+        """Empty: requests cannot be saved."""
         return ()
 
     def free(self, name: str) -> bool:
-        """False: no request is saved."""
+        """Returns false: requests cannot be saved."""
         return False
 
     def limits(self) -> dict[str, Any]:
-        """As `XlaBatchEngine.limits`, of each engine, and slots of all together."""
+        """As `XlaBatchEngine.limits`, of each engine, but with the slots of all engines."""
         return {
             **self._fleet.facts["limits"],
             "max_num_seqs": self.max_num_seqs,
@@ -315,7 +315,7 @@ class DataParallelEngine:
         return name
 
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
-        """As `XlaBatchEngine.step`: a turn is what engines have said since the last."""
+        """As `XlaBatchEngine.step`; a turn delivers the messages of engines since the last one."""
         self._tell_every_token(not only_finished)
         if self._turns.closed is None or not self._collector:
             self.advance()
@@ -338,7 +338,7 @@ class DataParallelEngine:
         return ended
 
     def stream(self) -> Iterator[RequestOutput]:
-        """Run until nothing is left, yielding cumulative outputs as tokens arrive."""
+        """Run until all requests have ended, yielding cumulative outputs as tokens arrive."""
         while self.has_unfinished:
             yield from self.step()
 
@@ -354,7 +354,7 @@ class DataParallelEngine:
 
     @locked
     def snapshot(self) -> Snapshot:
-        """All slots and blocks, one engine's after the other's, as each told them last; it tells them again now."""
+        """All slots and blocks, engine after engine, as last received. Also requests an update from each engine."""
         self._turns.listen()
         for member in self._fleet.members:
             if member.process is not None:
@@ -364,7 +364,7 @@ class DataParallelEngine:
 
     @locked
     def stats(self) -> EngineStats:
-        """The counters of all engines together, as each told them last; also of processes that have ended."""
+        """The summed counters of all engines as last received, including processes that have ended."""
         self._turns.listen()
         return totals.stats(
             [member.stats for member in self._fleet.members],
@@ -375,7 +375,7 @@ class DataParallelEngine:
         )
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
-        """As `XlaBatchEngine.metrics`, of all engines together."""
+        """As `XlaBatchEngine.metrics`, over all engines."""
         config, engines = self.config, len(self._fleet.members)
         blocks = config.num_blocks or config.num_slots * -(-self.max_model_len // config.block_size)
         facts = EngineFacts(
@@ -392,7 +392,7 @@ class DataParallelEngine:
 
     @locked
     def reset_prefix_cache(self) -> None:
-        """Forget the cached prefixes of all engines."""
+        """Clear the prefix caches of all engines."""
         for member in self._fleet.members:
             if member.process is not None:
                 member.process.tell({"op": "reset"})
@@ -403,7 +403,7 @@ class DataParallelEngine:
         return noise_key(self.config.seed, request_id, params)
 
     def close(self) -> None:
-        """Abort what is live and end the processes."""
+        """Abort live requests and end the processes."""
         self._turns.close()
 
     def __enter__(self) -> DataParallelEngine:

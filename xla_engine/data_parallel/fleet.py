@@ -1,4 +1,4 @@
-"""The processes of several engines: started, listened to, and started again when one ends."""
+"""Start the processes of several engines, receive their messages, and restart those that end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
-DEATHS_IN_A_ROW = 5  # ends of an engine without a finished request between them; then it is not started again
-# options in which the engines differ; no bit does
+DEATHS_IN_A_ROW = 5  # an engine that ends this often without finishing a request is not restarted
+# options in which engines differ; they change no bit
 OWN_SHARE = ("memory_utilization", "swap_space", "max_waiting")
 
 log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class Member:
     """One engine.
 
-    process: None once it is not started again. ready: whether it takes requests. live: those that it has, by number.
-    deaths: how often it has ended since a request of it finished. running: in its slots, as it said last.
-    stats, snapshot: as it told them last. lost: the counters of its processes that have ended.
-    adapters: ids of those that it has, or loads before it takes another request. The latest used is last.
+    process: None if it is no longer restarted. ready: whether it takes requests. live: its requests, by run number.
+    deaths: how often it ended since it last finished a request. running: number of requests in slots, last received.
+    stats, snapshot: last received. lost: counters of its earlier processes.
+    adapters: ids of its adapters, including those being loaded; the most recently used is last.
     """
 
     index: int
@@ -52,13 +52,14 @@ class Member:
 class Fleet:
     """Engines of one model and one configuration.
 
-    config: the configuration with its sizes as numbers. facts: what the first engine said of itself.
+    config: the configuration with all sizes resolved. facts: what the first engine reported about itself.
     """
 
     def __init__(
         self, model: str | None, config: EngineConfig, engines: int, progress: StartupProgress = silent
     ) -> None:
-        """Start the first, which finds the sizes, then the others with the same. Raises what their start raises."""
+        """Start the first engine, which determines sizes, then the others with these sizes. Raises their start-up
+        errors."""
         self._model = model
         self._shares = shares(engines, devices_each=config.tensor_parallel_size)
         self.members = [Member(index) for index in range(engines)]
@@ -81,14 +82,14 @@ class Fleet:
             raise
 
     def identity(self) -> EngineIdentity:
-        """That of one engine with the whole of the machine: no bit depends on how many there are."""
+        """The identity of one engine that has the whole machine, because the number of engines changes no bit."""
         import json
 
         values = json.loads(json.dumps(self.config.bit_options()))
         return replace(identity_of(self.facts["identity"]), config=values)
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, Message | None]]:
-        """What engines have said, each with its index, waiting for the first; None where its process has ended."""
+        """Wait for messages. Returns them with the index of their engine; None means that its process has ended."""
         found: list[tuple[int, Message | None]] = []
         for key, _ in self._selector.select(timeout_s):
             member: Member = key.data
@@ -97,14 +98,14 @@ class Fleet:
         return found
 
     def take_ready(self, member: Member, message: Message) -> None:
-        """An engine is ready. Raises ConfigError where it is not like the first one."""
+        """Mark an engine as ready. Raises ConfigError if it differs from the first one."""
         if (others := self._differences(message)) != []:
             raise ConfigError(f"engines of one machine differ: {'; '.join(others)}")
         member.ready = True
         member.stats, member.snapshot = message["stats"], message["snapshot"]
 
     def ended(self, member: Member) -> str:
-        """An engine's process has ended; it is started again unless that happens too often. Returns why."""
+        """Handle the end of an engine's process: restart it unless it ends too often. Returns why it ended."""
         process = member.process
         assert process is not None
         why = process.why_ended()
@@ -167,7 +168,7 @@ class Fleet:
 
 
 def start_error(message: Message) -> Exception:
-    """The error that kept an engine from starting, by its code."""
+    """The start-up error of an engine, rebuilt from its code."""
 
     def kinds(base: type[XlaEngineError]) -> list[type[XlaEngineError]]:
         return [base, *(each for child in base.__subclasses__() for each in kinds(child))]

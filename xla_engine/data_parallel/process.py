@@ -1,4 +1,4 @@
-"""An engine's process, from the side of its parent."""
+"""The parent's handle of an engine's process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _READ = 1 << 20
 
 
 class EngineProcess:
-    """One process with one engine. It ends with its parent, however that ends.
+    """One process with one engine. It ends when its parent ends, for whatever reason.
 
-    results: file descriptor that is readable when there are messages, or the end of the process.
+    results: file descriptor that becomes readable for messages and at the end of the process.
     """
 
     def __init__(self, model: str | None, config: Message, share: Share) -> None:
         """Start it. Raises OSError."""
         self.results, theirs = os.pipe()
-        # The environment is the parent's, but for the device.
+        # The parent's environment, except for the device.
         device = () if share.gpu is None else ("env", f"CUDA_VISIBLE_DEVICES={share.gpu}")
         command = [*device, sys.executable, "-c", _START, json.dumps(sys.path), str(theirs)]
         try:
@@ -52,7 +52,7 @@ class EngineProcess:
         return self._process.pid
 
     def tell(self, message: Message) -> None:
-        """Send a message. One to a process that has ended is lost: `receive` will say so."""
+        """Send a message. If the process has ended it is lost, and `receive` will report the end."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):
@@ -60,29 +60,29 @@ class EngineProcess:
             stdin.flush()
 
     def receive(self) -> Iterator[Message | None]:
-        """The messages that have come since the last call, waiting for the first; then None where the process ended.
+        """Wait for messages and yield all that have come; then None if the process has ended.
 
-        A message that is torn by its end is lost.
+        An incomplete last message is dropped.
         """
         data = os.read(self.results, _READ)
         self._buffer += data
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = bytearray(rest)
         for line in lines:
-            with contextlib.suppress(ValueError):  # torn where an interrupt came between two reads
+            with contextlib.suppress(ValueError):  # incomplete if an interrupt came between two reads
                 yield decode(bytes(line))
         if not data:
             yield None
 
     def why_ended(self) -> str:
-        """In words. The process must have ended, or be about to."""
+        """Why the process ended, in words. It must have ended, or be about to."""
         try:
             return why_ended(self._process.wait(timeout=10), 0)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let it end, and see that it does."""
+        """Ask the process to end, and kill it after the timeout."""
         if not self.stop.alive:
             return
         self.tell({"op": "close"})

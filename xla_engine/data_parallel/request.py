@@ -1,4 +1,4 @@
-"""A request of several engines, in the parent: what it asks for, where it runs, what its reader has of it."""
+"""The parent's state of a request: its parameters, the engine that runs it, and the output so far."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
-SHORTEST_S = 1e-6  # what is left of a time that has run out
+SHORTEST_S = 1e-6  # seconds left of a deadline that has passed
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteAdapter:
-    """An adapter that engines have or load.
+    """An adapter on engines.
 
-    request: as a caller named it. path: of its directory, from the root.
-    key: the same for the same content; an engine that finds something else there refuses the request.
+    request: the caller's LoRARequest. path: absolute path of its directory.
+    key: digest of its content; an engine that finds different content rejects the request.
     """
 
     request: LoRARequest
@@ -34,7 +34,7 @@ class RemoteAdapter:
         return self.request.lora_int_id
 
     def told(self) -> Message:
-        """What engines are told of it."""
+        """The message about it for engines."""
         return {"request": asdict(replace(self.request, lora_path=self.path)), "key": self.key}
 
 
@@ -42,10 +42,10 @@ class RemoteAdapter:
 class RemoteRequest:
     """One live request.
 
-    number: of its latest run, never used twice; 0 before the first. order: when it came.
-    deadline, queue_deadline: on the parent's clock, infinity without one.
-    engine: where it runs, None while it waits in the parent. adapter: None for the model as it is.
-    deaths: how many engines have ended with it. alone: whether it is the only one its engine has.
+    number: unique number of its latest run; 0 before the first. order: arrival order.
+    deadline, queue_deadline: on the parent's clock; infinity without one.
+    engine: index of the engine that runs it; None while it waits in the parent. adapter: None for the base model.
+    deaths: number of processes that ended while running it. alone: whether it has an engine for itself.
     """
 
     request_id: str
@@ -75,17 +75,17 @@ class RemoteRequest:
 
     @property
     def place(self) -> tuple[int, int]:
-        """In the parent's line; the lowest goes first."""
+        """Sort key in the parent's queue; the lowest goes first."""
         return self.priority, self.order
 
     @property
     def shares(self) -> str:
-        """What requests have in common that may share a prefix."""
+        """Requests can share a prefix only if this is equal (salt and adapter)."""
         return self.salt if self.adapter is None else f"{self.salt}/{self.adapter.key}"
 
     @property
     def expires(self) -> float:
-        """When it ends while it waits in the parent."""
+        """When it expires while waiting in the parent."""
         return min(self.deadline, math.inf if self.number else self.queue_deadline)
 
     def output(self) -> RequestOutput:
@@ -97,7 +97,7 @@ class RemoteRequest:
         return self.shown.output(self.request_id, self.prompt, self.token_ids, self.arrival, parts)
 
     def command(self, number: int, engine: int, now: float) -> Message:
-        """Note that it begins on an engine; returns what that is told."""
+        """Record that it starts on an engine; returns the message for the engine."""
         is_first = not self.number
         self.number, self.engine = number, engine
         self._coming = self.shown if is_first else Received()
@@ -121,9 +121,9 @@ class RemoteRequest:
         return command if self.adapter is None else {**command, "adapter": self.adapter.told()}
 
     def take(self, news: Message) -> bool:
-        """Take in news of the latest run; whether the reader has not had them.
+        """Add a message of the latest run. Returns whether it has anything new for the reader.
 
-        A request that runs again says first what it has said. Raises ReplayError where it says something else.
+        A request that runs again first repeats its earlier output. Raises ReplayError if that differs.
         """
         coming = self._coming
         coming.add(news)
@@ -131,14 +131,14 @@ class RemoteRequest:
             if coming.is_behind(self.shown):
                 return False
             if coming.finished and coming.error is not None:
-                pass  # it ends, whatever it had
+                pass  # the request ends anyway
             elif not coming.continues(self.shown):
                 raise ReplayError(f"request {self.request_id!r} got other tokens when it ran again")
             self.shown = coming
         return True
 
     def end(self, reason: str, error: str | None, now: float) -> None:
-        """End it here, with what its reader has."""
+        """End the request with the output that its reader has."""
         shown = self.shown
         for index in range(self.params.n):
             shown.add_empty(index)

@@ -1,7 +1,6 @@
-"""Which engine a request goes to: the one that has its prefix, else the one with the least to do.
+"""Choose the engine of a request: the one that has its prefix, else the least loaded one.
 
-The rule of cache-aware routers of servers, such as SGLang's: a prefix counts only while the engine that has it is not
-much busier than the others.
+As in cache-aware routers such as SGLang's, a prefix counts only if its engine is not much busier than the others.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ REMEMBERED = 1 << 16  # blocks of prompts, of all engines together
 
 
 class PrefixRouter:
-    """Remembers for the blocks of past prompts which engine read them last.
+    """Remembers which engine last read each block of past prompts.
 
     block_size: tokens; prefixes are found in whole blocks.
-    slack: requests that the engine with the prefix may have more than the least busy one.
+    slack: how many more requests the engine with the prefix may have than the least loaded one.
     """
 
     def __init__(self, block_size: int, slack: int) -> None:
         self._block_size, self._slack = block_size, slack
-        self._owners: dict[bytes, int] = {}  # the latest read last
+        self._owners: dict[bytes, int] = {}  # ordered by last read
 
     def choose(
         self, tokens: Sequence[int], salt: str, loads: Mapping[int, int], having: Collection[int] = ()
     ) -> int:
-        """The engine for a prompt. loads: requests of each engine that can take one; at least one.
+        """The engine for a prompt. loads: number of requests of each engine that can take one; not empty.
 
-        having: engines with the request's adapter, the first among those with equally many requests.
+        having: engines with the request's adapter; they win ties.
         """
         keys = list(self._keys(tokens, salt))
         least = min(loads, key=lambda engine: (loads[engine], engine not in having, engine))
@@ -47,11 +46,12 @@ class PrefixRouter:
         return chosen
 
     def forget(self, engine: int) -> None:
-        """An engine has lost what it had read."""
+        """Forget all blocks of an engine that lost its cache."""
         self._owners = {key: owner for key, owner in self._owners.items() if owner != engine}
 
     def _keys(self, tokens: Sequence[int], salt: str) -> Iterator[bytes]:
-        """Of each whole block of a prompt, a hash of all tokens up to its end. The last token is always computed."""
+        """A hash of the prefix up to the end of each whole block. Excludes the last token, which is always
+        computed."""
         key = salt.encode(errors="surrogatepass")
         for end in range(self._block_size, len(tokens), self._block_size):
             content = array("q", tokens[end - self._block_size : end]).tobytes()

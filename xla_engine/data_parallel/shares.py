@@ -1,4 +1,4 @@
-"""What of the machine each engine gets: cores, devices, memory."""
+"""Divide the machine's cores, devices and memory among engines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from xla_engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of one engine. cores: that it may run on, empty for all. gpu: its NVIDIA devices, with commas between them; None
-    without any."""
+    """One engine's share. cores: CPU cores; empty for all. gpu: comma-separated NVIDIA devices; None without any."""
 
     cores: tuple[int, ...] = ()
     gpu: str | None = None
@@ -27,9 +26,9 @@ def shares(
     *,
     devices_each: int = 1,
 ) -> list[Share]:
-    """Divide the machine: a GPU each, in turns where there are fewer than engines; without GPUs the cores evenly.
+    """Divide the machine: one GPU each, shared round-robin if there are too few; without GPUs, the cores evenly.
 
-    devices_each: GPUs of one engine, with tensor parallelism. Raises ConfigError where there are not so many.
+    devices_each: GPUs of one engine, with tensor parallelism. Raises ConfigError if there are too few GPUs.
 
     >>> [share.cores for share in shares(2, cores=[0, 1, 2, 3, 4], gpus=[])]
     [(0, 1), (2, 3, 4)]
@@ -57,10 +56,11 @@ def shares(
 def config_of_engine(
     config: EngineConfig, all_shares: Sequence[Share], index: int, running: int
 ) -> EngineConfig:
-    """The options of engine `index` when `running` others on its device have their memory already.
+    """The options of engine `index` if `running` other engines on its device have already allocated their memory.
 
-    Engines look at the memory that is available when they start. With u of it for n engines on a device, the first
-    takes u/n; one that starts beside k others finds 1 - k*u/n of the memory left, and takes u/(n - k*u) of that.
+    Engines size themselves by the memory that is available when they start. If n engines on a device may use a
+    fraction u of it, the first takes u/n. One that starts after k others finds 1 - k*u/n of the memory available,
+    and takes u/(n - k*u) of that.
     """
     mine = all_shares[index].gpu
     together = sum(share.gpu == mine for share in all_shares)

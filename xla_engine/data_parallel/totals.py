@@ -1,4 +1,4 @@
-"""Counters and snapshots of several engines as those of one."""
+"""Merge the counters and snapshots of several engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from xla_engine.observability.stats import EngineStats
 from xla_engine.scheduler import FinishReason, Snapshot
 from xla_engine.scheduler.snapshot import Counters
 
-LONGEST = ("load_seconds", "compile_seconds", "last_step_age_s")  # engines take these seconds side by side
-NOW = ("waiting", "running", "slots_used", "slots")  # of engines that are there
-OWN = ("finished", "recoveries", "submitted")  # counted by the parent
+# maximum over engines, because they run in parallel
+LONGEST = ("load_seconds", "compile_seconds", "last_step_age_s")
+NOW = ("waiting", "running", "slots_used", "slots")  # only of current processes
+OWN = ("finished", "recoveries", "submitted")  # counted in the parent
 
 
 def stats(
@@ -28,8 +29,8 @@ def stats(
     recoveries: int,
     submitted: int,
 ) -> EngineStats:
-    """told: the counters of each engine. lost: of processes that have ended. The rest is counted by the parent, to
-    which engines' own recoveries are added."""
+    """Merge counters. told: of each engine. lost: of processes that have ended. The rest is counted in the parent;
+    the engines' own recoveries are added."""
     now = [one for one in told if one]
     every = [*now, *lost]
     found: dict[str, Any] = {}
@@ -63,7 +64,7 @@ def _distribution(told: Sequence[Message]) -> Distribution:
 
 
 def snapshot(told: Sequence[Message], *, blocks: int) -> Snapshot:
-    """Slots are numbered through, and blocks, of which each engine has so many."""
+    """Merge snapshots. Slots and blocks are numbered consecutively. blocks: number of blocks of each engine."""
     parts = [snapshot_of(each) for each in told]
     slots = [
         replace(view, blocks=tuple(block + engine * blocks for block in view.blocks))

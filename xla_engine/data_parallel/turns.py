@@ -1,4 +1,4 @@
-"""Turns of several engines: requests go out, and what engines say is delivered, also when one has ended."""
+"""Turns of several engines: dispatch requests, deliver the engines' messages, and handle the end of a process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
 from xla_engine.scheduler import FinishReason
 
-DEATHS_SURVIVED = 2  # engines that end with a request, after which it runs with no other
-LOOK_AHEAD = 256  # requests behind one that waits for room for its adapter, which may go before it
-IDLE_WAIT_S = 1.0  # a wait for engines that say nothing is over after so long, and begins again
+DEATHS_SURVIVED = 2  # a request that was running when this many processes ended then runs alone
+LOOK_AHEAD = 256  # how many requests may overtake one that waits for room for its adapter
+IDLE_WAIT_S = 1.0  # timeout of a wait for messages, which then begins again
 
 
 class Turns:
-    """What `Loop` and `Driver` are to one engine.
+    """The counterpart of `Loop` and `Driver` for several engines.
 
-    lock: held by whatever reads or changes the state of requests; told of the end of each turn. Methods that do not
-        take it assume that their caller holds it.
-    live: the requests that have not ended. finished: sequences by the reason of their end.
-    recoveries: processes that have ended. closed: why nothing is taken any more, None while it is.
-    draining: no request is taken; those that are here go on.
+    lock: guards the state of requests, and is notified at the end of each turn. Methods that do not take it need
+        their caller to hold it.
+    live: the live requests. finished: number of sequences by finish reason.
+    recoveries: number of processes that ended. closed: why the engine is closed; None while it is open.
+    draining: no new requests are accepted; live ones continue.
     """
 
     def __init__(self, fleet: Fleet, adapter_key: Key) -> None:
@@ -45,25 +45,25 @@ class Turns:
         self.adapters = FleetAdapters(
             adapter_key, fleet.config.max_loras, fleet.members, lambda: self.live.values()
         )
-        self._line: list[RemoteRequest] = []  # without an engine, first in line first
+        self._line: list[RemoteRequest] = []  # the queue of requests without an engine
         self._runs = 0
         self.finished = {str(reason): 0 for reason in FinishReason}
         self.recoveries = 0
         self._turning, self._driver, self._turns = False, 0, 0
-        # an interrupt came in the middle of a turn: what was said is perhaps not all known
+        # an interrupt came in the middle of a turn, so messages may have been lost
         self._unsettled = False
         self.closed: str | None = None
         self.draining = False
         self._pid = os.getpid()
 
     def check_open(self) -> None:
-        """Raise EngineClosedError where no request is taken."""
+        """Raise EngineClosedError if the engine accepts no requests."""
         if os.getpid() != self._pid:
             raise EngineClosedError(f"the engine belongs to process {self._pid}; make one in this process")
         check_takes(self.closed, draining=self.draining)
 
     def add(self, request: RemoteRequest) -> None:
-        """Take in a request that was found good."""
+        """Add a validated request."""
         self.live[request.request_id] = request
         self._put_in_line(request)
         self._dispatch()
@@ -73,7 +73,7 @@ class Turns:
         bisect.insort(self._line, request, key=lambda each: each.place)
 
     def _dispatch(self) -> None:
-        """Give requests in line to engines, as long as these take them."""
+        """Send queued requests to engines that can take them."""
         ready = [member for member in self.fleet.members if member.ready]
         suspect = next((each for each in self._line if each.deaths >= DEATHS_SURVIVED), None)
         if suspect is not None and ready:
@@ -82,10 +82,11 @@ class Turns:
                 self._line.remove(suspect)
                 suspect.alone = True
                 self._begin(suspect, chosen)
-            ready.remove(chosen)  # no other goes there before
+            ready.remove(chosen)  # no other request goes there first
         ready = [member for member in ready if not any(each.alone for each in member.live.values())]
         place, slots = 0, self.fleet.config.num_slots
-        waiting = 0  # how many come from the first on that waits for room for its adapter; none takes room before it
+        # requests since the first one that waits for room for its adapter; none of them may take that room
+        waiting = 0
         while place < len(self._line) and waiting <= LOOK_AHEAD:
             request = self._line[place]
             loads = {
@@ -120,7 +121,7 @@ class Turns:
         member.process.tell(request.command(self._runs, member.index, self.clock()))
 
     def advance(self) -> None:
-        """One turn: hear what engines say. Raises EngineClosedError. While another thread does, wait for its end."""
+        """Run one turn. If another thread runs one, wait for its end instead. Raises EngineClosedError."""
         with self.lock:
             ended = self._turns
             if self._turning and self._driver != threading.get_ident():
@@ -137,9 +138,9 @@ class Turns:
         answer_turn(turn, answer)
 
     def turn(self) -> Turn:
-        """Give out what can be given out, wait for what engines say, and deliver that. Raises EngineClosedError.
+        """Dispatch requests, wait for messages, and deliver them. Raises EngineClosedError.
 
-        After an interrupt in the middle, which is raised again, every request runs again.
+        An interrupt in the middle is raised again, and every request then runs again.
         """
         with self.lock:
             if self.closed is not None:
@@ -164,7 +165,7 @@ class Turns:
 
     @locked
     def _hear_all(self, answer: Any) -> None:
-        """Deliver what engines have said; an interrupt in its place is raised again, and the next turn starts anew."""
+        """Deliver messages. If the answer is an exception, such as an interrupt, raise it; the next turn recovers."""
         self._unsettled = True
         try:
             if isinstance(answer, BaseException):
@@ -179,7 +180,7 @@ class Turns:
             self.lock.notify_all()
 
     def listen(self) -> None:
-        """Hear what has been said, unless a turn is about to."""
+        """Handle pending messages, unless a turn is in progress."""
         if not self._turning and self.closed is None:
             self._hear_all(self.fleet.wait(0))
 
@@ -207,7 +208,7 @@ class Turns:
                 self._refuse(request, message["message"])
 
     def _refuse(self, request: RemoteRequest, why: str) -> None:
-        """An engine does not take a request that was found good here."""
+        """Handle an engine's rejection of a request that was valid here."""
         if request.on_refused is None:
             self._end(request, "error", why)
         else:
@@ -230,7 +231,7 @@ class Turns:
             self._forget(request)
 
     def settle(self) -> None:
-        """After an interrupt in the middle of a turn, let every request run again; its reader hears nothing of it."""
+        """After an interrupt in the middle of a turn, run every request again, invisibly to its reader."""
         if not self._unsettled:
             return
         self._line = []
@@ -248,7 +249,7 @@ class Turns:
         self._unsettled = False
 
     def _after_end(self, member: Member, why: str) -> None:
-        """The requests of an engine whose process has ended run again elsewhere, but for one that was alone in it."""
+        """Run the requests of an ended process again elsewhere, except one that ran alone in it."""
         self.recoveries += 1
         self.router.forget(member.index)
         live, member.live = list(member.live.values()), {}
@@ -272,11 +273,11 @@ class Turns:
         else:
             self.fleet.members[request.engine].live.pop(request.number, None)
         for sequence in request.shown.sequences.values():
-            if sequence.finish is not None:  # else an engine has refused to run it again
+            if sequence.finish is not None:  # else an engine rejected its rerun
                 self.finished[sequence.finish] += 1
 
     def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
-        """End a request here."""
+        """End a request in the parent."""
         if request.engine is not None:
             member = self.fleet.members[request.engine]
             if member.process is not None:
@@ -304,20 +305,20 @@ class Turns:
 
     @locked
     def expire(self) -> None:
-        """End requests in line whose time is up; engines look at those they have."""
+        """End expired requests in the queue; engines check those that they run."""
         now = self.clock()
         for request in [each for each in self._line if each.expires <= now]:
             self._end(request, "deadline" if request.deadline <= now else "queue_timeout", None)
 
     @locked
     def fail(self, cause: str) -> None:
-        """Close for a cause: every request ends with reason "error", and later submits fail at once."""
+        """Close because of a failure: every request ends with reason "error", and later submits fail at once."""
         self.closed = cause
         for request in list(self.live.values()):
             self._end(request, "error", cause)
 
     def close(self) -> None:
-        """Abort what is live and end the processes. In a process that was forked from the engine's, do nothing."""
+        """Abort live requests and end the processes. Does nothing in a forked child."""
         with self.lock:
             if os.getpid() != self._pid:
                 return

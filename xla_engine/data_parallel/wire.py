@@ -1,4 +1,4 @@
-"""What an engine and its parent tell each other: one JSON object a line, and outputs as what is new in them."""
+"""The protocol between an engine and its parent: one JSON object a line; outputs are sent as increments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One line. Floats keep all their bits; those that are no numbers are written as Python's json does."""
+    """Encode one line. Floats keep all bits; NaN and infinities are written as in Python's json."""
     return json.dumps(message, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -55,7 +55,7 @@ def plain(value: Any) -> Any:
 
 
 def snapshot_of(values: Message) -> Snapshot:
-    """The `Snapshot` that `plain` made an object of."""
+    """The inverse of `plain` for a `Snapshot`."""
     counters = {**values["counters"]}
     counters["finished"] = {FinishReason(name): count for name, count in counters["finished"].items()}
     return Snapshot(
@@ -88,7 +88,7 @@ def _view(values: Message) -> RequestView:
 
 @dataclass(slots=True)
 class Sent:
-    """How much of a request its reader has: tokens and text of each sequence, times, scores of the prompt."""
+    """How much of a request was sent: tokens and text of each sequence, times, prompt logprobs."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Sent:
 
 
 def news_of(output: RequestOutput, sent: Sent) -> Message:
-    """What `output` says that `sent` does not; `sent` is brought up to it."""
+    """The part of `output` that was not sent yet; updates `sent`."""
     parts = []
     for completion in output.outputs:
         start, before = sent.tokens.get(completion.index, 0), sent.texts.get(completion.index, "")
@@ -176,7 +176,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class Received:
-    """All that came for a request in one run of it."""
+    """All output received for a request in one of its runs."""
 
     sequences: dict[int, _Sequence] = field(default_factory=dict)
     prompt: list[Any] | None = None
@@ -189,7 +189,7 @@ class Received:
     counts: tuple[int, int, int] = (0, 0, 0)
 
     def add(self, news: Message) -> None:
-        """Take in what `news_of` made."""
+        """Add a message of `news_of`."""
         for part in news["outputs"]:
             self.sequences.setdefault(part["index"], _Sequence()).add(part)
         self.finished, self.error = news["finished"], news.get("error")
@@ -201,11 +201,11 @@ class Received:
         self.counts = tuple(news["counts"])
 
     def add_empty(self, index: int) -> None:
-        """Have a sequence of this index, with nothing in it where there was none."""
+        """Ensure that there is a sequence with this index; a new one is empty."""
         self.sequences.setdefault(index, _Sequence())
 
     def is_behind(self, other: Received) -> bool:
-        """Whether `other`, an earlier run of the same request, has something that has not come here yet."""
+        """Whether `other`, an earlier run of the same request, has output that has not come here yet."""
         return not self.finished and (
             len(self.prompt or ()) < len(other.prompt or ())
             or any(
@@ -215,7 +215,7 @@ class Received:
         )
 
     def continues(self, other: Received) -> bool:
-        """Whether the tokens of `other` are the first ones here."""
+        """Whether the tokens of `other` are a prefix of the tokens here."""
         return all(
             index in self.sequences
             and self.sequences[index].tokens[: len(sequence.tokens)] == sequence.tokens
@@ -243,7 +243,7 @@ class Received:
         arrival: float,
         parts: tuple[CompletionOutput, ...] | None = None,
     ) -> RequestOutput:
-        """parts: of sequences; None: all of each."""
+        """parts: the parts of sequences to include; None includes everything."""
         if parts is None:
             parts = tuple(each.completion(index) for index, each in sorted(self.sequences.items()))
             times = tuple(self.times)

@@ -1,4 +1,4 @@
-"""What runs in an engine's process: commands from standard input, news to a pipe."""
+"""The main program of an engine's process: reads commands from standard input, writes messages to a pipe."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STATS_EVERY_S = 0.25
 
 
 def main(results: int) -> None:
-    """Serve until the parent says so or is gone. results: the file descriptor to write to."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both are for the parent, which lets requests finish
+    """Run until the parent says so or is gone. results: the file descriptor to write to."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles both, and lets requests finish
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(results, "wb", buffering=0)
     hello = decode(sys.stdin.buffer.readline() or b'{"gone": true}')
     if "gone" in hello:
         return
     if hello["cores"]:
-        os.sched_setaffinity(0, hello["cores"])  # before any library counts them
+        os.sched_setaffinity(0, hello["cores"])  # before any library counts the cores
     from xla_engine.engine.batch_engine import XlaBatchEngine
 
     try:
@@ -42,11 +42,11 @@ def main(results: int) -> None:
         out.write(encode({"op": "failed", "code": code, "message": f"{type(error).__name__}: {error}"}))
         return
     _Server(engine, out).run()
-    os._exit(0)  # without waiting for threads of the device
+    os._exit(0)  # do not wait for the device's threads
 
 
 class _Entry:
-    """A live request: what its parent has of it, and where its news come to."""
+    """A live request: how much of it was sent, and the list that collects requests with new output."""
 
     def __init__(self, name: str, news: list[_Entry], *, every_token: bool) -> None:
         from xla_engine.engine.requests.output_collector import OutputCollector
@@ -57,7 +57,7 @@ class _Entry:
 
 
 class _Server:
-    """One engine and its requests, each by the number that the parent has given it."""
+    """One engine and its requests, by the parent's run number."""
 
     def __init__(self, engine: XlaBatchEngine, out: BinaryIO) -> None:
         self._engine, self._out = engine, out
@@ -86,13 +86,13 @@ class _Server:
             self._turn()
 
     def _listen(self) -> None:
-        """Read commands, also while a step runs: a parent never waits for this process to take one."""
+        """Read commands, also while a step runs, so that the parent never blocks on this process."""
         for line in sys.stdin.buffer:
             self._commands.put(decode(line))
         self._commands.put(None)
 
     def _obey(self) -> bool:
-        """All commands that have come; waits for one where there is nothing else to do. False at the end."""
+        """Execute pending commands; wait for one if there is no other work. Returns false at the end."""
         if not self._engine.has_work:
             while self._commands.empty() and self._engine.step_shadow():
                 time.sleep(SHADOW_S)
@@ -120,13 +120,13 @@ class _Server:
                 lora_request=None if adapter is None else self._loaded(adapter),
                 **command["options"],
             )
-        except Exception as error:  # the parent has checked the request: it hears why all the same
+        except Exception as error:  # the parent validated the request, but a failure is still reported
             self._tell({"op": "refused", "number": number, "message": f"{type(error).__name__}: {error}"})
             return
         self._entries[number], self._numbers[entry] = entry, number
 
     def _loaded(self, told: Message) -> LoRARequest:
-        """Load an adapter, unless it is there. Raises InvalidRequestError where its files are not what they were."""
+        """Load an adapter unless it is loaded. Raises InvalidRequestError if its files have changed."""
         from xla_engine.model_loader.peft.request import LoRARequest
 
         request = LoRARequest(**told["request"])
@@ -139,14 +139,14 @@ class _Server:
         return request
 
     def _on_load(self, command: Message) -> None:
-        with contextlib.suppress(InvalidRequestError):  # the first request that asks for it is told
+        with contextlib.suppress(InvalidRequestError):  # the first request that uses it gets the error
             self._loaded(command["adapter"])
 
     def _on_unload(self, command: Message) -> None:
         self._engine.remove_lora(command["adapter"])
 
     def _on_stream(self, command: Message) -> None:
-        """From now on every token of these requests is told, or only their ends."""
+        """Send every token of these requests from now on, or only their ends."""
         for number in command["numbers"]:
             if (entry := self._entries.get(number)) is not None:
                 entry.collector.every_token = command["every_token"]
@@ -166,7 +166,7 @@ class _Server:
     def _turn(self) -> None:
         self._engine.advance()
         if (cause := self._engine.closed_because) is not None:
-            # What it held can run elsewhere, so no request hears of it.
+            # Its requests can run elsewhere, so they are not told.
             print(f"an engine ended: {cause}", file=sys.stderr, flush=True)
             os._exit(1)
         entries, self._news[:] = list(self._news), []

@@ -1,1 +1,1 @@
-"""From the name of a model to its configuration and weights."""
+"""Find a model by its name, and load its configuration and weights."""

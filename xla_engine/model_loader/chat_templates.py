@@ -1,4 +1,4 @@
-"""The chat templates that a model brings, as text."""
+"""The chat templates of a model, as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", 
 class ChatTemplate:
     """The chat templates of a checkpoint.
 
-    sources: jinja2 source by name. "default" is used, or "tool_use" when the request has tools and there is one.
+    sources: jinja2 source by name. "default" is used, or "tool_use" if it exists and the request has tools.
     special_tokens: "bos_token", "eos_token", ... as the template sees them.
     """
 
@@ -23,7 +23,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
 
     def source(self, *, with_tools: bool) -> str:
-        """The template to use. Raises ChatTemplateError where only named ones exist."""
+        """The template to use. Raises ChatTemplateError if there are only templates with other names."""
         name = "tool_use" if with_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ChatTemplateError(

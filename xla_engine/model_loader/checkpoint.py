@@ -1,4 +1,4 @@
-"""A model becomes named leaves in one dtype, read from its files when they are asked for; or random leaves do.
+"""Load a model as named leaves in one dtype, read lazily from its files; or make random leaves.
 
 Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors (norms, biases) are always float32.
 """
@@ -39,7 +39,7 @@ __all__ = [
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _BYTES = ("U8",)  # MXFP4
 _FLOATS = (*DTYPES.values(), np.dtype(np.float16))
-# Buffers of old checkpoints, and of GGUF files: the configuration says the same.
+# Buffers of old checkpoints and of GGUF files, which repeat the configuration.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
 
 
@@ -50,13 +50,13 @@ class Checkpoint:
     path: the directory or file it came from.
     config: its shape.
     weights: leaf name (of `graphs.model.decoder.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
-        Each access to a loaded checkpoint's reads the files anew and holds nothing (`StoredWeights`).
-    eos_token_ids: every id that ends a text; empty if the files name none.
+        Each access to a loaded checkpoint reads the files again and caches nothing (`StoredWeights`).
+    eos_token_ids: all ids that end a text; empty if the files name none.
     bos_token_id: the id that begins a text, or None.
     dtype: "bfloat16" or "float32".
     fingerprint: sha256 of config, special tokens, and the weight files' names, sizes, headers and contents
         (of files above 64 MiB, 256 blocks). The same wherever the directory lies.
-    sources: those of its `ModelDescription`; empty where it has none.
+    sources: those of its `ModelDescription`; empty if it has none.
     """
 
     path: Path
@@ -70,7 +70,8 @@ class Checkpoint:
 
 
 def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """`load_weights` of a model directory, an id of the Hugging Face hub or a GGUF file (`open_model`) that generates.
+    """`load_weights` for a generative model: a directory, an id of the Hugging Face hub or a GGUF file
+    (`open_model`).
 
     dtype: as in `EngineConfig`.
     """
@@ -78,15 +79,15 @@ def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> C
 
 
 def load_weights(model: ModelDescription) -> Checkpoint:
-    """The leaves of a model that `describe` has described, of one of `xla_engine.model_loader.families`.
+    """Load the weights of a model described by `describe`, of one of `xla_engine.model_loader.families`.
 
     dtype of the options: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so,
-    otherwise bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; ask
-    for float32 to keep every bit.
+    otherwise bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; use
+    float32 to keep every bit.
 
-    Names, shapes and dtypes are checked against the headers; weights are read when they are asked for, one leaf at a
-    time. `rotary_emb.inv_freq` buffers are ignored. A tied model may store `lm_head.weight` only as a bitwise copy of
-    the embedding, or else config and weights contradict. Raises CheckpointError naming file, tensor and remedy.
+    Names, shapes and dtypes are checked against the headers at once; weights are read lazily, one leaf at a time.
+    `rotary_emb.inv_freq` buffers are ignored. If a tied model stores `lm_head.weight`, it must be a bitwise copy of
+    the embedding. Raises CheckpointError naming file, tensor and remedy.
     """
     wanted, config, special = _dtype_word(model.options.dtype), model.config, model.special_tokens
     sources = tensor_sources(config, model.family)
@@ -116,8 +117,10 @@ def random_checkpoint(
     eos_token_ids: tuple[int, ...] = (),
     weights: Mapping[str, Array] | None = None,
 ) -> Checkpoint:
-    """A model of `config`'s shape without files, for tests and benchmarks, with `random_weights` unless others are
-    given. dtype as in `load_checkpoint`, auto: bfloat16."""
+    """A model of `config`'s shape without files, for tests and benchmarks.
+
+    weights: `random_weights` by default. dtype: as in `load_checkpoint`; auto is bfloat16.
+    """
     target = _dtype_word("bfloat16" if dtype == "auto" else dtype)
     if weights is None:
         weights = random_weights(config, dtype=target, seed=seed, scale=scale)
@@ -135,10 +138,10 @@ def random_checkpoint(
 def random_weights(
     config: ModelConfig, *, dtype: str, seed: int = 0, scale: float = 0.02
 ) -> dict[str, Array]:
-    """Leaves of `config`'s shape, for tests and benchmarks. dtype as in `load_checkpoint`, auto: bfloat16.
+    """Random leaves of `config`'s shape, for tests and benchmarks. dtype: as in `load_checkpoint`; auto is bfloat16.
 
-    Matrices and biases are normal with deviation `scale`, norms 1 plus such. A leaf depends on its own name and shape
-    and on the seed, not on the rest of the model.
+    Matrices and biases are normal with standard deviation `scale`; norms are 1 plus such noise. A leaf depends only
+    on its name, its shape and the seed.
     """
     target = DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
     weights = {}
@@ -153,9 +156,9 @@ def random_weights(
 
 
 def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[StoredWeights, str]:
-    """The leaves that `tensors` make up, in the form of a checkpoint's, and a digest of them.
+    """Leaves built from `tensors`, in the form of a checkpoint's, and a digest of them.
 
-    tensors: arrays by transformers' names of them, of transformers' shapes. Raises CheckpointError.
+    tensors: arrays with transformers' names and shapes. Raises CheckpointError.
     """
     if not checkpoint.sources:
         raise CheckpointError(
@@ -199,7 +202,7 @@ def _dtype_word(dtype: str) -> str:
 
 
 def check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
-    """Every expected tensor is there, with its shape and a float dtype, and no other is."""
+    """Raise CheckpointError unless exactly the expected tensors are there, with their shapes and float dtypes."""
     expected = {}
     for source in (source for stacked in sources.values() for source in stacked):
         expected[source.name] = source.shape, files.dtypes if source.scales is None else _BYTES

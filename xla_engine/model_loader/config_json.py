@@ -1,7 +1,7 @@
-"""config.json and generation_config.json of a Hugging Face directory: a ModelConfig, or one clear error.
+"""Read config.json and generation_config.json of a Hugging Face directory into a ModelConfig, or fail clearly.
 
-A field that would change the computation and is not built in is refused by name, never ignored. `auto_map` is
-not followed: no code from a checkpoint is run, and beside a built-in architecture it is without effect.
+A field that would change the computation and is not supported is rejected by name, never ignored. `auto_map` is
+ignored: no code from a checkpoint is run, and built-in architectures do not need it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.rope_scaling import read_rope
 
-# Ceilings far above any real model: with them products of sizes stay below 2**63 and every table is small.
+# Limits far above any real model, which keep products of sizes below 2**63 and every table small.
 _CEILINGS = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
-    "num_hidden_layers": 2**9,  # each takes milliseconds before the first tensor is looked for
+    "num_hidden_layers": 2**9,  # each layer takes milliseconds before any tensor is checked
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
     "max_position_embeddings": 2**31 - 1,
 }
 
-# Fields that change what a decoder computes: values (null too) that leave it plain; what others mean. A family
-# reads some (`Family.reads`); the rest must be plain.
+# Fields that change what a decoder computes: the neutral values (and null), and the meaning of others. A family reads
+# some of them (`Family.reads`); the rest must be neutral.
 _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((False,), "biases on the attention projections"),
     "mlp_bias": ((False,), "biases on the MLP projections"),
@@ -58,16 +58,16 @@ _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """Ids that end a text, in the file's order without repeats, and the id that begins one, if any."""
+    """Ids that end a text, in the file's order and unique, and the id that begins one, if any."""
 
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
 
 def read_config(model: ModelFiles | Path | str) -> ModelConfig:
-    """The ModelConfig of a model (`open_model`); weights and tokenizer need not be there.
+    """The ModelConfig of a model (`open_model`); weights and tokenizer need not exist.
 
-    Fields that real files leave out take transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
+    Fields that real files omit get transformers' defaults: head_dim, num_key_value_heads, rms_norm_eps,
     max_position_embeddings, tie_word_embeddings, and those of the family. The others are required.
     Raises CheckpointError naming file, field and remedy.
     """
@@ -75,9 +75,9 @@ def read_config(model: ModelFiles | Path | str) -> ModelConfig:
 
 
 def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
-    """config.json with `overrides`. An object about rotary embedding replaces all that the file says of it.
+    """config.json with `overrides`. A rotary embedding object replaces all of the file's rotary fields.
 
-    `max_model_len`, as vLLM's users write it, is the model's limit of positions.
+    `max_model_len`, as in vLLM, sets the model's limit of positions.
     """
     values = dict(fields.values)
     overrides = {
@@ -93,12 +93,12 @@ def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
 
 
 def read_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
-    """`read_config`, and the family that names the tensors. fields: in place of config.json's own."""
+    """`read_config`, and the family that names the tensors. fields: replaces config.json's."""
     return files.as_stored(*transformers_model(files, fields))
 
 
 def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
-    """`read_model` as transformers stores the model, whatever files it is in: adapters and trainers know it so."""
+    """`read_model` in transformers' layout, whatever files the model is in; adapters and trainers use this layout."""
     fields = files.config_fields() if fields is None else fields
     family = _family(fields)
     fields = _text_fields(fields, family) if family.text_type else fields
@@ -142,11 +142,11 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
 
 
 def read_special_tokens(files: ModelFiles, config: ModelConfig) -> SpecialTokens:
-    """Ids that end and begin a text: generation_config.json where it names them, else config.json."""
+    """Ids that end and begin a text: from generation_config.json if it has them, else from config.json."""
     eos: tuple[int, ...] = ()
     bos: tuple[int, ...] = ()
     config_json = files.config_fields()
-    text = config_json.within("text_config")  # of a model that also takes pictures
+    text = config_json.within("text_config")  # of a vision-language model
     for fields in (files.generation_config(), config_json, text):
         if fields is None:
             continue
@@ -180,7 +180,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _text_fields(fields: Fields, family: Family) -> Fields:
-    """What describes the decoder of a model that also takes pictures. Quantisation is said beside it."""
+    """The decoder's fields of a vision-language model, plus the quantisation, which is in the outer object."""
     text = fields.within("text_config")
     if text is None:
         fields.fail(
@@ -192,7 +192,7 @@ def _text_fields(fields: Fields, family: Family) -> Fields:
 
 
 def _check_plain(fields: Fields, family: Family) -> None:
-    """What the family's own reader does not know must say that it changes nothing."""
+    """Raise CheckpointError unless every field that the family does not read has a neutral value."""
     for name in _PLAIN.keys() - set(family.reads):
         plain, meaning = _PLAIN[name]
         value = fields.values.get(name)

@@ -1,4 +1,4 @@
-"""What a model is, in one record: all that its files say besides weights and tokenizer."""
+"""Describe a model in one record: everything in its files except weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xla_engine.model_loader.pooling import (
 from xla_engine.model_loader.weights import Sources
 from xla_engine.sampling_params import LEAST_TEMPERATURE, SamplingParams
 
-# Their name to ours: the fields that vLLM takes, too. `do_sample` is not among them, as it is not there.
+# Sampling fields of generation_config.json and our names. As in vLLM, `do_sample` is not among them.
 _NAMES = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -46,12 +46,12 @@ _NAMES = {
 class ModelDescription:
     """A model as its files describe it.
 
-    files: where its weights are. options: of the engine, with the runner that the files ask for.
-    fields: config.json, with `hf_overrides`. config: its shape. family: what names its tensors.
-    sources: by leaf, the tensors that it is made of as transformers has them, whatever files they are in here.
-    headless: whether its output head is left out.
-    sampling_defaults: fields of `SamplingParams` that it recommends, where `generation_config` asks for them.
-    pooling: how it makes vectors of prompts; None where it generates.
+    files: its files. options: of the engine, with the runner resolved.
+    fields: config.json with `hf_overrides`. config: its shape. family: its tensor names.
+    sources: by leaf, the tensors that form it in transformers' layout, whatever files the model is in.
+    headless: whether the output head is not loaded.
+    sampling_defaults: recommended fields of `SamplingParams`, if `generation_config` enables them.
+    pooling: how it pools; None for a generative model.
     """
 
     files: ModelFiles
@@ -70,14 +70,14 @@ class ModelDescription:
 def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = None) -> ModelDescription:
     """Describe a model for an engine with these options.
 
-    encode: the token ids of a text, for a classifier that is made of tokens; None where there is no tokenizer.
-    Raises CheckpointError naming file, field and remedy; ConfigError for options that the model contradicts.
+    encode: tokenizes a text, for a classifier defined by tokens; None without a tokenizer. Raises CheckpointError
+    naming file, field and remedy; ConfigError for options that do not fit the model.
     """
     model = describe_decoder(files, options)
     recommended = sampling_defaults(files) if model.options.generation_config == "model" else {}
     return replace(
         model,
-        # A model that recommends nothing is the same engine either way, and has the same fingerprint.
+        # Without recommendations the option has no effect, so it must not change the fingerprint.
         options=model.options if recommended else replace(model.options, generation_config="engine"),
         chat_template=files.chat_template(),
         sampling_defaults=recommended,
@@ -86,7 +86,7 @@ def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = N
 
 
 def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescription:
-    """What weights are loaded by: `describe` without template, sampling defaults and pooling, which are not read."""
+    """`describe` without chat template, sampling defaults and pooling: enough to load the weights."""
     fields = overridden(files.config_fields(), options.hf_overrides or {})
     options = choose_runner(files, fields, options)
     original = transformers_model(files, decoder_fields(files, fields, options))
@@ -104,7 +104,7 @@ def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescripti
 
 
 def sampling_defaults(model: ModelFiles | Path | str) -> dict[str, Any]:
-    """Fields of `SamplingParams` that a model (`open_model`) recommends; empty where it has no such file.
+    """Fields of `SamplingParams` that a model (`open_model`) recommends; empty without generation_config.json.
 
     Raises CheckpointError naming file, field and remedy.
     """
@@ -113,7 +113,7 @@ def sampling_defaults(model: ModelFiles | Path | str) -> dict[str, Any]:
         return {}
     found = {ours: fields.values[theirs] for theirs, ours in _NAMES.items() if fields.given(theirs)}
     if isinstance(warmth := found.get("temperature"), float) and 0 < warmth < LEAST_TEMPERATURE:
-        found["temperature"] = 0  # written so for greedy, by frameworks that divide by it
+        found["temperature"] = 0  # frameworks that divide by the temperature write greedy sampling this way
     try:
         SamplingParams.from_mapping(found)
     except InvalidRequestError as error:

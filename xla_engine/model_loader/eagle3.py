@@ -1,7 +1,7 @@
-"""An EAGLE-3 head from its files: as SafeAILab/EAGLE and SpecForge write them, or vllm-project/speculators.
+"""Load an EAGLE-3 head, in the format of SafeAILab/EAGLE and SpecForge or of vllm-project/speculators.
 
-Which fields there are and what they mean was read in vLLM's `llama_eagle3.py` and `speculators/algos.py`, and in
-SGLang's `llama_eagle3.py`. A field that would change the computation and is not built in is refused by name.
+The meaning of fields follows vLLM's `llama_eagle3.py` and `speculators/algos.py`, and SGLang's `llama_eagle3.py`. A
+field that would change the computation and is not supported is rejected by name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _OF_HEAD = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, *_CHANGES[:3])
 class Eagle3Checkpoint:
     """A loaded head.
 
-    config: a model of its one layer; token ids are the model's.
-    taps: layers of the model before which it takes the residual stream; their number is that behind the last.
+    config: of its one layer as a model; token ids are the target model's.
+    taps: layers of the target model before which the residual stream is read; the number of layers means after the
+    last.
     norm_before_residual: see `graphs.steps.eagle3.eagle3_form`.
-    weights: by the names of `graphs.steps.eagle3.Eagle3Weights`. Without `embed` the model's embedding serves.
-    ids: the model's token id of each of the head's, i32; None: the same.
-    num_bytes: of the weights.
+    weights: by the names of `graphs.steps.eagle3.Eagle3Weights`. Without `embed`, the target's embedding is used.
+    ids: the target's token id of each of the head's ids, i32; None if they are equal.
+    num_bytes: size of the weights.
     """
 
     config: ModelConfig
@@ -51,9 +52,9 @@ class Eagle3Checkpoint:
 
 
 def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
-    """The head in a directory or on the hub, in the dtype of the model `target` whose tokens it guesses.
+    """Load a head from a directory or the hub, in the dtype of the model `target` that it drafts for.
 
-    Raises CheckpointError naming file, field or tensor and remedy, also where the two do not go together.
+    Raises CheckpointError naming file, field or tensor and remedy, also if head and target do not match.
     """
     brought = open_model(model)
     if not brought.path.is_dir():
@@ -95,7 +96,7 @@ def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
 
 
 def _fields(fields: Fields) -> Fields:
-    """What describes the layer, as a Llama's config.json would, and the fields of the head."""
+    """The fields of the layer, as in a Llama's config.json, and those of the head."""
     values = fields.values
     if "speculators_model_type" in values:
         if values["speculators_model_type"] != "eagle3":
@@ -123,7 +124,7 @@ def _fields(fields: Fields) -> Fields:
 
 
 def _fitting(fields: Fields, config: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
-    """The layers of the model that the head sees. Fails where the sizes of the two do not go together."""
+    """The target's layers that the head reads. Raises CheckpointError if the sizes of the two do not match."""
     if config.vocab_size != target.vocab_size:
         fields.fail("vocab_size", f"the model has {target.vocab_size} token ids. {_OTHER}")
     sees = "target_hidden_size" if fields.given("target_hidden_size") else "hidden_size"
@@ -135,9 +136,9 @@ def _fitting(fields: Fields, config: ModelConfig, target: ModelConfig) -> tuple[
         within.fail(
             "use_aux_hidden_state", "heads that see the last layer alone are not supported. Use another"
         )
-    if fields.given(_LAYER_IDS):  # vLLM's way of counting
+    if fields.given(_LAYER_IDS):  # as in vLLM
         where, behind = fields, 0
-    elif within is not None and within.given(_LAYER_IDS):  # SGLang's: the layers behind which, not before
+    elif within is not None and within.given(_LAYER_IDS):  # as in SGLang: read after these layers, not before
         where, behind = within, 1
     else:
         taps = (2, layers // 2, layers - 3)
@@ -156,7 +157,8 @@ def _fitting(fields: Fields, config: ModelConfig, target: ModelConfig) -> tuple[
 
 
 def _sources(files: TensorFiles, config: ModelConfig, known: int, seen: int) -> dict[str, tuple[Source, ...]]:
-    """known: token ids of its output head. seen: features of what it sees of the model."""
+    """The sources of the head's weights. known: size of its vocabulary. seen: features that it reads from the
+    target."""
     size, width = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -186,7 +188,7 @@ def _sources(files: TensorFiles, config: ModelConfig, known: int, seen: int) -> 
 
 
 def _ids(files: TensorFiles, known: int, config: ModelConfig) -> np.ndarray[Any, Any] | None:
-    """The model's token ids of the head's `known`, from `d2t`: how much more the model's are."""
+    """The target's token ids of the head's `known` ids, from `d2t`, which holds the differences."""
     info = files.tensors.get("d2t")
     if info is None:
         if known != config.vocab_size:
@@ -209,7 +211,7 @@ def _ids(files: TensorFiles, known: int, config: ModelConfig) -> np.ndarray[Any,
 
 
 def _is_the_model_s(weights: StoredWeights, target: Checkpoint) -> bool:
-    """Whether the head's embedding is a copy of the model's, which then serves for both."""
+    """Whether the head's embedding is a copy of the target's, so that one copy is enough."""
     plain = target.config.embedding_multiplier == 1
     same = plain and weights["embed"].shape == target.weights["embed"].shape
     return bool(same and np.array_equal(weights["embed"], target.weights["embed"]))

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub, through `huggingface_hub`: its cache, its settings, its token.
+"""Models of the Hugging Face hub, through `huggingface_hub` with its cache, settings and token.
 
-A complete snapshot in the cache is used as it is, without a look at the network. Only JSON, chat templates and
-safetensors are fetched, or one GGUF file, never code or pickles.
+A complete snapshot in the cache is used without network access. Only JSON, chat templates and safetensors, or one
+GGUF file, are downloaded; never code or pickles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.file import SUFFIX
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
-# copies for other programs; 1_Pooling is none
+# copies for other programs, which 1_Pooling is not
 _UNWANTED = ["*/*.safetensors", "[!1-9]*/*.json", "consolidated*"]
 
 
@@ -64,9 +64,9 @@ def _repository(name: str) -> str:
 
 
 def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable[[Path], bool]) -> Path:
-    """The directory of a repository's files, from the cache if they are `complete` there, else from the network."""
+    """The directory of a repository's files: from the cache if they are `complete` there, else downloaded."""
     repository, _, revision = name.partition("@")
-    import huggingface_hub as hub  # here, so that a local model never loads it
+    import huggingface_hub as hub  # imported here, because local models do not need it
     from huggingface_hub import errors
 
     def fetch(**options: Any) -> Path:
@@ -112,7 +112,7 @@ def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable
 
 
 def _complete(directory: Path) -> bool:
-    """Whether configuration and all weights are there; a download that was cut short leaves a part."""
+    """Whether configuration and all weights exist; an interrupted download leaves some out."""
     index = directory / "model.safetensors.index.json"
     try:
         shards = (
@@ -122,4 +122,4 @@ def _complete(directory: Path) -> bool:
         )
         return all((directory / str(file)).exists() for file in ("config.json", *shards))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return True  # reading the index will say what is broken
+        return True  # reading the index will report what is broken

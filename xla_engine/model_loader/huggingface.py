@@ -21,7 +21,7 @@ from xla_engine.model_loader.tokenizer_json import read_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceDirectory:
-    """`ModelFiles` of a directory in transformers' layout; each file is read when it is asked for."""
+    """`ModelFiles` of a directory in transformers' layout; files are read lazily."""
 
     path: Path
 
@@ -42,8 +42,8 @@ class HuggingFaceDirectory:
         return read_tokenizer(self.path)
 
     def chat_template(self) -> ChatTemplate | None:
-        """`chat_template.jinja` and `additional_chat_templates/*.jinja` go before tokenizer_config.json, as in
-        transformers."""
+        """As in transformers, `chat_template.jinja` and `additional_chat_templates/*.jinja` override
+        tokenizer_config.json."""
         config, tokens = (
             read_json(file) if (file := self.path / name).is_file() else {}
             for name in ("tokenizer_config.json", "special_tokens_map.json")

@@ -1,4 +1,4 @@
-"""The model file inside an installed Python package, for machines that reach a package index and no model hub."""
+"""Find the model inside an installed Python package, for machines that reach a package index but no model hub."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.file import SUFFIX
 
 PREFIX = "package:"
-_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # of one level: looking for a.b would import a
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # a top-level name, because finding a.b would import a
 
 
 def model_in_package(name: str) -> Path:
-    """The one .gguf file, or model directory, in the package that `package:NAME` names.
+    """The only .gguf file or model directory in the package that `package:NAME` names.
 
-    The package is found and never imported. NAME may be written as on a package index, with hyphens. Raises
-    CheckpointError.
+    The package is located but not imported. NAME may have hyphens, as on a package index. Raises CheckpointError.
     """
     given = name.removeprefix(PREFIX)
     module = given.replace("-", "_")

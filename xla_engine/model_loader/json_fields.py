@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint directory: read with limits, then field by field with types and ranges."""
+"""Read JSON files of a checkpoint directory with size limits, and their fields with checks of types and ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE_LIMIT = 64 << 20  # bytes; the largest real index files are a few MB
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Absent, oversized or broken files are CheckpointErrors."""
+    """The JSON object in `file`. Raises CheckpointError for a missing, oversized or broken file."""
     try:
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file. Name a complete Hugging Face model directory")
@@ -27,7 +27,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, file: Path) -> dict[str, Any]:
-    """The JSON object in `content`, which came from `file`; repeated keys are an error."""
+    """The JSON object in `content`, which is from `file`. Repeated keys are an error."""
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, integers of 4301 digits
@@ -46,7 +46,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to one JSON object, absent and null alike; every error names file, field and value."""
+    """Typed access to one JSON object. Absent and null are the same. Errors name file, field and value."""
 
     def __init__(self, file: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.file = file
@@ -64,7 +64,7 @@ class Fields:
         raise CheckpointError(f"{self.file}: {self._prefix}{name} = {shown}: {problem}")
 
     def with_defaults(self, values: Mapping[str, Any]) -> Fields:
-        """The same object, with `values` where it says nothing."""
+        """The same object, with `values` as defaults."""
         return Fields(self.file, {**values, **self.values}, self._prefix)
 
     def given(self, name: str) -> bool:

@@ -1,5 +1,4 @@
-"""What a model brings, from whatever files it is in: a Hugging Face directory, a snapshot of its hub, a GGUF file,
-an installed Python package."""
+"""The files of a model, in any form: a Hugging Face directory, a hub snapshot, a GGUF file, an installed package."""
 
 from __future__ import annotations
 
@@ -25,39 +24,38 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf
 
 
 class ModelFiles(Protocol):
-    """The files of one model. Each method reads what it gives, and raises CheckpointError naming file and remedy."""
+    """The files of one model. Each method reads files, and raises CheckpointError naming file and remedy."""
 
     @property
     def path(self) -> Path:
         """The directory or file."""
 
     def config_fields(self) -> Fields:
-        """What describes the model, in the words of transformers' config.json."""
+        """The model's configuration as fields of config.json."""
 
     def generation_config(self) -> Fields | None:
-        """Sampling defaults and eos ids in the words of generation_config.json; None where there are none."""
+        """Sampling defaults and eos ids as fields of generation_config.json; None if there are none."""
 
     def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
-        """The weight files, mapped. Tensors that transformers calls by one of `names` bear that name in them, if the
-        model has them; others may bear the file's own."""
+        """The weight files, mapped. Tensors in `names` have transformers' names; others may keep the file's."""
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-        """The configuration and the family with what differs in how these files store the weights."""
+        """The configuration and the family, adapted to how these files store the weights."""
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
-        """The tokenizer; None where there is none."""
+        """The tokenizer; None if there is none."""
 
     def chat_template(self) -> ChatTemplate | None:
-        """The chat templates; None where there are none."""
+        """The chat templates; None if there are none."""
 
 
 def open_model(model: ModelFiles | Path | str) -> ModelFiles:
-    """The files of the model that `model` names; files that are open already are given back.
+    """Open the model that `model` names. A `ModelFiles` is returned unchanged.
 
-    A path is a model directory or a .gguf file. "OWNER/NAME", with "@REVISION" if need be, is an id of the Hugging
-    Face hub unless there is such a path; its snapshot is taken from the local cache, or else downloaded. With ":Q8_0"
-    or another quantisation it is the one GGUF file of that kind. "package:NAME" is the one model inside an installed
-    Python package (`model_in_package`). Raises CheckpointError.
+    A path is a model directory or a .gguf file. "OWNER/NAME", optionally with "@REVISION", is an id of the Hugging
+    Face hub unless such a path exists; its snapshot is taken from the local cache or downloaded. With ":Q8_0" or
+    another quantisation it is the GGUF file of that type. "package:NAME" is the model inside an installed Python
+    package (`model_in_package`). Raises CheckpointError.
     """
     if not isinstance(model, Path | str):
         return model

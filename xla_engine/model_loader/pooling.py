@@ -1,4 +1,4 @@
-"""How a checkpoint pools: its sequence classifier, and the files that sentence-transformers lays beside a model."""
+"""Read how a checkpoint pools: its sequence classifier, or the module files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORE = "score.weight"  # transformers' classifier over the last token
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = "ForCausalLM"
-# sentence-transformers' modules and ways to pool that are built in
+# supported modules and pooling modes of sentence-transformers
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN}
 
@@ -36,12 +36,12 @@ _MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN}
 class PoolingForm:
     """How a model pools.
 
-    pooling_type: LAST, the last token's vector, or MEAN, that of all.
-    use_activation: embeddings are scaled to length 1, and a classifier's numbers go through `activation`.
-    dimensions: lengths to which an embedding may be cut; empty: none, None: any.
-    classifier: f32 `[classes, D]`; None where there is none.
+    pooling_type: LAST, the last token's vector, or MEAN, the mean over all tokens.
+    use_activation: whether embeddings are normalised to length 1, and a classifier's logits go through `activation`.
+    dimensions: lengths to which an embedding may be truncated; empty for none, None for any.
+    classifier: f32 `[classes, D]`; None if there is none.
     activation: "sigmoid", "softmax" or "identity".
-    labels: the name of each class; None where config.json's `id2label` has none for it.
+    labels: the name of each class; None if config.json's `id2label` has none for it.
     """
 
     pooling_type: str = LAST
@@ -53,9 +53,9 @@ class PoolingForm:
 
 
 def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> EngineConfig:
-    """The options, with runner "pooling" in place of "auto" where the files, or config.json's `fields`, say so.
+    """The options with runner "auto" resolved to "pooling" if the files, or config.json's `fields`, say so.
 
-    Raises ConfigError for options of a model that pools where it does not.
+    Raises ConfigError for pooling options of a model that does not pool.
     """
     if options.runner == "auto" and _says_it_pools(files, fields):
         options = replace(options, runner="pooling")
@@ -68,13 +68,16 @@ def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> E
 
 
 def is_headless(files: ModelFiles, fields: Fields, options: EngineConfig) -> bool:
-    """Whether the decoder is read without its output head, as no token is sampled."""
+    """Whether the output head is not loaded, because no token is sampled."""
     return options.pools and files.path.is_dir() and "text_config" not in fields.values
 
 
 def decoder_fields(files: ModelFiles, fields: Fields, options: EngineConfig) -> Fields:
-    """config.json of a model that pools, as its decoder's: a classifier's architecture, or that of a bare decoder, is
-    read as the family's, and a head that is left out as tied."""
+    """config.json of a pooling model, as that of a decoder.
+
+    The architecture of a classifier or bare decoder becomes its family's, and a head that is not loaded counts as
+    tied.
+    """
     if not options.pools:
         return fields
     values = dict(fields.values)
@@ -87,8 +90,7 @@ def decoder_fields(files: ModelFiles, fields: Fields, options: EngineConfig) -> 
 
 
 def without_head(found: TensorFiles) -> TensorFiles:
-    """The tensors of a decoder: neither classifier nor output head, and names with the prefix that a bare decoder
-    leaves out."""
+    """The decoder's tensors without classifier and output head; adds the name prefix that a bare decoder omits."""
     for name in (SCORE, _HEADS[0]):
         found.tensors.pop(name, None)
     if "embed_tokens.weight" in found.tensors:
@@ -100,10 +102,10 @@ def without_head(found: TensorFiles) -> TensorFiles:
 def read_pooling(
     files: ModelFiles, fields: Fields, options: EngineConfig, encode: Encode | None
 ) -> PoolingForm | None:
-    """How the model pools by options of `choose_runner`; None where it generates.
+    """How the model pools, given the options from `choose_runner`; None for a generative model.
 
-    encode: None where the model has no tokenizer. Raises CheckpointError, and ConfigError for options that the model
-    contradicts.
+    encode: None if the model has no tokenizer. Raises CheckpointError, and ConfigError for options that do not fit
+    the model.
     """
     if not options.pools:
         return None
@@ -135,7 +137,7 @@ def _has_modules(files: ModelFiles) -> bool:
 
 
 def _architecture(fields: Fields) -> str:
-    """The one architecture that config.json names; empty where it names none, which the reader reports."""
+    """The architecture that config.json names; empty if it names none, which the reader reports later."""
     names = fields.values.get("architectures")
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
 
@@ -147,7 +149,7 @@ def _dimensions(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _with_modules(form: PoolingForm, directory: Path) -> PoolingForm:
-    """What sentence-transformers would do with the vectors of the tokens."""
+    """The pooling form after sentence-transformers' module files."""
     file = directory / MODULES_FILE
     try:
         modules = json.loads(file.read_bytes())
@@ -195,7 +197,7 @@ def _classifier(files: ModelFiles, fields: Fields) -> Array:
 
 
 def _from_tokens(files: ModelFiles, fields: Fields, encode: Encode | None) -> Array | None:
-    """A classifier made of rows of the output head, as Qwen3-Reranker is one: how much likelier "yes" is than "no"."""
+    """A classifier from rows of the output head, as in Qwen3-Reranker: the logit of "yes" minus that of "no"."""
     tokens = fields.values.get("classifier_from_token")
     if tokens is None:
         return None
@@ -220,7 +222,7 @@ def _from_tokens(files: ModelFiles, fields: Fields, encode: Encode | None) -> Ar
 
 
 def _activation(fields: Fields, classes: int) -> str:
-    """As transformers says it, else as vLLM takes it."""
+    """The activation that transformers' fields name, else vLLM's default."""
     named = {
         "regression": "identity",
         "single_label_classification": "softmax",
@@ -230,7 +232,7 @@ def _activation(fields: Fields, classes: int) -> str:
 
 
 def _labels(fields: Fields, classes: int) -> tuple[str | None, ...]:
-    """`id2label`; a config.json without it has transformers' names of classes, as in vLLM."""
+    """`id2label`; by default transformers' names of classes, as in vLLM."""
     if not fields.given("id2label"):
         return tuple(f"LABEL_{number}" for number in range(classes))
     found = fields.values["id2label"]

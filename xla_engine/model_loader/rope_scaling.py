@@ -1,4 +1,4 @@
-"""Rotary fields of config.json: base and scaling, in transformers' old and new spelling."""
+"""Read the rotary fields of config.json: base and scaling, in transformers' old and new format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.json_fields import Fields
 
-# Sections of positions in pictures are all the same position in text.
+# The sections of multimodal positions all have the same position in text.
 _COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _ORIGINAL = "original_max_position_embeddings"
-# What each type may carry beside; other fields would be silently without effect.
+# Fields allowed for each type; others would have no effect and are rejected.
 _KNOWN = {
     "default": set[str](),
     "linear": {"factor"},
@@ -30,10 +30,10 @@ _LARGEST = 2**31 - 1
 
 
 class RopeFields(NamedTuple):
-    """What config.json says about rotary embedding.
+    """The rotary fields of config.json.
 
-    local_theta: base of the sliding layers where it is their own. limit: positions that the scaling allows, None if it
-    is silent.
+    local_theta: base of sliding-window layers if they have their own. limit: positions that the scaling allows;
+    None if it does not say.
     """
 
     theta: float
@@ -44,9 +44,9 @@ class RopeFields(NamedTuple):
 
 
 def read_rope(fields: Fields, family: Family) -> RopeFields:
-    """The scaling may stand under `rope_scaling` (transformers 4) or `rope_parameters` (5), the base inside or beside.
+    """Read scaling from `rope_scaling` (transformers 4) or `rope_parameters` (5), and the base inside or outside.
 
-    A family whose sliding layers have their own base may keep one object for each type of layer.
+    A family whose sliding-window layers have their own base may have one object for each type of layer.
     Raises CheckpointError naming file, field and remedy.
     """
     objects = [
@@ -78,7 +78,7 @@ def read_rope(fields: Fields, family: Family) -> RopeFields:
 
 
 def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:
-    """The rope objects of one type of layer; an object that does not tell types apart is that of full layers."""
+    """The rope objects of one type of layer; an object without types belongs to full-attention layers."""
     found = []
     for rope in objects:
         if FULL in rope.values or SLIDING in rope.values:
@@ -89,7 +89,7 @@ def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:
 
 
 def _local_theta(fields: Fields, objects: list[Fields], theta: float) -> float:
-    """From the sliding layers' own object, `rope_local_base_freq`, or the base of the others."""
+    """The base of sliding-window layers: from their own object, `rope_local_base_freq`, or the base of the others."""
     for rope in objects:
         if _read_scaling(rope, fields) is not None:
             rope.fail("rope_type", 'not supported for sliding layers. Use "default"')
@@ -119,7 +119,8 @@ def _part(source: Fields, allowed: bool) -> float | None:
 
 
 def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
-    """None for type "default". Numbers that a type needs are required, where transformers would guess some."""
+    """The scaling; None for type "default". All parameters of a type are required, although transformers guesses
+    some."""
     name = "type" if rope.values.get("rope_type") is None else "rope_type"
     kind = rope.values.get(name)
     kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else "default" if kind is None else kind
@@ -160,7 +161,7 @@ def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
 
 
 def _original(kind: str, rope: Fields, config: Fields) -> int:
-    """The context before scaling; for linear and dynamic scaling it is what config.json calls the context."""
+    """The context length before scaling; for linear and dynamic scaling, the one in config.json."""
     inside, beside = (source.values.get(_ORIGINAL) for source in (rope, config))
     if inside is not None and beside not in (None, inside):
         config.fail(_ORIGINAL, "contradicts the rope object. Keep the right one")
@@ -168,12 +169,12 @@ def _original(kind: str, rope: Fields, config: Fields) -> int:
         return config.integer("max_position_embeddings", high=_LARGEST, default=2048)
     if kind == "longrope" and inside is None:
         return config.integer(_ORIGINAL, low=2, high=_LARGEST)
-    # longrope divides by its log
+    # at least 2, because longrope divides by its logarithm
     return rope.integer(_ORIGINAL, low=2 if kind == "longrope" else 1, high=_LARGEST)
 
 
 def _yarn_attention(rope: Fields, factor: float) -> float:
-    """The factor that is given, or that of the paper (Peng et al. 2023, section 3.4)."""
+    """The given attention factor, or the paper's (Peng et al. 2023, section 3.4)."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * natural_log(factor) + 1.0 if factor > 1 else 1.0

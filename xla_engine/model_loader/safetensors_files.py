@@ -1,8 +1,8 @@
-"""The weight files of a model directory: which tensor is where, checked before one byte of weights is read.
+"""Open the weight files of a model directory, and validate their headers before any weights are read.
 
-`model.safetensors`, or shards named by `model.safetensors.index.json`; the single file wins where both exist,
-as in transformers. The safetensors library verifies each header (lengths, overlaps, holes, overflow) against
-the file. Tensors are then read through maps of our own (`xla_engine.model_loader.tensor_files`).
+These are `model.safetensors`, or shards listed in `model.safetensors.index.json`; if both exist, the single file
+wins, as in transformers. The safetensors library verifies each header against the file (lengths, overlaps, holes,
+overflow). Tensors are then read through our own memory maps (`xla_engine.model_loader.tensor_files`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_open: Any = safe_open  # the library's stub leaves its methods without types
+_open: Any = safe_open  # the library's stub has no types for its methods
 # no separators, drives or parents
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -32,7 +32,7 @@ _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
 
 
 def open_weight_files(directory: Path) -> TensorFiles:
-    """Check and map the weight files of `directory`; they stay mapped as long as the result lives.
+    """Validate and map the weight files of `directory`; they stay mapped as long as the result lives.
 
     Raises CheckpointError for pickled or missing weights, an unusable index or header, and duplicate tensors.
     """
@@ -49,7 +49,7 @@ def open_weight_files(directory: Path) -> TensorFiles:
 
 
 def open_tensor_file(file: Path) -> TensorFiles:
-    """Check and map one safetensors file of any name. Raises CheckpointError."""
+    """Validate and map one safetensors file of any name. Raises CheckpointError."""
     maps: dict[Path, mmap.mmap] = {}
     tensors: dict[str, TensorInfo] = {}
     if not file.exists():
@@ -63,7 +63,7 @@ def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, Tenso
         raise CheckpointError(f"{file}: not a regular file. Download the checkpoint again")
     with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
         (header_length,) = struct.unpack("<Q", stream.read(8))
-        # refuses repeated names; the library keeps the last
+        # rejects repeated names, of which the library would keep the last
         header = parse_json(stream.read(header_length), file)
         for name in handle.keys():  # noqa: SIM118  a handle is not a mapping
             if name in tensors:
@@ -126,12 +126,12 @@ def _why_no_weights(directory: Path) -> str:
 
 @contextmanager
 def _named(file: Path, part: str) -> Iterator[None]:
-    """Any error of the library or the system becomes a CheckpointError that names `file`."""
+    """Turn any error of the library or the system into a CheckpointError that names `file`."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # SafetensorError, OSError, and what numpy makes of an unknown dtype
+    except Exception as error:  # SafetensorError, OSError, and numpy's error for an unknown dtype
         reason = str(error) or type(error).__name__
         raise CheckpointError(
             f"{file}: {part} is not readable ({reason}). Download the file again"

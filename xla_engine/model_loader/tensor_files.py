@@ -1,8 +1,8 @@
-"""Named tensors in memory-mapped files, read block by block, so that a reader's memory stays small.
+"""Named tensors in memory-mapped files, read block by block to keep memory small.
 
-Parts of a map count as a process's memory once they were read. They are given back behind the reader; the system
-keeps them cached as long as it has room. Memory behind the end of a file that was shortened ends the process with
-SIGBUS, so each read looks at the file's length first.
+Pages of a map count as the process's memory once they are read. They are released after reading; the system keeps
+them cached if it has room. Access beyond the end of a truncated file kills the process with SIGBUS, so each read
+checks the file's length first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xla_engine.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 
-_BLOCK = 4 << 20  # bytes read at a time: a small part of any model, and it fits a cache
+_BLOCK = 4 << 20  # bytes read at a time: small for any model, and fits a CPU cache
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -30,15 +30,16 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "I64": np.dtype(np.int64),
 }
-_HASH_WHOLE = 64 << 20  # files up to this size are hashed whole
-_HASH_BLOCKS, _HASH_BLOCK = 256, 4096  # larger ones at this many evenly spaced blocks of this many bytes
+_HASH_WHOLE = 64 << 20  # files up to this size are hashed completely
+# number and size in bytes of the evenly spaced blocks hashed of larger files
+_HASH_BLOCKS, _HASH_BLOCK = 256, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor as its file's header describes it.
+    """One tensor in its file's header.
 
-    dtype: safetensors' word ("BF16", "F32", ...). start, size: its bytes in the file.
+    dtype: safetensors' name ("BF16", "F32", ...). start, size: its bytes in the file.
     """
 
     file: Path
@@ -48,16 +49,16 @@ class TensorInfo:
     size: int
 
     def part(self, index: int) -> TensorInfo:
-        """One of the tensors that this one stacks."""
+        """One of the tensors stacked in this one."""
         size = self.size // self.shape[0]
         return replace(self, shape=self.shape[1:], start=self.start + index * size, size=size)
 
 
 class TensorFiles:
-    """Mapped files and all tensors that their headers describe, already checked against the files' lengths."""
+    """Mapped files and their tensors, which are already validated against the files' lengths."""
 
-    dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; tensors of other dtypes may be there
-    remedy = "Download the file again, or take another checkpoint"  # for values that cannot be
+    dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; there may be tensors of other dtypes
+    remedy = "Download the file again, or take another checkpoint"  # for invalid values
 
     def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors
@@ -65,33 +66,33 @@ class TensorFiles:
 
     @property
     def names(self) -> str:
-        """The files, for messages."""
+        """The names of the files, for messages."""
         first, *others = sorted(self._maps)
         return f"{first} (and {len(others)} more)" if others else str(first)
 
     def read(self, name: str) -> Array:
-        """The whole tensor in its stored shape and dtype: a read-only view of the file.
+        """The whole tensor in its stored shape and dtype, as a read-only view of the file.
 
-        Raises CheckpointError if the file was cut since it was opened; so does whatever else reads.
+        Like all other reads, raises CheckpointError if the file was truncated since it was opened.
         """
         info = self.tensors[name]
         flat = np.frombuffer(self._whole(info.file), _DTYPES[info.dtype], prod(info.shape), info.start)
         return flat.reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[Array]:
-        """The tensor in blocks of rows, a few MB each; a block's memory is given back when the next is asked for."""
+        """Yield the tensor in blocks of rows, a few MB each; a block's memory is released when the next is read."""
         tensor = self.read(name)
         for part in self._parts(self.tensors[name], tensor):
             yield tensor[part]
 
     def rows(self, name: str, index: Array) -> Array:
-        """A copy of the rows `index` of the tensor; of the file, only the pages that hold them are read."""
+        """A copy of the rows `index` of the tensor; reads only the pages that hold them."""
         info, taken = self.tensors[name], self.read(name)[index]
         _forget(self._maps[info.file], info.start, info.size)
         return taken
 
     def raw_rows(self, name: str, index: Array) -> Array:
-        """The bytes `[len(index), bytes of a row]` of rows of the tensor, as the file has them."""
+        """The stored bytes `[len(index), bytes of a row]` of rows of the tensor."""
         info = self.tensors[name]
         flat = np.frombuffer(self._whole(info.file), np.uint8, info.size, info.start)
         taken = flat.reshape(prod(info.shape[:-1]), -1)[index]
@@ -99,7 +100,7 @@ class TensorFiles:
         return taken
 
     def fingerprint(self) -> str:
-        """Hex sha256 over names, sizes, headers and contents; of large files, over blocks throughout."""
+        """Hex sha256 over names, sizes, headers and contents; of large files, over evenly spaced blocks."""
         digest = hashlib.sha256()
         for file in sorted(self._maps):
             data = self._whole(file)
@@ -116,9 +117,9 @@ class TensorFiles:
         return digest.hexdigest()
 
     def _whole(self, file: Path) -> mmap.mmap:
-        """A file's map, of which every byte is there."""
+        """A file's map, after a check that the file still has its full length."""
         data = self._maps[file]
-        if (length := data.size()) < len(data):  # the open file's own, whatever has its name now
+        if (length := data.size()) < len(data):  # of the open file, even if another file now has its name
             raise CheckpointError(
                 f"{file}: was cut from {len(data)} to {length} bytes while it was read. Write the file anew "
                 "under another name and rename it, and start again"
@@ -126,7 +127,7 @@ class TensorFiles:
         return data
 
     def _parts(self, info: TensorInfo, stored: Array) -> Iterator[slice]:
-        """Ranges of rows of `stored`, the tensor's bytes in the file; each is unmapped behind the reader."""
+        """Ranges of rows of `stored`, the tensor's bytes in the file; each range is released after it was read."""
         row_bytes = max(1, stored.nbytes // max(1, len(stored)))
         rows = max(1, _BLOCK // row_bytes)
         for first in range(0, len(stored), rows):
@@ -136,7 +137,7 @@ class TensorFiles:
 
 
 class GivenTensors(TensorFiles):
-    """Tensors that are in memory already, by name."""
+    """Tensors in memory, by name."""
 
     remedy = "Give other values; nothing was changed"
 

@@ -1,4 +1,4 @@
-"""tokenizer.json, and the failures of the library that reads it."""
+"""Read tokenizer.json, and handle failures of the library that reads it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tokenizers
 
 from xla_engine.errors import CheckpointError, XlaEngineError
 
-MAX_GROWTH = 64  # by which normaliser or decoder may lengthen a text
-_MAX_PARTS = 4096  # objects and lists in both together
+MAX_GROWTH = 64  # factor by which normaliser or decoder may lengthen a text
+_MAX_PARTS = 4096  # total objects and lists in both
 
 
 def read_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer.json of `directory`, None where there is none. Raises CheckpointError for a broken one."""
+    """The tokenizer.json of `directory`; None if there is none. Raises CheckpointError for a broken one."""
     file = directory / "tokenizer.json"
     if not file.exists():
         return None
@@ -25,10 +25,10 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
 
 
 def check_growth(text: str | bytes, where: Path) -> bool:
-    """Whether a tokenizer.json's normaliser or decoder may make texts longer, or matches regular expressions.
+    """Whether a tokenizer.json's normaliser or decoder may lengthen texts, or uses regular expressions.
 
-    Raises CheckpointError where replacements, each applied to what the one before made, lengthen a text by more than
-    `MAX_GROWTH`: forty that double never end. A file that is no JSON gives true; the library says what is wrong.
+    Raises CheckpointError if a chain of replacements could lengthen a text by more than `MAX_GROWTH` (forty that
+    double it would never end). Returns true for invalid JSON, which the library reports.
     """
     try:
         state = json.loads(text)
@@ -66,7 +66,7 @@ def check_growth(text: str | bytes, where: Path) -> bool:
 
 @contextmanager
 def raising(error_type: type[XlaEngineError], message: str) -> Iterator[None]:
-    """Turn any failure of the library into `error_type`; its panics are BaseExceptions, but no Exceptions."""
+    """Turn any failure of the library into `error_type`. Its panics are BaseExceptions, but not Exceptions."""
     try:
         yield
     except XlaEngineError:

@@ -1,4 +1,4 @@
-"""The leaves of a model, read from its weight files when they are asked for."""
+"""Read the leaves of a model lazily from its weight files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ Sources = Mapping[str, tuple[Source, ...]]  # by leaf
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
-# Of the entries of a matrix: 2**16 products with inputs as large as float16 has them add up to a float32.
+# Limit on the entries of a matrix: a sum of 2**16 products with inputs up to float16's maximum fits into float32.
 LARGEST = 2.0**96
-_PART = 4096  # rows that are read at a time, where not all are
-_CODED = 2 << 20  # bytes of blocks that are coded at a time
-_ALIGNMENT = 64  # bytes; jax uses a host array so aligned as it is, and copies any other
+_PART = 4096  # rows read at a time, unless all are read
+_CODED = 2 << 20  # bytes of blocks coded at a time
+_ALIGNMENT = 64  # bytes; jax adopts a host array with this alignment, and copies any other
 
 
 class StoredWeights(Mapping[str, Array]):
-    """Leaf name to array. Each access reads its tensors block by block into a new array, which nothing else holds: the
-    memory taken is that of the leaves the caller keeps.
+    """Maps leaf names to arrays. Each access reads tensors block by block into a new array and caches nothing.
 
-    Matrices come in `dtype`, rounded to nearest even; vectors in float32; rows of queries and keys in the engine's
-    rotary order. An access raises CheckpointError, naming the tensor, for values that are not finite in that type, and
-    for entries of matrices so large that products with them overflow.
+    Matrices have `dtype`, rounded to nearest even; vectors are float32; rows of queries and keys are in the
+    engine's rotary order. An access raises CheckpointError, naming the tensor, for values that are not finite in
+    that type, and for entries of matrices so large that products would overflow.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class StoredWeights(Mapping[str, Array]):
         *,
         more: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """more: shapes of leaves besides those of `config`."""
+        """more: shapes of additional leaves."""
         self._files = files
         self._sources = sources
         self._shapes = parameter_shapes(config) | dict(more or {})
@@ -71,7 +70,7 @@ class StoredWeights(Mapping[str, Array]):
             first = row
             for block in self._rows(source, rows.shape[1:]):
                 part = rows[row : row + len(block)]
-                with np.errstate(invalid="ignore", over="ignore"):  # the check below names the tensor
+                with np.errstate(invalid="ignore", over="ignore"):  # the check below reports the tensor
                     part[...] = block
                 self._check(source, block, part)
                 row += len(block)
@@ -82,9 +81,9 @@ class StoredWeights(Mapping[str, Array]):
         return array
 
     def rows(self, leaf: str, index: Indices) -> Array:
-        """Rows of a leaf seen as `[rows, columns]`, as `__getitem__` gives them; zeros where the index is -1.
+        """Rows of a leaf, viewed as `[rows, columns]`, equal to those of `__getitem__`; an index of -1 gives zeros.
 
-        No others are read, unless the leaf is a vector or the file has its matrices in another form.
+        Reads only these rows, unless the leaf is a vector or the file stores the matrix in another layout.
         """
         sources, shape, dtype = self._sources[leaf], self._shapes[leaf], DTYPES[self._dtype]
         if len(shape) == 1 or not all(_has_rows(source, shape[-1]) for source in sources):
@@ -106,7 +105,7 @@ class StoredWeights(Mapping[str, Array]):
 
     @property
     def stored(self) -> StoredKinds:
-        """How the file stores the rows of each matrix that is made of rows as they stand."""
+        """The storage type of each matrix whose rows the file stores unchanged."""
         return {
             leaf: tuple(
                 (self._files.tensors[part.name].dtype, len(self._stored_rows(part))) for part in sources
@@ -117,9 +116,9 @@ class StoredWeights(Mapping[str, Array]):
         }
 
     def coded(self, leaf: str, form: CodedForm, index: Indices | None = None) -> Array:
-        """What a device holds of a leaf in this form: uint8 `[form.nbytes]`. index: its rows, as in `rows`.
+        """A leaf in the coded layout of a device: uint8 `[form.nbytes]`. index: its rows, as in `rows`.
 
-        Raises CheckpointError, naming the tensor, for scales that are not finite.
+        Raises CheckpointError, naming the tensor, if a scale is not finite.
         """
         array = _aligned((form.nbytes,), np.dtype(np.uint8))
         header = form.header()
@@ -139,7 +138,7 @@ class StoredWeights(Mapping[str, Array]):
     def _coded_rows(
         self, kind: str, form: CodedForm, parts: list[tuple[Source, Indices]], rows: Indices
     ) -> Array:
-        """The blocks of rows of one kind, flat."""
+        """The coded blocks of rows of one storage type, flattened."""
         raw: Array | None = None
         source, before = parts[0][0], 0
         for part, stored in parts:
@@ -157,12 +156,12 @@ class StoredWeights(Mapping[str, Array]):
         return blocks.reshape(-1)
 
     def _stored_rows(self, source: Source) -> Indices:
-        """Which row of the tensor each row is that a source gives, in the leaf's order."""
+        """The tensor row of each row of a source, in the leaf's order."""
         stored = np.arange(source.shape[0]) if source.order is None else source.order
         return source.in_engine_order(stored)
 
     def _check(self, source: Source, stored: Array, converted: Array) -> None:
-        """Raise CheckpointError for values that a part of a leaf cannot have. stored: as the file has them."""
+        """Raise CheckpointError for invalid values in a part of a leaf. stored: the values in the file."""
         if is_below(converted, LARGEST if converted.ndim > 1 else math.inf):
             return
         largest = np.abs(stored.astype(np.float32)).max()
@@ -181,7 +180,7 @@ class StoredWeights(Mapping[str, Array]):
         )
 
     def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
-        """The rows of a leaf that a source gives, in blocks."""
+        """The rows of a source, in blocks."""
         if source.order is not None:
             yield self._files.read(source.name)[source.order]
             return
@@ -209,19 +208,19 @@ class StoredWeights(Mapping[str, Array]):
 
 
 def read_rows(weights: Mapping[str, Array], leaf: str, index: Indices) -> Array:
-    """Rows of a leaf seen as `[rows, columns]`, of a vector its entries; zeros where the index is -1."""
+    """Rows of a leaf, viewed as `[rows, columns]`; of a vector, its entries. An index of -1 gives zeros."""
     if isinstance(weights, StoredWeights):
         return weights.rows(leaf, index)
     return _taken(weights[leaf], index)
 
 
 def stored_kinds(weights: Mapping[str, Array]) -> StoredKinds:
-    """`StoredWeights.stored`; nothing of weights that are in no file."""
+    """`StoredWeights.stored`; empty for weights that are not in a file."""
     return weights.stored if isinstance(weights, StoredWeights) else {}
 
 
 def _has_rows(source: Source, columns: int) -> bool:
-    """Whether the leading axis of a tensor are rows of a leaf, as they stand."""
+    """Whether the tensor's leading axis is the leaf's rows, unchanged."""
     return source.scales is None and source.convert is None and prod(source.shape[1:]) == columns
 
 
@@ -233,8 +232,8 @@ def _taken(whole: Array, index: Indices) -> Array:
 
 
 def is_below(array: Array, limit: float) -> bool:
-    """Whether a contiguous bfloat16 or float32 array has only numbers of a magnitude below `limit`, which may be
-    infinity: one pass for each sign, no copy."""
+    """Whether all numbers of a contiguous bfloat16 or float32 array have a magnitude below `limit`, which may be
+    infinity. Takes one pass for each sign, and no copy."""
     bits = array.dtype.itemsize * 8
     if not array.size:
         return True
@@ -245,7 +244,7 @@ def is_below(array: Array, limit: float) -> bool:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array that jax may adopt without a copy."""
+    """An uninitialised array that jax can adopt without a copy."""
     count = prod(shape) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % _ALIGNMENT

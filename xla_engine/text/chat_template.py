@@ -66,8 +66,7 @@ def render_chat(
             continue_final_message: end inside the last message instead, so that the model continues it.
             chat_template_kwargs: further variables of the template, for example "enable_thinking".
             cpu_limit_s, max_characters: limits on the rendering.
-            process: a process of "chat_worker.py", which renders one chat at a time. None: one that all callers
-            share.
+            process: a process of "chat_worker.py", which renders one chat at a time. None: a shared one.
 
     The template writes special tokens such as the begin token itself, so tokenise the text without adding them.
     With a template that calls `strftime_now`, the prompt depends on the date.

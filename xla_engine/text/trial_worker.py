@@ -1,8 +1,7 @@
 """Try constraints and tokenizers in a worker process (`worker_main`), each in a child process that may die.
 
 The worker keeps the tokenizers that constraints are compiled for. Children inherit them, so a trial begins at once,
-and
-the worker survives the death of a child.
+and the worker survives the death of a child.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds
 def try_tokenizer(path: str, max_growth: int, seconds: float) -> dict[str, Any]:
     """Load a tokenizer.json and use it a little. Returns the same as `try_constraint`.
 
-    {"error": ...} only means that it lengthens text by more than `max_growth` times; other failures appear when it
-    is loaded.
+    {"error": ...} means that it lengthens text by more than `max_growth` times; other errors show when it is loaded.
     """
 
     def load_and_use() -> str | None:

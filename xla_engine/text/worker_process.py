@@ -19,8 +19,7 @@ class WorkerEndedError(Exception):
 
 
 class WorkerProcess:
-    """A process that answers requests with one worker file of this folder. It starts on first use, and again after
-    it dies.
+    """A process that answers requests with a worker file of this folder. Starts on first use, and again if it dies.
 
     Thread-safe; requests are answered one at a time. The process ends with its parent.
     """

@@ -1,4 +1,4 @@
-"""Model families as data: one `Family` per architecture, found by the name that config.json gives."""
+"""Model families as data: one `Family` for each architecture name in config.json."""
 
 from __future__ import annotations
 

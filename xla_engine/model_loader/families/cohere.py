@@ -1,4 +1,4 @@
-"""Cohere Command-R (1 and 2): LayerNorm, attention and MLP side by side, interleaved rotary pairs, scaled logits."""
+"""Cohere Command-R (1 and 2): LayerNorm, parallel attention and MLP, interleaved rotary pairs, scaled logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _cohere(fields: Fields) -> dict[str, Any]:
 
 
 def _cohere2(fields: Fields) -> dict[str, Any]:
-    """Full layers do not rotate."""
+    """Layers with full attention have no rotary embedding."""
     pattern = fields.integer("sliding_window_pattern", high=2**12, default=4)
     flags = sliding(fields, all_but_each(pattern))
     types = flags.get("layer_types", ())

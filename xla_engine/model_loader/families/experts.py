@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: routed experts, each in tensors of its own."""
+"""Mixtral and Qwen3-MoE: routed experts in separate tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDEST = 2**22
 
 
 def each_expert(*names: str) -> Sources:
-    """Stacks the tensors `names`, with `{expert}` in them, of all experts into `[E, rows, columns]`."""
+    """Sources that stack the tensors `names` (which contain `{expert}`) of all experts into `[E, rows, columns]`."""
 
     def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
         experts, rows, columns = shape
@@ -29,7 +29,7 @@ def each_expert(*names: str) -> Sources:
 
 
 def routed_experts(fields: Fields, count: str, width: str, **others: Any) -> RoutedExperts:
-    """Sizes that all these families have: `count` and `width` name the fields of the experts' number and width."""
+    """Sizes common to these families. count, width: names of the fields for the number and the width of experts."""
     return RoutedExperts(
         num_experts=fields.integer(count, high=_MOST),
         num_experts_per_tok=fields.integer("num_experts_per_tok", high=_MOST),
@@ -39,7 +39,7 @@ def routed_experts(fields: Fields, count: str, width: str, **others: Any) -> Rou
 
 
 def mlp_only_layers(fields: Fields) -> tuple[int, ...]:
-    """Layers without experts: those that are named, and all but every `decoder_sparse_step`-th."""
+    """Layers without experts: those listed, and all except every `decoder_sparse_step`-th."""
     step = fields.integer("decoder_sparse_step", high=_MOST, default=1)
     named = fields.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in named):

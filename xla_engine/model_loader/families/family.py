@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json becomes flags, and which checkpoint tensors make up which leaf."""
+"""A model family: how to read its config.json, and which checkpoint tensors form which leaf."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint tensor as a part of a leaf: its rows come behind those of the parts before it.
+    """A checkpoint tensor as a part of a leaf; the parts of a leaf are stacked by rows.
 
     name: in the file.
     shape: in the file.
-    turned: where its first rows, those of heads that turn by position, stand once each head is in the engine's rotary
-        order (`turned_rows`); None: all rows stay as they are.
-    offset: added in float32 (Gemma stores norm weights less one).
-    order: its rows that the leaf takes, in the leaf's order; None: all of them as they stand.
-    convert: what becomes of a block of its leading entries before it is cut into rows.
-    scales: the tensor of its scales where it is stored in MXFP4, as `[..., blocks, 16]` bytes.
+    turned: file rows of its first rows (the heads with rotary embedding) in the engine's rotary order
+        (`turned_rows`); None if no rows are reordered.
+    offset: added in float32 (Gemma stores norm weights minus one).
+    order: the rows that the leaf takes, in the leaf's order; None for all in file order.
+    convert: applied to a block of leading entries before it is split into rows.
+    scales: for MXFP4, the tensor of scales; the tensor itself is `[..., blocks, 16]` bytes.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Source:
     scales: str | None = None
 
     def in_engine_order(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What stands for each row of the file, with the heads' rows in the engine's rotary order."""
+        """Reorder `rows`, one entry for each file row, into the engine's rotary order."""
         if self.turned is None:
             return rows
         return np.concatenate([rows[self.turned], rows[len(self.turned) :]])
 
 
-# The sources of a leaf of this shape, their names below the layer.
+# Returns the sources of a leaf of this shape; tensor names are relative to the layer.
 Sources = Callable[[ModelConfig, tuple[int, ...]], tuple[Source, ...]]
 Tensors = dict[str, tuple[str, ...] | Sources]
 
@@ -62,21 +62,21 @@ def no_flags(_: Fields) -> dict[str, Any]:
 class Family:
     """One architecture of transformers, as data.
 
-    architecture: config.json's name of it.
-    model_type: config.json's other name of it.
-    tensors: the tensors of each leaf of a layer, below `layer`, or a function that gives its sources; of the leaves
-        beside the layers, whole names.
-    mxfp4: the same of the leaves that an MXFP4 checkpoint stores in another way.
-    flags: gives the fields of `ModelConfig` beside the sizes that all families share.
-    reads: fields that `flags` knows; every other one that would change the computation is refused by name.
-    defaults: values of fields that real files leave out (null is not left out).
-    rope_theta: rotary base where a file leaves it out.
-    rope_local: sliding layers have a rotary base of their own, without scaling.
-    activations: config.json's words for the activations that are built in.
+    architecture: its name in config.json's `architectures`.
+    model_type: its `model_type` in config.json.
+    tensors: for each leaf of a layer, its tensors relative to `layer`, or a function that returns its sources; for
+        other leaves, full names.
+    mxfp4: the same for leaves that an MXFP4 checkpoint stores differently.
+    flags: returns the fields of `ModelConfig` other than the sizes common to all families.
+    reads: fields that `flags` reads; any other field that would change the computation is rejected by name.
+    defaults: values of fields that real files omit (null does not count as omitted).
+    rope_theta: default of the rotary base.
+    rope_local: sliding-window layers have their own rotary base, without scaling.
+    activations: config.json's names of supported activations.
     norm_offset: added to every norm weight.
-    ignores: pattern of tensors that are no part of the decoder.
-    text_type: model_type of config.json's `text_config`, which describes the decoder where it is a part of a model.
-    layer: what the names of a layer's tensors begin with.
+    ignores: pattern of tensors that do not belong to the decoder.
+    text_type: model_type of config.json's `text_config`, if the decoder is a part of a larger model.
+    layer: prefix of the names of a layer's tensors.
     """
 
     architecture: str
@@ -96,7 +96,7 @@ class Family:
 
 
 def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
-    """The text decoder of a checkpoint that also takes pictures; the weights for pictures are not read."""
+    """The text decoder of a vision-language checkpoint; vision weights are not read."""
     beside = {
         leaf: names for leaf, names in family.tensors.items() if leaf in ("embed", "final_norm", "head")
     }
@@ -116,7 +116,7 @@ def within_vision_model(family: Family, architecture: str, model_type: str) -> F
 
 
 def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:
-    """Leaf name to the checkpoint tensors stacked in it, top rows first, for every leaf of `config`."""
+    """For every leaf of `config`, the checkpoint tensors stacked in it, from the top row down."""
     sources = {}
     for leaf, shape in parameter_shapes(config).items():
         prefix, kind = "", leaf
@@ -141,8 +141,10 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
 
 
 def turned_rows(config: ModelConfig, heads: int) -> np.ndarray[Any, Any] | None:
-    """The row of the file at each of the leaf's first rows, which are `heads` heads in the engine's rotary order;
-    None where that is the file's."""
+    """The file rows of the leaf's first rows, which are `heads` heads in the engine's rotary order.
+
+    None if the file has this order.
+    """
     if not heads or not (config.rope_interleaved or config.rotary_dim != config.head_dim):
         return None
     begins = np.arange(heads)[:, None] * config.head_dim
@@ -156,7 +158,7 @@ def _below(prefix: str, part: Source) -> Source:
 
 
 def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Rows that each of the tensors of a leaf has."""
+    """The number of rows of each of a leaf's tensors."""
     if parts == 1:
         return (shape[0],)
     if kind.startswith("qkv"):
@@ -166,7 +168,7 @@ def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) ->
 
 
 def _rotary_heads(config: ModelConfig, kind: str, name: str, rows: int) -> int:
-    """How many heads of queries and keys a tensor begins with."""
+    """The number of query and key heads at the beginning of a tensor."""
     if not kind.startswith(("qkv", "q_norm", "k_norm")) or ".v_proj" in name:
         return 0
     return min(rows // config.head_dim, config.num_attention_heads + config.num_key_value_heads)

@@ -1,4 +1,5 @@
-"""Gemma 1, 2 and 3 (text): scaled embeddings, GeGLU, norm weights stored less one; later caps, windows, more norms."""
+"""Gemma 1, 2 and 3 (text): scaled embeddings, GeGLU, norm weights stored minus one; later caps, windows, more
+norms."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ GEMMA = Family(
     reads=("attention_bias",),
     flags=_gemma,
     defaults={**_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
-    activations={"gelu": "gelu_tanh", **ACTIVATIONS},  # old files say gelu and mean this
+    activations={"gelu": "gelu_tanh", **ACTIVATIONS},  # old files say gelu but mean this
     norm_offset=1.0,
 )
 GEMMA2 = Family(

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, alternating windows, and experts whose gates and ups are neighbours, often in MXFP4."""
+"""gpt-oss: attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 def apart(rows: Array) -> Array:
-    """Rows `[e, 2 F, ...]`, each gate before its up, with all gates first."""
+    """Deinterleave rows `[e, 2 F, ...]` of gate, up pairs: all gates first."""
     return np.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1)
 
 
@@ -31,7 +31,7 @@ def _biases(name: str, *, gated: bool) -> Sources:
 
 
 def _transposed(name: str, *, gated: bool) -> Sources:
-    """The tensor of all experts, inputs before outputs."""
+    """The tensor of all experts, stored as `[experts, inputs, outputs]`."""
 
     def convert(block: Array) -> Array:
         rows = block.swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated DeltaNet layers beside full attention with a gated output, MLPs or experts."""
+"""Qwen3-Next and Qwen3.5: gated DeltaNet layers and full attention with gated output, with MLPs or experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 2**14
 
 
 def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """q_proj holds each head's query before its gate; the leaf has all gates behind the values."""
+    """q_proj interleaves queries and gates by head; the leaf has all gates after the values."""
     heads, d = config.num_attention_heads, shape[1]
     rows = np.arange(2 * heads * config.head_dim).reshape(heads, 2, config.head_dim)
     keys = (config.num_key_value_heads * config.head_dim, d)
@@ -41,7 +41,7 @@ def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...
 
 
 def _by_key_head(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """Qwen3-Next's projections, which hold the parts of one key head together."""
+    """Qwen3-Next's projections, which are grouped by key head."""
     form, d = config.delta, shape[1]
     assert form is not None
     values = form.value_heads // form.key_heads * form.value_dim
@@ -60,7 +60,7 @@ def _by_key_head(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, .
 
 
 def _by_part(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-    """Qwen3.5's projections."""
+    """Qwen3.5's projections, which are grouped by part."""
     form, d = config.delta, shape[1]
     assert form is not None
     rows = (form.mixed_features, form.inner_features, form.value_heads, form.value_heads)
@@ -128,7 +128,7 @@ def _flags(fields: Fields) -> dict[str, Any]:
 
 
 def _rotary_part(fields: Fields) -> dict[str, Any]:
-    """A quarter of each head is rotated where the file does not say."""
+    """By default, a quarter of each head has rotary embedding."""
     sources = (fields, fields.within("rope_parameters"), fields.within("rope_scaling"))
     given = any(source is not None and source.given("partial_rotary_factor") for source in sources)
     return {} if given else {"partial_rotary_factor": 0.25}
@@ -180,7 +180,7 @@ QWEN3_NEXT = replace(
     tensors={**_TENSORS, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
     flags=_with_experts,
 )
-QWEN3_5_VISION = replace(  # the weights for pictures are not read
+QWEN3_5_VISION = replace(  # vision weights are not read
     QWEN3_5,
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.2, TinyLlama, SmolLM2, and what else calls itself a Llama."""
+"""Llama 2 to 3.2, TinyLlama, SmolLM2, and other models with Llama's architecture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSORS: Tensors = MODEL | ATTENTION | MLP | PRE_NORMS
 
 
 def biases(fields: Fields) -> dict[str, Any]:
-    """Llama's two switches."""
+    """Llama's two bias flags."""
     attention, mlp = (fields.flag(name, default=False) for name in ("attention_bias", "mlp_bias"))
     return {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
 

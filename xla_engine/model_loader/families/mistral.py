@@ -1,4 +1,4 @@
-"""Mistral and Ministral: a Llama whose layers see a window."""
+"""Mistral and Ministral: a Llama with sliding windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP only, and one norm over all query heads and one over all keys."""
+"""OLMo 2 and 3: norms only after attention and MLP, and one norm over all query heads and one over all key heads."""
 
 from __future__ import annotations
 

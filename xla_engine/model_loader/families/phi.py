@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: a Llama with fused tensors, long rope, and a part of each head rotated."""
+"""Phi-3, 3.5 and 4: a Llama with fused tensors, LongRoPE and partial rotary embedding."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _READS = ("use_sliding_window", "sliding_window", "layer_types")
 
 
 def windows(fields: Fields) -> dict[str, Any]:
-    """Off unless `use_sliding_window`; then the layers from `max_window_layers` on slide."""
+    """Sliding windows are off unless `use_sliding_window`; then layers from `max_window_layers` on have them."""
     if not fields.flag("use_sliding_window", default=False):
         fields = Fields(fields.file, {**fields.values, "sliding_window": None})
     first = fields.integer("max_window_layers", low=0, high=2**31 - 1, default=28)

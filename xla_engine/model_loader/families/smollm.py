@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama some of whose layers do not rotate."""
+"""SmolLM3: a Llama in which some layers have no rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xla_engine.model_loader.json_fields import Fields
 
 
 def _smollm3(fields: Fields) -> dict[str, Any]:
-    """`no_rope_layers` says 0 of the layers that do not rotate, 1 of the others."""
+    """`no_rope_layers` is 0 for layers without rotary embedding, and 1 for others."""
     count = layer_count(fields)
     rotates = fields.values.get("no_rope_layers")
     if rotates is None:
@@ -34,7 +34,7 @@ SMOLLM3 = Family(
     tensors=TENSORS,
     reads=(
         *("attention_bias", "mlp_bias", "no_rope_layers", "use_sliding_window", "sliding_window"),
-        *("layer_types", "pretraining_tp"),  # which this architecture does not look at
+        *("layer_types", "pretraining_tp"),  # this architecture ignores these
     ),
     flags=_smollm3,
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 32768},

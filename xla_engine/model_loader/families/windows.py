@@ -1,4 +1,4 @@
-"""Which layers slide: what several families share."""
+"""Which layers have sliding windows; shared by several families."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def every(_: int) -> bool:
 
 
 def all_but_each(pattern: int) -> Callable[[int], bool]:
-    """The last of every `pattern` layers is full, the others slide."""
+    """The last of every `pattern` layers has full attention, the others sliding windows."""
     return lambda index: (index + 1) % pattern != 0
 
 
 def sliding(fields: Fields, slides: Callable[[int], bool]) -> dict[str, Any]:
-    """The flags of `sliding_window` and `layer_types`, where the file does not name the types those of `slides`.
+    """The flags for `sliding_window` and `layer_types`; `slides` gives the types if the file does not.
 
-    Without a window every layer is full.
+    Without a window every layer has full attention.
     """
     count = layer_count(fields)
     types = fields.values.get("layer_types")

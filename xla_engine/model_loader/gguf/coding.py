@@ -1,6 +1,6 @@
-"""Quantised rows of a GGUF file in the order of `graphs.linear.coded`: no value changes, and no bit is lost.
+"""Reorder quantised rows of a GGUF file into the layout of `graphs.linear.coded`, without loss.
 
-The forms of the blocks are ggml's (`ggml-common.h`), as the `gguf` package's `quants.py` takes them apart.
+The block formats are ggml's (`ggml-common.h`; see also `quants.py` of the `gguf` package).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Array = np.ndarray[Any, Any]
 
 
 def coded_blocks(kind: str, rows: Array, width: int) -> tuple[Array, bool]:
-    """The blocks `[F / 16, bytes]` of rows `[F, bytes]` as the file has them, and whether all scales are finite.
+    """Convert rows `[F, bytes]` of the file to blocks `[F / 16, bytes]`; also returns whether all scales are finite.
 
-    F is a multiple of sixteen.
+    F must be a multiple of 16.
     """
     own = KINDS[kind]
     groups = width // own.group
@@ -35,8 +35,8 @@ def coded_blocks(kind: str, rows: Array, width: int) -> tuple[Array, bool]:
 
 
 def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
-    """Of groups `[blocks, 16, groups, bytes]`: codes `[blocks, 16, groups, K]`; the bytes of float16 scales and minima
-    `[blocks, 16, groups, 2]`; and the small scales of a group, `[blocks, groups, ...]` for sixteen features each."""
+    """Split groups `[blocks, 16, groups, bytes]` into codes `[blocks, 16, groups, K]`, the bytes of float16 scales
+    and minima `[blocks, 16, groups, 2]`, and the small scales `[blocks, groups, ...]` of sixteen features each."""
     if kind == "Q6_K":
         low, high, small, scale = np.split(raw, [128, 192, 208], axis=-1)
         fours = _nibbles(low, 64)
@@ -65,14 +65,14 @@ def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
 
 
 def _nibbles(packed: Array, run: int) -> Array:
-    """Codes of bytes, of which `run` at a time hold as many low and then as many high ones."""
+    """Unpack 4-bit codes: every `run` bytes hold `run` codes in their low halves, then `run` in their high halves."""
     apart = packed.reshape(*packed.shape[:-1], -1, 1, run) >> np.array([[0], [4]], np.uint8) & 15
     found: Array = apart.reshape(*packed.shape[:-1], -1)
     return found
 
 
 def _planes(codes: Array, kind: str) -> list[Array]:
-    """The planes of codes `[blocks, 2, 8, K]`, the lower and the upper eight features apart."""
+    """The bit planes of codes `[blocks, 2, 8, K]`; axis 1 separates the lower and the upper eight features."""
     own, blocks = KINDS[kind], len(codes)
 
     def plane(values: Array, bits: int) -> Array:

@@ -1,7 +1,7 @@
-"""GGUF metadata in the words of config.json, so that one reader checks both; and the names of tensors.
+"""Translate GGUF metadata to config.json, so that one reader checks both; and translate tensor names.
 
-Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is refused by name, like an
-unknown field of config.json that would change the computation.
+Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is rejected by name, like
+an unsupported field of config.json.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from xla_engine.utils.shown import shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Architecture:
-    """An architecture of llama.cpp in transformers' words.
+    """The translation of a llama.cpp architecture to transformers.
 
     name: llama.cpp's.
     architecture: transformers' name of the class.
     model_type: transformers' name of the configuration.
-    interleaved: its files have rotary pairs side by side, where transformers has them half a head apart.
-    fields: of config.json, where the metadata does not say.
-    words: other names of fields than those of `_FIELDS`.
-    experts: some layers have experts.
+    interleaved: its files store rotary pairs adjacently; transformers stores them half a head apart.
+    fields: fields of config.json that the metadata lack.
+    words: names of fields that differ from `_FIELDS`.
+    experts: whether some layers have experts.
     """
 
     name: str
@@ -64,7 +64,7 @@ _KINDS = (
 )
 _WITH_EXPERTS = (
     _Architecture(
-        name="llama",  # a Mixtral is a llama with experts there
+        name="llama",  # in GGUF, Mixtral is a llama with experts
         architecture="MixtralForCausalLM",
         model_type="mixtral",
         interleaved=True,
@@ -121,7 +121,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def architecture(file: GgufReader) -> _Architecture:
-    """The architecture of a file; CheckpointError for those that have no counterpart here."""
+    """The architecture of a file. Raises CheckpointError for unsupported ones."""
     name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
     for known in ((name, experts), (name, False)):
         if known in _ARCHITECTURES:
@@ -133,7 +133,7 @@ def architecture(file: GgufReader) -> _Architecture:
 
 
 def config_fields(file: GgufReader) -> Fields:
-    """The metadata as config.json would say it. Raises CheckpointError naming the key that is not supported."""
+    """The metadata as fields of config.json. Raises CheckpointError naming an unsupported key."""
     kind = architecture(file)
     prefix = f"{file.get('general.architecture')}."
     words = {**_FIELDS, **(_EXPERT_FIELDS if kind.experts else {})}
@@ -154,7 +154,7 @@ def config_fields(file: GgufReader) -> Fields:
         value = _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
-    # of text, turn, message
+    # ends of text, turn and message
     ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     values["eos_token_id"] = [number for number in ends if number is not None]
     for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
@@ -162,7 +162,7 @@ def config_fields(file: GgufReader) -> Fields:
             values[word] = True
     if (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
-        if scaling["rope_type"] == "longrope":  # Phi's files say it beside, too
+        if scaling["rope_type"] == "longrope":  # Phi's files repeat it in the outer object
             values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     _read_widths(file, values)
     if kind.name in ("gemma2", "gemma3"):
@@ -171,13 +171,13 @@ def config_fields(file: GgufReader) -> Fields:
 
 
 def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-    """What differs in how a GGUF file stores the model: rotary pairs may be neighbours, norms have their offset."""
+    """Adapt to how a GGUF file stores the model: rotary pairs may be adjacent, and norms include their offset."""
     interleaved = architecture(file).interleaved or config.rope_interleaved
     return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
 
 def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
-    """The `wanted` names of transformers to the file's; of an expert's tensor, to that of all and its place there."""
+    """Map transformers' names in `wanted` to the file's; an expert's tensor maps to the stacked one and its index."""
     gguf = library()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     layers = _number(file, "{arch}.block_count")
@@ -201,7 +201,7 @@ def _vocabulary(file: GgufReader) -> int | None:
 
 
 def _number(file: GgufReader, key: str) -> Any:
-    """A number, None where there is none; where layers have numbers of their own, the one they share."""
+    """A number, or None. If the file has a list with one number for each layer, they must be equal."""
     value = file.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     for each in values:
@@ -217,9 +217,9 @@ def _number(file: GgufReader, key: str) -> Any:
 
 
 def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
-    """Value heads must be as wide as key heads; the rotary part may be narrower."""
+    """Read head widths. Value heads must be as wide as key heads; the rotary part may be narrower."""
     if not values.get("hidden_size") or not values.get("num_attention_heads"):
-        return  # the reader of the fields refuses them
+        return  # the reader of the fields rejects them
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     valued = file.get("{arch}.attention.value_length")
     if valued not in (None, width):
@@ -237,7 +237,7 @@ def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
 
 
 def _gemma_scale(values: Mapping[str, Any]) -> Any:
-    """The metadata has no scale of scores: llama.cpp takes that of the largest model by its number of layers."""
+    """The attention scale, which is not in the metadata: like llama.cpp, detect the largest model by its layers."""
     largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
     if values.get("num_hidden_layers") == largest and values.get("num_attention_heads"):
         return values.get("hidden_size", 0) // values["num_attention_heads"]
@@ -279,13 +279,16 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]:
-    """llama.cpp stores what Llama 3's scaling makes of each frequency. Where Llama 3's usual numbers give the same
-    divisors these numbers are taken, so that the table has the bits of the original; else the divisors themselves."""
+    """Rope scaling from divisors of frequencies, which llama.cpp stores for Llama 3's scaling.
+
+    If Llama 3's usual parameters give the same divisors, use the parameters, so that the table has the bits of the
+    original model; else use the divisors.
+    """
     divisors = np.array(_vector(file, "rope_freqs.weight"))
     scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
     base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    with np.errstate(all="ignore"):  # whatever the file says; what is not finite is close to nothing
+    with np.errstate(all="ignore"):  # for any file content; a value that is not finite matches nothing
         wavelengths = 2 * np.pi * base ** (np.arange(count) / count)
         kept = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
         usual = np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4)

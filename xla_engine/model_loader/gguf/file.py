@@ -25,9 +25,9 @@ _SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 class GgufFile:
-    """`ModelFiles` of a GGUF file, whose header is read once, when it is first needed.
+    """`ModelFiles` of a GGUF file. The header is read once, on first use.
 
-    A tokenizer.json beside the file goes before the tokenizer in its metadata.
+    A tokenizer.json next to the file takes precedence over the tokenizer in its metadata.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class GgufFile:
         return gguf_config.config_fields(self.reader)
 
     def generation_config(self) -> Fields:
-        """What llama.cpp takes as sampling defaults, in the words of generation_config.json."""
+        """llama.cpp's sampling defaults in the metadata, as fields of generation_config.json."""
         values = {theirs: self.reader.get(f"general.sampling.{name}") for name, theirs in _SAMPLING.items()}
         return Fields(self.path, values)
 

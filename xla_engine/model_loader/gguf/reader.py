@@ -1,8 +1,8 @@
-"""The format GGUF: one file with metadata and tensors, checked before one byte of weights is read.
+"""Read the GGUF format: one file with metadata and tensors, validated before any weights are read.
 
-The format is that of ggml's `docs/gguf.md`, versions 2 and 3, little endian. Every length is compared with what is
-left of the file before anything is made of it. Quantised tensors become float32 by the `gguf` library, block
-by block.
+The format is described in ggml's `docs/gguf.md`; supported are versions 2 and 3, little endian. Every length is
+checked against the rest of the file before it is used. The `gguf` library dequantises tensors to float32, block by
+block.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _MOST_DIMENSIONS = 4
-_MOST_ITEMS = 1 << 24  # of a list in the metadata; vocabularies are the longest
+_MOST_ITEMS = 1 << 24  # in a metadata list; vocabularies are the longest
 
 
 def library() -> ModuleType:
-    """The `gguf` package, imported by those alone who read such a file."""
+    """Import the `gguf` package; only GGUF files need it."""
     import gguf
 
     return gguf
@@ -40,7 +40,7 @@ def library() -> ModuleType:
 
 @functools.cache
 def quantised_kinds(gguf: ModuleType) -> tuple[str, ...]:
-    """The kinds of quantised tensors that the installed `gguf` package dequantises."""
+    """The quantisation types that the installed `gguf` package can dequantise."""
     found = []
     for kind, (_, size) in gguf.GGML_QUANT_SIZES.items():
         with contextlib.suppress(NotImplementedError):
@@ -52,7 +52,7 @@ def quantised_kinds(gguf: ModuleType) -> tuple[str, ...]:
 class GgufReader:
     """An open GGUF file.
 
-    metadata: strings, numbers and lists by key. tensors: by the file's own names.
+    metadata: strings, numbers and lists by key. tensors: by the file's names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,14 +68,18 @@ class GgufReader:
             raise CheckpointError(f"{path}: is not readable ({error}). Download the file again") from error
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value; `{arch}` in a key stands for the architecture."""
+        """A metadata value; `{arch}` in a key is replaced by the architecture."""
         return self.metadata.get(
             key.replace("{arch}", str(self.metadata.get("general.architecture"))), default
         )
 
     def weights(self, names: Mapping[str, tuple[str, int | None]]) -> GgufWeights:
-        """The tensors under other names: `names` maps a name to that in the file, and to the place in it where the
-        file stacks the tensors of all experts. Tensors without another name keep their own."""
+        """The tensors, renamed.
+
+        names: maps a name to the file's name and, if the file stacks the tensors of all experts, the index in the
+        stack.
+        Other tensors keep their names.
+        """
         places: dict[str, set[int]] = {}
         for theirs, place in names.values():
             places.setdefault(theirs, set()).update(() if place is None else (place,))
@@ -115,7 +119,7 @@ class GgufWeights(TensorFiles):
         info = self.tensors[name]
         if info.dtype in _PLAIN.values():
             yield from super().blocks(name)
-        elif len(info.shape) == 1:  # its rows are numbers, many to a quantised block
+        elif len(info.shape) == 1:  # a vector: a quantised block spans many entries
             yield self.read(name)
         else:
             rows = self._rows(info)
@@ -138,14 +142,14 @@ class GgufWeights(TensorFiles):
         return flat.reshape(*(info.shape[:-1] or (1,)), columns)
 
     def _dequantised(self, info: TensorInfo, rows: Array) -> Array:
-        if not rows.size:  # a device without heads of this weight; the package takes one row at least
+        if not rows.size:  # a device that has no rows of this weight; the package needs at least one row
             return np.empty((*rows.shape[:-1], info.shape[-1]), np.float32)
         array: Array = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType[info.dtype])
         return array
 
 
 class _Header:
-    """A cursor over the header; reading beyond the end of the file is a CheckpointError."""
+    """A cursor over the header. Raises CheckpointError on a read beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap, path: Path, gguf: ModuleType) -> None:
         self._data, self._path, self._gguf = data, path, gguf
@@ -209,7 +213,7 @@ class _Header:
             self._fail(f"has a value of type {kind}, which is unknown")
         dtype = np.dtype(_SCALARS[kind])
         value = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
-        # The shortest decimal of a float32 is what was written before it was stored: 1e-05, not 9.99999974737875e-06.
+        # The shortest decimal of a float32 restores the original value: 1e-05, not 9.99999974737875e-06.
         return float(str(value)) if dtype == np.float32 else value.item()
 
     def _string(self) -> str:

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata as a `tokenizers` object, where that can be exact.
+"""Rebuild the tokenizer in a GGUF file's metadata as a `tokenizers` object, if it can be exact.
 
-Three kinds are rebuilt: byte-level BPE ("gpt2") whose way of cutting text into words is listed here, SentencePiece BPE
-("llama"), and unigram ("t5") without a table of normalisations. For the rest a tokenizer.json is needed.
+Three kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizers listed here, SentencePiece BPE
+("llama"), and unigram ("t5") without a normalisation table. Others need a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xla_engine.model_loader.tokenizer_json import check_growth
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # ggml's token types
 _SPACE = "▁"
 
-# How a text is cut into words before merges apply, by `tokenizer.ggml.pre`: the expressions of the models' own files.
+# Pre-tokenizers by `tokenizer.ggml.pre`: the regular expressions of the models' own files.
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -36,12 +36,14 @@ _WORDS = {
     "tekken": rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}",
 }
 _GPT2, _DIGITS = ("gpt-2",), ("smollm", "refact", "starcoder")
-_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a word that is a token is one, whatever the merges say
-_BEGINS = ("llama-bpe", "tekken")  # byte-level files that begin texts with a token without saying so
+# a word that is in the vocabulary becomes one token, whatever the merges
+_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")
+# byte-level tokenizers that add a begin token although the metadata do not say so
+_BEGINS = ("llama-bpe", "tekken")
 
 
 def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
-    """The file's tokenizer; None where it has none. Raises CheckpointError for one that cannot be rebuilt exactly."""
+    """The file's tokenizer; None if it has none. Raises CheckpointError if it cannot be rebuilt exactly."""
     if (whole := file.get("tokenizer.huggingface.json")) is not None:
         check_growth(whole, file.path)
         return tokenizers.Tokenizer.from_str(whole)
@@ -141,7 +143,7 @@ def _sentencepiece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Toke
 
 
 def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs in the order in which SentencePiece prefers them: by the score of what they make."""
+    """Merges in SentencePiece's order of preference: by the score of the resulting token."""
     ids = vocabulary.ids
     mergeable = [
         number
@@ -179,7 +181,7 @@ def _text_decoder(prefix: bool) -> Any:
 def _add_ends(
     file: GgufReader, vocabulary: _Vocabulary, backend: tokenizers.Tokenizer, *, begins: bool
 ) -> None:
-    """Tokens that every text gets at its beginning and end."""
+    """Add the tokens that every text gets at its beginning and end."""
     asked = {
         "bos": file.get("tokenizer.ggml.add_bos_token", begins),
         "eos": file.get("tokenizer.ggml.add_eos_token", False),

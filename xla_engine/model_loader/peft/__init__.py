@@ -1,1 +1,1 @@
-"""Adapters as PEFT saves them, and how a request names one."""
+"""LoRA adapters in PEFT's format, and `LoRARequest`."""

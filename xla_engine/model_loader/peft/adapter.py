@@ -1,4 +1,4 @@
-"""A LoRA adapter that PEFT saved, as matrices for the weights of this model.
+"""Read a LoRA adapter that PEFT saved, as matrices for the weights of a model.
 
 PEFT's formula (Hu et al. 2021): a linear weight W becomes W + s B A, with s = lora_alpha / r, or lora_alpha / sqrt(r)
 where `use_rslora` is set. s goes into B in float32 before B is rounded to the type of the model.
@@ -26,7 +26,7 @@ from xla_engine.model_loader.weights import Sources
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-# What may be in the configuration and is not built: why.
+# Unsupported fields of the configuration, and why.
 _REFUSED = {
     "use_dora": "magnitudes of DoRA are not computed",
     "lora_bias": "adapters have no biases here",
@@ -40,24 +40,25 @@ _REFUSED = {
 }
 _MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 _MOST_RANK = 4096
-# What an adapter may add to an output for inputs of 1. With inputs as large as float16 has them, 2**16, the square of
-# the output is the largest that a float32 can be: norms and gates behind it need that.
+# The most that an adapter may add to an output for inputs of 1. With inputs up to float16's maximum, 2**16, the
+# output's
+# square still fits into a float32, as norms and gates after it need.
 _LARGEST_CHANGE = 2.0**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """leaves: by name as in `Leaves.adapters`, what one adapter has of each, in the form of the device.
-    fingerprint: sha256 of its files' contents."""
+    """leaves: one adapter's matrices by the names of `Leaves.adapters`, in the device's layout. fingerprint: sha256
+    of its files' contents."""
 
     leaves: Mapping[str, Array]
     fingerprint: str
 
 
 def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: LoraForm) -> Adapter:
-    """Read the adapter in the directory `path` for a model of this configuration, whose leaves are made of `sources`.
+    """Read the adapter in the directory `path` for a model with this configuration and these `sources` of leaves.
 
-    Raises CheckpointError, naming file, field or tensor and the remedy, for what cannot be loaded.
+    Raises CheckpointError, naming file, field or tensor and the remedy, if it cannot be loaded.
     """
     directory = Path(path).expanduser()
     if not directory.is_dir():
@@ -100,7 +101,7 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
 
 
 def _scale(fields: Fields, form: LoraForm) -> float:
-    """What B is multiplied by. Raises CheckpointError for a kind of adapter that cannot be loaded."""
+    """The scale of B. Raises CheckpointError for an unsupported kind of adapter."""
     if fields.values.get("peft_type") != "LORA":
         fields.fail("peft_type", "only LORA adapters can be loaded. Merge it into the checkpoint")
     for name, why in _REFUSED.items():
@@ -118,7 +119,7 @@ def _scale(fields: Fields, form: LoraForm) -> float:
 
 
 def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
-    """By module, the names of its tensors A and B."""
+    """The names of the tensors A and B by module."""
     found: dict[str, dict[str, str]] = {}
     for name in files.tensors:
         match = _TENSOR.fullmatch(name)
@@ -142,7 +143,7 @@ def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
 def _matrices(
     files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, scale: float
 ) -> tuple[Array, Array]:
-    """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, rows in the order of the leaf."""
+    """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, with rows in the leaf's order."""
     if source.order is not None or source.convert is not None or source.scales is not None:
         raise CheckpointError(
             f"{files.names}: adapters for {source.name} are not built, as this family stores it in a form of its own. "
@@ -174,6 +175,6 @@ def _matrices(
 
 
 def _parts(ends: tuple[int, ...], begin: int, end: int) -> list[int]:
-    """The parts of a weight that the features `begin .. end` are in: a fused tensor has one A for all of them."""
+    """The parts of a leaf that contain the features `begin .. end`; a fused tensor has one A for several parts."""
     begins = (0, *ends)
     return [part for part, last in enumerate(ends) if begins[part] < end and begin < last]

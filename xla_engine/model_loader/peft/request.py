@@ -1,4 +1,4 @@
-"""`LoRARequest`: which adapter a request has."""
+"""`LoRARequest`: the adapter of a request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from xla_engine.utils.shown import shown
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter, with vLLM's names. It is loaded when it is first asked for. Raises InvalidRequestError.
+    """An adapter, with vLLM's field names. It is loaded on first use. Raises InvalidRequestError.
 
-    lora_name: what batch lines and clients of a server call it, as their `model`.
-    lora_int_id: 1 or more; names the adapter in an engine: one id is one adapter.
-    lora_path: a directory that PEFT saved: adapter_config.json and adapter_model.safetensors.
+    lora_name: its name as the `model` of batch lines and HTTP requests.
+    lora_int_id: 1 or more; identifies the adapter in an engine.
+    lora_path: a directory that PEFT saved, with adapter_config.json and adapter_model.safetensors.
     """
 
     lora_name: str
