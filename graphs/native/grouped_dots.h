@@ -3,8 +3,8 @@
 // Within a group a sum is an exact integer, whatever the instructions. Groups are scaled and added in float32, K ascending:
 // sum = Fused(float(integer) * scale of the row, scale of the feature, sum). So bits are the same on every instruction set.
 //
-// Rows, and weights when they are loaded, are rotated: every sixteen neighbours of K by a Hadamard matrix, which spreads what is
-// far from the rest and changes no product (Ashkboos et al., "QuaRot", 2024).
+// Rows, and weights when they are loaded, are rotated: every group by a Hadamard matrix, which spreads what is far from the rest
+// and changes no product (Ashkboos et al., "QuaRot", 2024).
 //
 // Integers start at kMagic, whose bits as a float are 1.5 * 2^23: those of a sum are then the float kMagic + sum, and one fused
 // multiply-add takes kMagic away and scales what is left. Nothing is rounded but the product, as scales of rows have 16 bits.
@@ -51,7 +51,7 @@ __attribute__((always_inline)) inline Register Butterfly(Register v) {
   return turned + (Register)((WordRegister)v ^ signs);
 }
 
-// Four times the Hadamard transform of sixteen values (`graphs.ops.int8.rotated`).
+// Four times the Hadamard transform of sixteen values (of a group: `graphs.ops.int8.rotated`).
 template <typename V>
 __attribute__((always_inline)) inline V Transformed(V v) {
   if constexpr (kIsPair<V>) {
@@ -71,9 +71,16 @@ struct QuantizedGroup {
 
   explicit QuantizedGroup(const Vec* from) {
     Vec rotated[kParts];
+    std::copy_n(from, kParts, rotated);
+    for (int64_t distance = kParts / 2; distance; distance /= 2)
+      for (int64_t part = 0; part < kParts; ++part)
+        if (!(part & distance)) {
+          const Vec one = rotated[part], other = rotated[part + distance];
+          rotated[part] = one + other, rotated[part + distance] = one - other;
+        }
     Words size = Cast<Words>(All(1e-30f));
     for (int64_t part = 0; part < kParts; ++part) {
-      rotated[part] = Transformed(from[part]) * 0.25f;
+      rotated[part] = Transformed(rotated[part]) * 0.125f;
       const Words bits = Cast<Words>(rotated[part]) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
       size = Select(bits > size, bits, size);
     }

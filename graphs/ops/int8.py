@@ -4,8 +4,8 @@ A product quantises its activations too, each group of a row by its own largest 
 int8 by int8 into int32, which is exact in any order; groups are scaled and added in float32, K ascending. A row's
 result is thus a function of the row, and the operand order changes no bit.
 
-Both sides are rotated before, sixteen neighbours at a time: that changes no product and spreads what is far from the
-rest, whose largest value makes the steps of all its group (Ashkboos et al., "QuaRot", 2024). What each part gains:
+Both sides are rotated before, a group at a time: that changes no product and spreads what is far from the rest, whose
+largest value makes the steps of all its group (Ashkboos et al., "QuaRot", 2024). What each part gains:
 findings/int8.md.
 """
 
@@ -20,8 +20,7 @@ from jax import lax
 
 X = TypeVar("X", np.ndarray, jax.Array)
 SUFFIX = "_scale"  # of the leaf that belongs to a quantised one
-GROUP = 64  # neighbours of K that share a scale (findings/int8.md)
-_ROTATED = 16  # neighbours that are rotated together, from the first on; what is left over stays
+GROUP = 64  # neighbours of K that share a scale, and are rotated together (findings/int8.md)
 _LARGEST = np.float32(127)
 _LEAST = 1e-30  # groups of activations whose largest value is smaller are zero
 _SCALE_BITS = np.uint32(0xFFFFFF00)  # scales of activations have sixteen bits (`native/grouped_dots.h`)
@@ -40,18 +39,18 @@ def groups_of(width: int) -> int:
 
 
 def rotated(x: X, axis: int) -> X:
-    """The Hadamard transform, its own inverse, of every sixteen neighbours of `x`, float32, along `axis`."""
+    """The Hadamard transform, its own inverse, of each whole group of `x`, float32, along `axis`; the rest stays."""
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     axis %= x.ndim
-    whole = x.shape[axis] // _ROTATED * _ROTATED
+    whole = x.shape[axis] // GROUP * GROUP
     turned, rest = xp.split(x, [whole], axis)
-    distance = _ROTATED // 2
+    distance = GROUP // 2
     while distance:
         pairs = turned.reshape(*x.shape[:axis], -1, 2, distance, *x.shape[axis + 1 :])
         one, other = (xp.squeeze(each, axis + 1) for each in xp.split(pairs, 2, axis + 1))
         turned = xp.stack([one + other, one - other], axis + 1)
         distance //= 2
-    turned = turned.reshape(*x.shape[:axis], whole, *x.shape[axis + 1 :]) * np.float32(_ROTATED**-0.5)
+    turned = turned.reshape(*x.shape[:axis], whole, *x.shape[axis + 1 :]) * np.float32(GROUP**-0.5)
     found: X = xp.concatenate([turned, rest], axis)
     return found
 

@@ -168,14 +168,14 @@ struct Eights {
     float sum = 0;
     for (int64_t g = 0; g < width / kScaleGroup; ++g) {
       std::vector<float> row(rows.begin() + n * width + g * kScaleGroup, rows.begin() + n * width + (g + 1) * kScaleGroup);
-      for (int64_t distance : {8, 4, 2, 1}) {
+      for (int64_t distance : {32, 16, 8, 4, 2, 1}) {
         for (int64_t k = 0; k < kScaleGroup; ++k) {
           if (k & distance) continue;
           const float low = row[k], high = row[k + distance];
           row[k] = low + high, row[k + distance] = low - high;
         }
       }
-      for (float& each : row) each *= 0.25f;
+      for (float& each : row) each *= 0.125f;
       float scale = 1e-30f;
       for (int64_t k = 0; k < kScaleGroup; ++k) scale = std::max(scale, std::abs(row[k]));
       scale *= 1.0f / 127.0f;

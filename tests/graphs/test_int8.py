@@ -100,7 +100,8 @@ def test_law_1_holds_in_eight_bits(
     engine = make_engine(config, model=model)
     products = choose_products(backend, model, jnp.dtype(jnp.int8))
     assert engine.runner.spec.products == products and (backend == "auto") == (products is not None)
-    assert engine.runner.platform["int8"] == f"rotated groups of {GROUP}"  # files of other forms are refused
+    # files of other forms are refused
+    assert engine.runner.platform["int8"] == f"groups of {GROUP}, rotated whole"
     leaves = engine.runner.spec.leaves
     kept = {name for name, leaf in leaves.items() if leaf.dtype == jnp.int8}
     assert kept == {name for name in leaves if name + "_scale" in leaves}

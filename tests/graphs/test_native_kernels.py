@@ -29,7 +29,7 @@ PRODUCTS = "products 547fd87448d2ca9d"
 REST = [
     "rest 62cca53733acb908",
     "sampler abe267bd3842398d",
-    "groups fea06de3980b6d56",
+    "groups d39ed54419ae054a",
     "logs 00c15a232d2d3ee8",
 ]
 

@@ -163,8 +163,8 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else "native",
     }
-    if spec.quantized:  # bits of int8 before it had groups were others
-        words["int8"] = f"rotated groups of {GROUP}"
+    if spec.quantized:  # earlier forms of int8 have other bits
+        words["int8"] = f"groups of {GROUP}, rotated whole"
     # Files from before instruction sets had names were written with tiles, or with none of ours.
     return words if spec.isa in (None, "amx") else {**words, "isa": spec.isa}
 
