@@ -13,10 +13,11 @@ import pytest
 
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
-from xla_engine.batch.requests import LineRequest, parse_record
+from xla_engine.batch.requests import LineError, LineRequest, parse_record
 from xla_engine.batch.usage import Usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.scan import message_of
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
 
@@ -134,13 +135,94 @@ def test_calls_of_strict_tools_fit_their_schemas(text: str, taken: str | None) -
     line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
     request = parse_record(line, 1, {"tool_parser": "hermes"})
     assert isinstance(request, LineRequest) and request.params.structured_outputs is not None
-    grammar = llguidance.LLMatcher.grammar_from_lark(request.params.structured_outputs.grammar)
+    assert goes(request.params.structured_outputs.grammar, text) == (text if taken is None else taken)
+
+
+CITY: Any = {"type": "string"}
+DAYS: Any = {"type": "array", "items": {"$ref": "#/$defs/day"}, "minItems": 1}
+WEATHER: Any = {
+    "type": "object",
+    "properties": {"city": CITY, "unit": {"enum": ["C", "F"]}, "days": DAYS, "note": {"type": ["string", "null"]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 7}},
+}  # fmt: skip
+CITY_TAG, DAYS_TAG = (
+    "<parameter=city>\nNew\n<b>York\n</parameter>\n",
+    "<parameter=days>\n[1, 7]\n</parameter>\n",
+)
+
+
+def xml(*parameters: str, name: str = "weather") -> str:
+    return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("any </tool_call> text", None),
+        (
+            f"so: {xml(CITY_TAG, DAYS_TAG)} and {xml(CITY_TAG, '<parameter=unit>F</parameter>', DAYS_TAG)}",
+            None,
+        ),
+        (xml(CITY_TAG, DAYS_TAG, "<parameter=note>\nnull\n</parameter>\n"), None),
+        (xml("<parameter=x>\n{\n</parameter>\n", name="any") + "done", None),
+        (xml(CITY_TAG), "<tool_call>\n<function=weather>\n" + CITY_TAG + "<"),
+        (
+            xml(CITY_TAG, "<parameter=unit>K"),
+            "<tool_call>\n<function=weather>\n" + CITY_TAG + "<parameter=unit>",
+        ),
+        (
+            xml(CITY_TAG, "<parameter=days>[8"),
+            "<tool_call>\n<function=weather>\n" + CITY_TAG + "<parameter=days>[",
+        ),
+        (xml(name="none"), "<tool_call>\n<function="),
+    ],
+)
+def test_strict_calls_in_tags_fit_their_schemas(text: str, taken: str | None) -> None:
+    """taken: how far a text can go; None is all. What the parser reads of the calls fits, too."""
+    body = {"messages": MESSAGES, "tools": [
+        {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+        {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "minProperties": 1}}},
+    ]}  # fmt: skip
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    request = parse_record(line, 1, {"tool_parser": "qwen3_coder"})
+    assert isinstance(request, LineRequest) and request.params.structured_outputs is not None
+    assert goes(request.params.structured_outputs.grammar, text) == (text if taken is None else taken)
+    if taken is None and request.reading is not None and (parser := request.reading.parser(thinking=False)):
+        for name, arguments in message_of(parser, text).calls or ():
+            found = json.loads(arguments)
+            assert name == "any" or (found["city"] == "New\n<b>York" and found["days"] == [1, 7])
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "'a'"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}}}, "'a'"),
+        ({"properties": {"a": CITY}, "minProperties": 1}, "'minProperties'"),
+        ({"properties": {"a": CITY}, "required": ["b"]}, "'b'"),
+    ],
+)
+def test_a_schema_that_no_text_in_tags_can_be_held_to_is_refused(schema: Any, named: str) -> None:
+    body = {"messages": MESSAGES, "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}, "strict": True}},
+    ]}  # fmt: skip
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    refused = parse_record(line, 1, {"tool_parser": "qwen3_coder"})
+    assert isinstance(refused, LineError) and named in refused.message and "tool_choice" in refused.message
+
+
+def goes(text_grammar: Any, text: str) -> str:
+    """How far a text can go; one that goes to its end must be accepted."""
+    grammar = llguidance.LLMatcher.grammar_from_lark(text_grammar)
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error(), matcher.get_error()
     size = matcher.validate_tokens(tokenizer.tokenize_str(text))
-    assert text.encode()[:size].decode() == (text if taken is None else taken)
-    if taken is None:
+    if size == len(text.encode()):
         assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+    return text.encode()[:size].decode()
 
 
 def test_a_strict_tool_changes_no_answer_without_a_call(hermes: None, http: httpx.Client) -> None:

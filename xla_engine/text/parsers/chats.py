@@ -14,6 +14,7 @@ from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.parsers.choose import Dialect, forced
 from xla_engine.text.parsers.scan import Parser, message_of
 from xla_engine.text.parsers.tools import Tools, take_tools
+from xla_engine.text.parsers.xml_grammar import tagged_xml
 from xla_engine.utils.shown import shown
 
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
@@ -99,6 +100,8 @@ def _strict(tools: Tools, dialect: Dialect) -> StructuredOutputsParams | None:
     """A constraint that makes tool calls fit their schemas; None if tool calls are not parsed."""
     if dialect.tools is None:
         return None
+    if dialect.tools == "qwen3_coder":
+        return tagged_xml(tools)
     if dialect.tools != "hermes":
         raise InvalidRequestError(
             f"tools: strict: true cannot be kept for calls in the format {dialect.tools} of this model; leave strict "

@@ -18,10 +18,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ARGUMENTS = "/properties/arguments"
 _ARGUMENTS_NAME = '"arguments": '
 # An llguidance grammar: any number of calls, each with text up to its opening tag; then text without that tag.
-_TAGGED = r"""start: (opened call)* REST
+TAGGED = r"""start: (opened call)* REST
 opened[lazy]: /(.|\n)*<tool_call>/
-call: /\s*/ "{\"name\": " tool "}" /\s*/ "</tool_call>"
 REST: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
+"""
+_JSON = r"""call: /\s*/ "{\"name\": " tool "}" /\s*/ "</tool_call>"
 tool:
 """
 _VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are data, not schemas
@@ -32,7 +33,8 @@ class Tools:
     """The tools of a chat.
 
     choice: "none", "auto", "required" or "named". name: of the tool, if named. parallel: whether the answer may
-    have more than one call. schemas: of each tool's arguments, by its name. strict: whether calls must fit them.
+    have more than one call. schemas: of each tool's arguments, by its name. strict: the tools whose calls
+    must fit them.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -40,7 +42,7 @@ class Tools:
     name: str | None = None
     parallel: bool = True
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    strict: bool = False
+    strict: frozenset[str] = frozenset()
 
     @property
     def is_forced(self) -> bool:
@@ -76,7 +78,9 @@ class Tools:
             f"{json.dumps(json.dumps(name) + ', ')} {json.dumps(_ARGUMENTS_NAME)} %json {json.dumps(schema)}"
             for name, schema in self.schemas.items()
         ]
-        return StructuredOutputsParams(grammar=_TAGGED + "\n".join(f"  | {call}" for call in calls) + "\n")
+        return StructuredOutputsParams(
+            grammar=TAGGED + _JSON + "\n".join(f"  | {call}" for call in calls) + "\n"
+        )
 
 
 def take_tools(body: dict[str, Any]) -> Tools:
@@ -91,18 +95,18 @@ def take_tools(body: dict[str, Any]) -> Tools:
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise _wrong("tools", f"must be a list of at most {MAX_TOOLS} functions")
     schemas: dict[str, Any] = {}
-    strict = False
+    strict: set[str] = set()
     for number, tool in enumerate(tools):
         name, schema, is_strict = _function(tool, number)
         if name in schemas:
             raise _wrong("tools", f"has two functions {name!r}")
         schemas[name] = schema
-        strict |= is_strict
+        strict |= {name} if is_strict else set()
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed(choice, schemas)
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         schemas = {name: schema for name, schema in schemas.items() if name in allowed}
-    common: Any = {"parallel": parallel is not False, "schemas": schemas, "strict": strict}
+    common: Any = {"parallel": parallel is not False, "schemas": schemas, "strict": frozenset(strict)}
     if choice is None:
         choice = "auto" if tools else "none"
     if isinstance(choice, Mapping):

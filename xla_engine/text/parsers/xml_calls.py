@@ -57,7 +57,7 @@ def _json(text: str, schema: Mapping[str, Any], name: str) -> str:
     """A value as JSON: unchanged if it is JSON of a type that the schema allows, else as a string."""
     text = text.removeprefix("\n").removesuffix("\n")
     properties = schema.get("properties")
-    wanted = _kinds(properties.get(name), schema) if isinstance(properties, Mapping) else frozenset()
+    wanted = kinds(properties.get(name), schema) if isinstance(properties, Mapping) else frozenset()
     raw = _WORDS.get(text.strip(), text.strip())
     try:
         if wanted and wanted != {"string"} and _kind(json.loads(raw)) & wanted:
@@ -67,7 +67,7 @@ def _json(text: str, schema: Mapping[str, Any], name: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """JSON type names that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, Mapping) or depth > 8:
         return frozenset()
@@ -75,12 +75,12 @@ def _kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset
     for key in ("anyOf", "oneOf", "allOf"):
         several = schema.get(key)
         for each in several if isinstance(several, list) else ():
-            found |= _kinds(each, root, depth + 1)
+            found |= kinds(each, root, depth + 1)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
         place: Any = root
         for step in reference[2:].split("/"):
             place = place.get(step) if isinstance(place, Mapping) else None
-        found |= _kinds(place, root, depth + 1)
+        found |= kinds(place, root, depth + 1)
     types = schema.get("type", [])
     found |= {types} if isinstance(types, str) else {each for each in types if isinstance(each, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
