@@ -1,1 +1,1 @@
-"""The only folder that touches devices: compiled programs, device state and what fits in memory."""
+"""The device side: compiled programs, device state and memory planning. The only folder that touches devices."""

@@ -1,4 +1,4 @@
-"""Which attention and which products serve: the one a configuration names, or the fastest of this platform."""
+"""Choice of the attention and linear backends: the one a configuration names, or the fastest on this platform."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def serving_device() -> Any:
 
 
 def serving_isa(asked: str = AUTO) -> str | None:
-    """The instruction set whose C++ operations serve on this CPU, built if need be; None: pure JAX does.
+    """The instruction set of the C++ kernels to use on this CPU, built if necessary; None: pure JAX.
 
-    `asked` as in `EngineConfig.isa`. Raises NativeBuildError where there is none, and ConfigError where the one
-    asked for is not of this machine.
+    asked: as in `EngineConfig.isa`. Raises NativeBuildError if none can be built, and ConfigError if this machine does
+    not have the one that was asked for.
     """
     asked = requested_isa(asked)
     if asked == "none":
@@ -56,13 +56,16 @@ def serving_isa(asked: str = AUTO) -> str | None:
 
 
 def choose_attention(name: str, call_positions: int | None = None, isa: str = AUTO) -> Attention:
-    """The attention backend that `EngineConfig.attention_backend` names on this platform. Raises ConfigError.
+    """The attention backend for `EngineConfig.attention_backend` on this platform. Raises ConfigError.
 
-    `call_positions` lets layers with a window forget what is behind it (`graphs.attention.backend.kept_positions`).
+    call_positions: the most positions of a call, so that layers with a sliding window can discard older positions
+        (`graphs.attention.backend.kept_positions`); None: they keep all.
     """
     platform = jax.default_backend()
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
-        from xla_engine.graphs.attention.gpu import GpuAttention  # Pallas takes a while to import
+        from xla_engine.graphs.attention.gpu import (
+            GpuAttention,
+        )  # imported late, because Pallas imports slowly
 
         return GpuAttention(interpret=platform != "gpu")
     if name == "native" and platform != "cpu":
@@ -92,7 +95,7 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
 def make_spec(
     config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, stored: StoredKinds | None = None
 ) -> ModelSpec:
-    """`model` in `dtype` with the attention, products and weights that `config` asks for. Raises ConfigError.
+    """The spec of `model` in `dtype` with the backends and quantisation of `config`. Raises ConfigError.
 
     stored: how the model's file stores its matrices (`xla_engine.model_loader.weights.stored_kinds`).
     """
@@ -126,10 +129,10 @@ def make_spec(
 
 
 def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) -> str:
-    """The best instruction set whose blocks of weights the model's widths fill, where none is asked for.
+    """The instruction set for a model: by default the best one whose weight blocks match the model's widths.
 
-    Tiles take whole rows of 64 bytes only. A model of other widths is served by the vectors of the same machine rather
-    than by XLA's products, whose prefill and decode are not the same code.
+    AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
+    instead of XLA's products, whose prefill and decode are not the same code.
     """
     if requested_isa(config.isa) != AUTO or config.linear_backend == "xla" or jax.default_backend() != "cpu":
         return config.isa
@@ -140,21 +143,21 @@ def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) ->
     try:
         return register(fitting)
     except NativeBuildError:
-        return AUTO  # where the compiler's message is told
+        return AUTO  # the caller reports the compiler's message
 
 
 def mesh_size(config: EngineConfig) -> int | None:
-    """Devices of the mesh that programs run on; None: they know no mesh."""
+    """The number of devices of the mesh on which programs run; None: no mesh."""
     return None if config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 
 def library_of(spec: ModelSpec) -> str | None:
-    """Where the library of a model's C++ operations came from; None: it has none."""
+    """Where the library of the model's C++ kernels came from; None without C++ kernels."""
     return None if spec.isa is None else origin(spec.isa)
 
 
 def platform_words(spec: ModelSpec) -> dict[str, str]:
-    """Versions and device words that the bits of a run may depend on."""
+    """Versions, device and backends, on which the bits of a run may depend."""
     words = {
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
@@ -165,14 +168,14 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
     }
     if spec.quantized:  # earlier forms of int8 have other bits
         words["int8"] = f"groups of {GROUP}, rotated whole"
-    # Files from before instruction sets had names were written with tiles, or with none of ours.
+    # Old files without "isa" were written with AMX or without C++ kernels.
     return words if spec.isa in (None, "amx") else {**words, "isa": spec.isa}
 
 
 def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO) -> Products | None:
-    """The form of products that `EngineConfig.linear_backend` names; None: XLA's. Raises ConfigError.
+    """The products for `EngineConfig.linear_backend`; None: XLA's. Raises ConfigError.
 
-    `dtype`: of the weights, int8 where they are quantised.
+    dtype: of the weights, int8 if they are quantised.
     """
     if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
         return None

@@ -1,4 +1,4 @@
-"""Counting and caching of XLA compilations."""
+"""Counts XLA compilations, and sets up JAX's persistent compile cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _listening = False
 
 
 class _OfThread(threading.local):
-    """What a thread compiled, by name."""
+    """The names of the programs that a thread has compiled."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -33,14 +33,14 @@ def _count(event: str, duration_secs: float, **details: Any) -> None:
 
 
 def compiled_by_this_thread() -> list[str]:
-    """Names of what the calling thread has compiled since the first `CompileCounter`, in order."""
+    """The names of the programs that the calling thread has compiled since the first `CompileCounter`, in order."""
     return list(_of_thread.names)
 
 
 def compiles_of_this_thread() -> int:
-    """How many that were.
+    """How many programs the calling thread has compiled since the first `CompileCounter`.
 
-    What tells a compilation of an engine that one thread drives from those of other engines of the process.
+    This distinguishes compilations of an engine driven by one thread from those of other engines in the process.
     """
     return len(_of_thread.names)
 
@@ -48,7 +48,7 @@ def compiles_of_this_thread() -> int:
 class CompileCounter:
     """Backend compilations of this process since construction, split at `mark_warm`.
 
-    Programs loaded from the persistent cache count too: they passed through the compiler's front door.
+    Programs loaded from the persistent cache count, too.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class CompileCounter:
         self._warm: int | None = None
 
     def mark_warm(self) -> None:
-        """From here on a compilation is a defect."""
+        """Mark the end of warm-up; any later compilation is a defect."""
         self._warm = _total
 
     @property
@@ -75,7 +75,7 @@ class CompileCounter:
 
 
 def use_compile_cache(directory: Path) -> None:
-    """Keep compiled programs in `directory` where that is ours, unless the process already chose a cache of its own.
+    """Keep compiled programs in `directory` if this user owns it, unless the process has set a cache already.
 
     JAX keys entries by program, jaxlib version, flags and device kind.
     """

@@ -1,4 +1,4 @@
-"""What the device keeps from call to call: cache, row state and tables, and the weights' way there."""
+"""The device state that persists between calls: KV cache, row state and tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 class DeviceState:
-    """Owner of the arrays that programs read and give back.
+    """Owns the arrays that programs read and return.
 
     cache, rows: donated to a program and replaced by what it returns.
-    tables: read by programs; `host` holds them on the host, where they change.
+    tables: read by programs; changes are made in the host copy `host`.
     """
 
     cache: KVCache
@@ -41,9 +41,10 @@ class DeviceState:
         dry: bool = False,
         lora: bool = False,
     ) -> None:
-        """positions: of a slot, whole spans. context_length: those in use. pool: slots borrow blocks of it. devices:
-        where all of it lies. drafts: that a row may have. dry: rows have its parameters. lora: rows
-        may have adapters."""
+        """positions: of a slot, a multiple of the span. context_length: how many of them are used.
+        pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
+        drafts: the most drafts of a row. dry: rows have the parameters of DRY. lora: rows may have adapters.
+        """
         self._dry, self._lora = dry, lora
         self._spec, self._slots, self._pool, self._devices = spec, slots, pool, devices
         self._positions, self._context_length = positions, context_length
@@ -55,7 +56,7 @@ class DeviceState:
 
     @property
     def held(self) -> tuple[KVCache, RowState]:
-        """What programs are given for good, and return anew."""
+        """The arrays that programs take by donation and return."""
         return self.cache, self.rows
 
     @held.setter
@@ -64,45 +65,45 @@ class DeviceState:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache on a device."""
+        """Bytes of the cache on each device."""
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self.cache))
 
     def refresh(self) -> None:
-        """Send up what has changed in the tables."""
+        """Copy changed tables to the device."""
         if (block_tables := self.host.take_block_tables()) is not None:
             self.rows = replace(self.rows, block_tables=self._devices.put(block_tables))
         if stale := self.host.take_stale():
             self.tables = replace(self.tables, **self._devices.put(stale))
 
     def reset(self) -> None:
-        """Make every row inactive and every count zero; the cache keeps what it holds."""
+        """Make every row inactive; the cache keeps its content."""
         self.rows = self.idle_rows()
 
     def blank_cache(self) -> None:
-        """A cache of zeros, whatever became of the old one. Nothing may be in flight."""
+        """Replace the cache by zeros, even if the old one was lost. Nothing may be in flight."""
         for leaf in jax.tree.leaves(self.cache):
             leaf.delete()
         self.cache = self._empty_cache()
 
     def delete(self) -> None:
-        """Free the memory."""
+        """Free the device memory."""
         for leaf in jax.tree.leaves((self.cache, self.rows, self.tables)):
             leaf.delete()
         self.cache = []
 
     def make_rows(self) -> Rows:
-        """All rows inactive, unpacked."""
+        """Inactive rows, unpacked."""
         positions = self._context_length
         asked = {"dry": self._dry, "lora": self._lora}
         return make_rows(self._slots, MAX_STOP_TOKEN_IDS, positions, self._pool, **asked)
 
     def idle_rows(self) -> RowState:
-        """The same as they lie on the device."""
+        """Inactive rows, packed, on the device."""
         on_host = jax.tree.map(np.asarray, self.make_rows())
         return self._devices.put(pack_rows(on_host))
 
     def local_cache(self) -> KVCache:
-        """The cache of one device, abstract."""
+        """The abstract cache of one device."""
         return jax.eval_shape(self._make_cache)
 
     def _empty_cache(self) -> KVCache:

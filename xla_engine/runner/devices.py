@@ -1,8 +1,8 @@
-"""The devices that an engine runs on, and how its arrays lie on them.
+"""The devices of an engine, and how its arrays are sharded over them.
 
-On one device nothing here does anything. On several, programs run under `jax.shard_map` on a mesh of one axis. An
-array of which each device holds a part is cut along the one axis that is longer in the whole than on a device; all
-others are on every device.
+On several devices, programs run under `jax.shard_map` on a mesh with one axis. A sharded array is split along the one
+axis whose size differs between the whole and a device; all other arrays are replicated. On one device this module
+only moves arrays there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
 from xla_engine.utils.startup import StartupProgress, StartupStep
 
-READS = (READ, READ_BLOCKS)  # programs that return what slots hold
+READS = (READ, READ_BLOCKS)  # programs that return the content of slots or blocks
 _ANYWHERE = PartitionSpec()
 
 
 class Devices:
-    """`count` devices as one; None: a single one, without a mesh. Raises ConfigError where there are fewer."""
+    """A mesh of `count` devices; None: a single device without a mesh. Raises ConfigError if there are fewer."""
 
     def __init__(self, count: int | None) -> None:
         self._mesh = None if count is None else Mesh(np.array(_first(count)), (AXIS,))
@@ -41,15 +41,15 @@ class Devices:
 
     @property
     def is_one(self) -> bool:
-        """Whether programs know no mesh."""
+        """Whether there is no mesh."""
         return self._mesh is None
 
     def put(self, tree: Any) -> Any:
-        """Host arrays as programs want them, on every device."""
+        """Copy host arrays to every device."""
         return jax.device_put(tree) if self._everywhere is None else jax.device_put(tree, self._everywhere)
 
     def zeros(self, local: Any, whole: Any) -> Any:
-        """Arrays of zeros. local, whole: their abstract values on a device and altogether."""
+        """Arrays of zeros. local, whole: the abstract arrays on one device, and on all together."""
         return jax.tree.map(
             lambda leaf, sharding: jnp.zeros(leaf.shape, leaf.dtype, device=sharding),
             whole,
@@ -59,7 +59,7 @@ class Devices:
     def load(
         self, spec: ModelSpec, weights: Mapping[str, np.ndarray], progress: StartupProgress
     ) -> list[jax.Array]:
-        """Bring the leaves to the devices one by one, so that the host holds one at a time, or a device's part."""
+        """Load the leaves to the devices one by one, so that the host holds only one leaf, or one shard, at a time."""
         placed: dict[str, jax.Array] = {}
         spec.leaves.check_names(weights)
         total, done = weights_bytes(spec), 0
@@ -72,7 +72,7 @@ class Devices:
         return [placed[name] for name in spec.leaves]
 
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
-        """What the model keeps of the leaf `name` of a checkpoint, by name. A device's part is read by itself."""
+        """Load the leaf `name` of a checkpoint; returns the model's arrays by name. Shards are read separately."""
         leaf = spec.leaves[name]
         if leaf.form is not None:
             return {name: self._coded(spec, weights, name, leaf.form)}
@@ -89,7 +89,7 @@ class Devices:
     def _coded(
         self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, form: CodedForm
     ) -> jax.Array:
-        """The leaf as its file has it. A device's part is read by itself."""
+        """Load the leaf in the encoding of its file. Shards are read separately."""
         assert isinstance(weights, StoredWeights)
         leaf = spec.leaves[name]
         if self._mesh is None or leaf.cut is None:
@@ -102,7 +102,7 @@ class Devices:
         return self._joined(spec, name, arrays)
 
     def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
-        """What one adapter has of each of `spec.leaves.adapters`, each device its part. leaves: of all together."""
+        """Load one adapter's part of each of `spec.leaves.adapters`, sharded. leaves: unsharded, by name."""
         if self._mesh is None:
             whole: list[jax.Array] = self.put([leaves[name] for name in spec.leaves.adapters])
             return whole
@@ -117,7 +117,7 @@ class Devices:
         return found
 
     def _room_for_adapters(self, spec: ModelSpec) -> dict[str, jax.Array]:
-        """The leaves of adapters before one is loaded."""
+        """Zeros for the leaves of adapters."""
         mine, every = (
             {name: spec.leaves[name].on_devices(devices) for name in spec.leaves.adapters}
             for devices in (1, 1 if self._mesh is None else self._mesh.size)
@@ -126,7 +126,10 @@ class Devices:
         return found
 
     def programs(self, local: Sequence[Program], whole: Sequence[Program]) -> Iterator[Program]:
-        """Programs on a device's arrays as programs on the whole arrays, whose abstract values `whole` has."""
+        """Turn programs on one device's arrays into programs on sharded arrays.
+
+        local, whole: the same programs with the abstract arrays of one device, and of all together.
+        """
         for mine, every in zip(local, whole, strict=True):
             given = self._shardings(mine.arguments, every.arguments)
             arguments = jax.tree.map(
@@ -134,7 +137,8 @@ class Devices:
                 every.arguments,
                 given,
             )
-            # What is given for good comes back first, and lies as it did. What is read has the form of what is held.
+            # The first result of a program is its donated argument, with the same sharding. For programs that read, it
+            # is sharded like the cache.
             first = given[mine.donate[0]] if mine.donate else None
             if mine.name in READS:
                 first = self._read(mine, every)
@@ -142,19 +146,23 @@ class Devices:
             yield replace(every, function=function, arguments=arguments)
 
     def pieces(self, local: Sequence[Program], whole: Sequence[Program]) -> Callable[..., Any]:
-        """Brings what was read out of slots or blocks back to the devices; for these programs."""
+        """The function that copies the content of slots or blocks, as these programs read it, back to the devices."""
         for mine, every in zip(local, whole, strict=True):
             if mine.name in READS:
                 return functools.partial(jax.device_put, device=self._read(mine, every))
         return self.put
 
     def _read(self, local: Program, whole: Program) -> Any:
-        """How the first result of a program lies that reads out of slots or blocks."""
+        """The shardings of the first result of a program that reads slots or blocks."""
         (mine, _), (every, _) = (jax.eval_shape(each.function, *each.arguments) for each in (local, whole))
         return self._shardings(mine, every)
 
     def _on_mesh(self, function: Callable[..., Any], given: Any, first: Any) -> Callable[..., Any]:
-        """first: of its first result; None: it has one result, on every device."""
+        """Run a function on the mesh.
+
+        given: the specs of its arguments. first: the specs of its first result; the others are replicated. None: it
+        has only one result, which is replicated.
+        """
         assert self._mesh is not None
         if first is None:
             return jax.shard_map(
@@ -176,7 +184,7 @@ class Devices:
         return flat
 
     def _shardings(self, local: Any, whole: Any) -> Any:
-        """A sharding for each array; None on one device."""
+        """The sharding of each array; None on one device."""
 
         def sharding(mine: Any, every: Any) -> NamedSharding | None:
             if self._mesh is None:
@@ -213,7 +221,7 @@ def _first(count: int) -> Sequence[Any]:
 
 
 def start_profile(directory: str | Path) -> None:
-    """Begin to write down what devices and host do. Raises ConfigError where that was begun before."""
+    """Start a profile of devices and host. Raises ConfigError if one is running."""
     try:
         jax.profiler.start_trace(str(directory))
     except RuntimeError as error:
@@ -221,7 +229,7 @@ def start_profile(directory: str | Path) -> None:
 
 
 def stop_profile() -> None:
-    """Write the profile. Raises ConfigError where none was begun."""
+    """End the profile and write it. Raises ConfigError if none is running."""
     try:
         jax.profiler.stop_trace()
     except RuntimeError as error:

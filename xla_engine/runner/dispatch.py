@@ -1,4 +1,4 @@
-"""Prefill and decode calls: from a plan to the programs that run it."""
+"""Dispatch: from a plan to the calls of compiled programs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from xla_engine.scheduler import Chunk, Row, VerifyRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What stays the same while the same rows decode.
+    """Cached inputs for as long as the same rows decode.
 
     rows: those of the plan. index: their slots, i64 `[rows]`.
-    few: rows of the program; None: all. work: what it is given, on the device, see `decode_work`.
-    wanted: most likely tokens each row wants. constrained: slot and settings of rows whose mask changes in every step.
+    few: rows of the program; None: all. work: its input on the device, see `decode_work`.
+    wanted: how many top log-probabilities each row needs.
+    constrained: slot and settings of rows whose mask changes in every step.
     """
 
     rows: tuple[Row | VerifyRow, ...]
@@ -42,13 +43,13 @@ class _Rows:
 
 
 class Dispatch:
-    """Starts programs on the donated state; nothing here blocks.
+    """Starts programs on the donated state without blocking.
 
-    lengths: upper bounds of the rows' lengths, i64 `[B]`, advanced as calls start, so that the key bucket is chosen
-        without a fetch.
-    padding: counts the share of each prefill call's positions that hold no prompt token; None does not.
+    lengths: upper bounds of the rows' lengths, i64 `[B]`, advanced when calls start, so that the key bucket can be
+        chosen without fetching anything.
+    padding: histogram of the share of each prefill call's positions that is padding; None: not recorded.
 
-    Lane counts, key lengths and numbers of few rows to choose from come with each call, ascending.
+    The available lane counts, key lengths and numbers of few rows are passed to each call, in ascending order.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Dispatch:
         device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """put: brings host arrays to the devices. context_length: of a request at most. device_proposer: guesses in
-        verify programs. pooling: of the prompts that ask for it."""
+        """put: copies host arrays to the devices. context_length: the most positions of a request.
+        device_proposer: drafts in verify programs. pooling: pools prompts.
+        """
         self.put = put
         self._pooling = pooling
-        # Whether more than log-probabilities is made of what stands behind the last layer; the self-check does so too.
+        # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
         self.reads_all = pooling is not None or (
             device_proposer is not None and device_proposer.reads_prompts
         )
@@ -90,7 +92,7 @@ class Dispatch:
         self._rows = None
 
     def warm_up(self, buckets: Sequence[int], few_choices: Sequence[int]) -> None:
-        """Run every program of steps once with nothing to do. buckets: key lengths."""
+        """Run every step program once without work. buckets: key lengths."""
         config = self._config
         for lanes in config.prefill_lanes:
             for bucket in buckets:
@@ -109,7 +111,7 @@ class Dispatch:
                 jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
 
     def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
-        """`run`, for verify programs."""
+        """`run` for verify programs."""
         if self._device_proposer is None:
             return self.run(name, work)
         *results, state = self.run(name, work, *self._device_proposer.takes)
@@ -117,9 +119,9 @@ class Dispatch:
         return tuple(results)
 
     def run(self, name: str, work: Any, *more: Any) -> tuple[Any, ...]:
-        """Run a program on the donated state; returns its packed samples `[2, N]` and what follows them.
+        """Run a program on the donated state; returns its packed samples `[2, N]` and its further results.
 
-        more: what it takes behind its own arguments.
+        more: further arguments.
         """
         state = self._state
         state.refresh()
@@ -129,11 +131,11 @@ class Dispatch:
         return tuple(results)
 
     def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
-        """Score `target`, i32 `[lanes * chunk_size]` (-1: none), by the hidden states of a prefill call."""
+        """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
-        """Show the device_proposer what a prefill call has computed, where it wants to see that."""
+        """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
         if self._device_proposer is not None and self._device_proposer.reads_prompts:
             state = self._inventory(
                 read_name(lanes), self._weights, self._rope, seen, work, *self._device_proposer.takes
@@ -141,7 +143,7 @@ class Dispatch:
             self._device_proposer.keep(state)
 
     def fill_tables(self, slot: int, row: RowSettings) -> None:
-        """Give a slot what its request brings that is too wide for the row state."""
+        """Set the logit bias and mask of a slot, which are too wide for the row state."""
         if row.params.logit_bias:
             self._state.host.set_bias(slot, row.params.logit_bias)
         if row.mask is not None:
@@ -154,7 +156,7 @@ class Dispatch:
         lane_choices: Sequence[int],
         key_choices: Sequence[int],
     ) -> tuple[FirstSamples, ...]:
-        """Start the prefill calls of a plan's chunks, each with the lanes of the largest graph at most."""
+        """Start the prefill calls for a plan's chunks, each with at most the lanes of the largest program."""
         most = lane_choices[-1]
         calls = [chunks[at : at + most] for at in range(0, len(chunks), most)]
         return tuple(self._prefill(call, settings, lane_choices, key_choices) for call in calls)
@@ -217,7 +219,7 @@ class Dispatch:
         key_choices: Sequence[int],
         few_choices: Sequence[int],
     ) -> DecodeSamples:
-        """Start one decode step of a plan's rows. The same tuple again is known to be the same rows."""
+        """Start one decode step of a plan's rows. If `rows` is the same tuple object as before, inputs are reused."""
         if self._rows is None or self._rows.rows is not rows:
             self._rows = self._joined(rows, settings, few_choices)
         joined = self._rows
@@ -241,7 +243,7 @@ class Dispatch:
         shapes: Sequence[tuple[int, int]],
         key_choices: Sequence[int],
     ) -> DecodeSamples:
-        """Start one verify step. shapes: (lanes, width) of the programs there are."""
+        """Start one verify step. shapes: (lanes, width) of the available programs."""
         lanes = min(lanes for lanes, wide in shapes if wide == width and lanes >= len(rows))
         for row in rows:
             mask = settings[row.request_id].mask
@@ -281,13 +283,13 @@ class Dispatch:
 
 
 def _asked(chunk: Chunk, settings: Mapping[str, RowSettings]) -> tuple[int, ...]:
-    """The tokens that a chunk's positions predict, where their log-probabilities are wanted."""
+    """The tokens that a chunk's positions predict, if their log-probabilities are needed; otherwise none."""
     row = settings[chunk.request_id]
     return () if row.params.prompt_logprobs is None else prompt_targets(chunk, row)
 
 
 def decode_work(slots: np.ndarray, total: int, few: int | None) -> np.ndarray:
-    """Which of `total` rows a decode program runs: bool `[total]`, or for one of few rows their slots, i32 `[few]`."""
+    """The rows that a decode program runs: bool `[total]`, or the slots i32 `[few]` for a program of few rows."""
     if few is None:
         work = np.zeros(total, np.bool_)
         work[slots] = True
@@ -298,5 +300,5 @@ def decode_work(slots: np.ndarray, total: int, few: int | None) -> np.ndarray:
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int:
-    """The first of ascending `sizes` that holds `needed`."""
+    """The smallest of the ascending `sizes` that is at least `needed`."""
     return next(size for size in sizes if size >= needed)

@@ -1,4 +1,4 @@
-"""Steps that were started and not read yet, and fetching their samples."""
+"""Steps in flight, and how their results are fetched."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepRes
 class FirstSamples:
     """Device results of one prefill call.
 
-    samples: packed. lanes: those that completed a prompt. wanted: most likely tokens each of these wants.
-    top: these tokens, None where no lane wants any.
-    prompt: log-probabilities of the chunks' tokens, with lane, chunk and settings of those that asked for them.
-    hidden: f32 `[lanes * chunk size, D]`, the residual stream behind the last layer.
-    pooled: of the lanes that are pooled, with lane, chunk and settings of each. Their prompts end with a token that is
-        not sampled.
+    samples: packed. lanes: those that completed a prompt. wanted: how many top log-probabilities each of these needs.
+    top: the most likely tokens; None if no lane needs any.
+    prompt: log-probabilities of the chunks' tokens, with lane, chunk and settings of those that requested them.
+    hidden: f32 `[lanes * chunk size, D]`, the residual stream after the last layer.
+    pooled: the pooled vectors, with lane, chunk and settings of each pooled lane. These lanes sample no token.
     """
 
     samples: jax.Array
@@ -50,7 +49,7 @@ class DecodeSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A started step: its plan and device results not yet fetched, one `first` per prefill call."""
+    """A started step: its plan and its device results, which were not fetched yet; one `first` per prefill call."""
 
     plan: Plan
     first: tuple[FirstSamples, ...]
@@ -59,9 +58,9 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens at positions `start ..`: of the token, and the most likely ones.
+    """Log-probabilities of prompt tokens from position `start` on: of the token, and of the most likely ones.
 
-    settings: the very record `start` was given, so that a later request of the same id is not taken for this one.
+    settings: the object that `Runner.start` was given, which tells this request from a later one with the same id.
     """
 
     request_id: str
@@ -78,7 +77,7 @@ def fetch_samples(step: InFlight) -> StepResult:
         token, logprob = found["token"], found["logprob"]
         top = _top_logprobs(call.top, call.lanes, call.wanted)
         if call.pooled is not None:
-            token = np.where(token == NO_TOKEN, 0, token)  # of lanes that sampled none, as they are pooled
+            token = np.where(token == NO_TOKEN, 0, token)  # pooled lanes sample no token
         first.extend(
             Sample(int(token[lane]), float(logprob[lane]), most_likely)
             for lane, most_likely in zip(call.lanes, top, strict=True)
@@ -89,21 +88,21 @@ def fetch_samples(step: InFlight) -> StepResult:
     elif step.decode is not None:
         columns = unpack_samples(np.asarray(step.decode.samples))
         extra = _top_by_slot(step.decode, step.plan)
-        # Every token is looked at, but few log-probabilities: these become numbers when they are asked for.
+        # Every token is read, but few log-probabilities are: these stay in a buffer until they are accessed.
         decode = Decoded(tokens=columns["token"].tolist(), logprobs=columns["logprob"].data, extra=extra)
         verified = _decoded_singly(decode, step.plan)
     return StepResult(first=first, decode=decode, verify=verified.samples, drafted=verified.drafted)
 
 
 class _Verified(NamedTuple):
-    """What each row of a plan's `verify` sampled, and how many drafts it had."""
+    """The samples of each row of a plan's `verify`, and how many drafts it had."""
 
     samples: Sequence[Sequence[Sample]] = ()
     drafted: Sequence[int] = ()
 
 
 def _decoded_singly(decode: Decoded, plan: Plan) -> _Verified:
-    """Of rows that might have sampled several tokens, and decoded one."""
+    """The samples of `verify` rows in a step of width 1, which decodes one token for each."""
     found = [decode.sample(row.slot.index) for row in plan.verify]
     return _Verified(
         [() if sample.token_id == NO_TOKEN else (sample,) for sample in found], [0] * len(plan.verify)
@@ -151,7 +150,7 @@ def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
 
 
 def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
-    """The most likely tokens of the rows that want any."""
+    """The most likely tokens of the rows that need any, by slot."""
     if samples.top is None:
         return {}
     slots = [row.slot.index for row in plan.decode_rows]
@@ -162,7 +161,7 @@ def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:
 def _top_logprobs(
     top: jax.Array | None, columns: Sequence[int], wanted: Sequence[int]
 ) -> Sequence[TopLogprobs | None]:
-    """The most likely tokens of each of `columns`, as many as it wants; None where it wants none."""
+    """The most likely tokens of each of `columns`, as many as it needs; None if it needs none."""
     if top is None:
         return [None] * len(columns)
     packed = np.asarray(top)

@@ -1,4 +1,4 @@
-"""Moves of what slots hold: from slot to slot, from block to block, to the host, and back."""
+"""Moves KV entries and row state: between slots, between blocks, to the host and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = tuple[KVCache, RowState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """From the host to the devices. whole: what every device has. pieces: what was read out of slots or blocks."""
+    """Copies from the host to the devices. whole: for replicated arrays. pieces: for content of slots or blocks."""
 
     whole: Callable[..., Any]
     pieces: Callable[..., Any]
@@ -35,9 +35,9 @@ class Transfers:
 
 @dataclass(slots=True)
 class ParkedState:
-    """What a request held, piece by piece from its beginning, and its row state; device arrays until `settle`.
+    """A request's KV entries in pieces, from its beginning, and its row state; device arrays until `settle`.
 
-    A piece is one call's: a span of a slot, or a group of blocks.
+    A piece is what one call moves: a span of a slot, or a group of blocks.
     """
 
     pieces: list[Any]
@@ -45,7 +45,7 @@ class ParkedState:
 
 
 class Parked:
-    """The states of requests that wait on the host, by request id."""
+    """The states of parked requests, by request id."""
 
     def __init__(self) -> None:
         self._states: dict[str, ParkedState] = {}
@@ -61,13 +61,13 @@ class Parked:
         )
 
     def put(self, request_id: str, pieces: list[Any], row: Any) -> None:
-        """Keep what was read; the copies are on their way when this returns."""
+        """Add a state, and start its copy to the host."""
         for leaf in jax.tree.leaves((pieces, row)):
             leaf.copy_to_host_async()
         self._states[request_id] = ParkedState(pieces, row)
 
     def settle(self, request_id: str) -> None:
-        """Let go of the device's copy of a parked request, unless it is back or gone."""
+        """Finish the copy of a parked request and free the device arrays; does nothing if it is no longer parked."""
         if (parked := self._states.get(request_id)) is not None:
             parked.pieces, parked.row = jax.tree.map(np.asarray, (parked.pieces, parked.row))
 
@@ -76,21 +76,21 @@ class Parked:
         return self._states.pop(request_id)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request, if it is parked."""
+        """Remove the state of a request, if it is parked."""
         self._states.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Remove all states."""
         self._states.clear()
 
 
 class SlotMoves:
-    """Moves where each slot has memory of its own, span by span, so that a move costs what it moves.
+    """Moves for slots with their own memory, span by span, so that the cost is proportional to the length.
 
     The cache and row state are donated and returned.
 
     spans: of a slot.
-    stale_is_harmless: the attention never reads what lies behind a row's own keys; elsewhere the rest of a slot is
+    stale_is_harmless: the attention backend never reads beyond a row's own keys; otherwise the rest of a slot is
         cleared when its owner changes.
     """
 
@@ -110,7 +110,7 @@ class SlotMoves:
         self._stale_is_harmless = stale_is_harmless
 
     def reuse(self, state: State, reuse: Reuse) -> State:
-        """Copy the first positions of another slot; where the source is the request's own slot, nothing moves."""
+        """Copy the first positions from another slot; if the source is the request's own slot, nothing moves."""
         target, length = reuse.slot.index, reuse.length
         first = length // KEY_SPAN if target == reuse.source else 0
         for span in range(first, self._last(length, moves=target != reuse.source)):
@@ -120,7 +120,7 @@ class SlotMoves:
         return state
 
     def park(self, state: State, swap: Swap) -> None:
-        """Read a slot and its row."""
+        """Read a slot and its row state."""
         spans, row = [], None
         for span in range(num_spans(swap.length)):
             moved, row = self._inventory(READ, *state, *self._transfers.scalars(swap.slot.index, span))
@@ -148,14 +148,14 @@ class SlotMoves:
         return state
 
     def _last(self, length: int, *, moves: bool) -> int:
-        """The end of the spans that are to be written."""
+        """The end of the range of spans to write."""
         if self._stale_is_harmless:
             return num_spans(length) if moves else 0
         return self._spans
 
 
 class BlockMoves:
-    """Moves of blocks, as many in a call as a span has. The cache and row state are donated and returned."""
+    """Moves of blocks, a span's worth of them per call. The cache and row state are donated and returned."""
 
     def __init__(self, inventory: Inventory, parked: Parked, block_size: int, transfers: Transfers) -> None:
         self._inventory = inventory
@@ -175,7 +175,7 @@ class BlockMoves:
         return state
 
     def park(self, state: State, swap: Swap) -> None:
-        """Read a request's blocks and its row."""
+        """Read a request's blocks and its row state."""
         groups, row = [], None
         for blocks in self._groups(swap):
             moved, row = self._inventory(
@@ -185,7 +185,7 @@ class BlockMoves:
         self._parked.put(swap.request_id, groups, row)
 
     def resume(self, state: State, swap: Swap) -> State:
-        """Write a parked request's row into a slot and, but for those that are shared, its blocks."""
+        """Write a parked request's row state into a slot, and its blocks except for shared ones."""
         parked = self._parked.take(swap.request_id)
         row = self._transfers.whole(parked.row)
         last = len(parked.pieces) - 1

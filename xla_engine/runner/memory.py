@@ -1,7 +1,7 @@
-"""Memory accounting, before anything is loaded: what weights and slots take, what the device has, what fits.
+"""Memory planning, before anything is loaded: the memory that weights and slots need, and what the device has.
 
-Sizes come from the shapes the engine will really allocate (the attention backend's own layout, windows and recurrent
-states as that backend keeps them), so this cannot drift from what a start does. All sizes are bytes.
+Sizes come from the shapes that the engine will allocate, in the layout of the attention backend, so the plan always
+agrees with a real start. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 
-_LONGEST = 1 << 24  # positions, whole spans and above every window
-_GROUPS = (  # control groups of version 2 and 1: directory, limit, use, the part of the use that is clean file cache
+_LONGEST = 1 << 24  # positions: a multiple of the span, and longer than every window
+_GROUPS = (  # control groups, version 2 and 1: directory, limit, usage, the part of the usage that is clean file cache
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """All leaves as the graphs hold them, on each device."""
+    """Bytes of all leaves on each device."""
     return tree_bytes(spec.leaves.on_device())
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:
-    """What one more position of `max_model_len` costs one slot, once every window is full: layers that keep a window
-    or a recurrent state add nothing."""
+    """Bytes of one more position of a slot, once every window is full: layers with a window or a recurrent state add
+    nothing."""
     return (cache_bytes(spec, 1, 2 * _LONGEST) - cache_bytes(spec, 1, _LONGEST)) // _LONGEST
 
 
 def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
-    """One slot: its cache, its row state and its entries in the tables of bias and masks."""
+    """Bytes of one slot: its cache, its row state, and its entries in the tables of bias and masks."""
     rows = rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len)
     return cache_bytes(spec, 1, max_model_len) + rows + _table_bytes(spec)
 
 
 def borrowing_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
-    """One slot that borrows blocks: the same without the cache, but with a block table and its changes."""
+    """Bytes of one slot with a block pool: without the cache, but with a block table and its changes."""
     return rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size) + _table_bytes(spec) + 12
 
 
 def blocks_within(spec: ModelSpec, size_bytes: int, block_size: int) -> int:
-    """Blocks that take so much memory at most, possibly none."""
+    """How many blocks fit into `size_bytes`, possibly none."""
     return size_bytes // block_bytes(spec, block_size)
 
 
@@ -58,12 +58,12 @@ def _table_bytes(spec: ModelSpec) -> int:
 
 
 def scratch_bytes(spec: ModelSpec) -> int:
-    """Scratch of one decode row, estimated from above: its logits in float32, thrice, and what a layer makes of it."""
+    """An upper estimate of the scratch memory of one decode row: three times its float32 logits, and activations."""
     return 12 * spec.config.vocab_size + _activations(spec)
 
 
 def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Scratch of the largest prefill graph, estimated likewise."""
+    """An upper estimate of the scratch memory of the largest prefill program."""
     rows = config.chunk_size * config.prefill_lanes[-1]
     return 12 * spec.config.vocab_size * config.head_rows + rows * _activations(spec)
 
@@ -79,10 +79,10 @@ def _activations(spec: ModelSpec) -> int:
 
 
 def available_bytes(device: Any) -> int | None:
-    """Memory that `device` (a jax device) can still give; None where the system does not say.
+    """The available memory of `device` (a jax device); None if the system does not report it.
 
-    On an accelerator what XLA may use of it and has not used; on the host what is available (not merely free), within
-    the limits of the control group.
+    On an accelerator, what XLA may use and has not used. On the host, available (not merely free) memory, within the
+    limits of the control group.
     """
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -94,7 +94,10 @@ def available_bytes(device: Any) -> int | None:
 
 
 def total_to_each(device: Any, devices: int) -> int | None:
-    """Memory that each of so many devices like `device` has in all, whoever uses it: the same at every start."""
+    """The total memory of each of `devices` devices like `device`, used or not, so that it is the same at every start.
+
+    On the host all devices share its memory. None if unknown.
+    """
     if device.platform != "cpu":
         limit = (device.memory_stats() or {}).get("bytes_limit")
         return None if limit is None else int(limit)
@@ -103,7 +106,7 @@ def total_to_each(device: Any, devices: int) -> int | None:
 
 
 class Beside(NamedTuple):
-    """What runs beside the model and takes memory too: in all, and for each slot."""
+    """Additional memory, for a draft model or head: in total, and for each slot."""
 
     weights: int = 0
     slot: int = 0
@@ -113,22 +116,22 @@ NOTHING = Beside()
 
 
 def available_to_each(device: Any, devices: int) -> int | None:
-    """The same for each of so many devices like `device`: on the host all of them share its memory."""
+    """`available_bytes` for each of `devices` devices like `device`: on the host they share its memory."""
     available = available_bytes(device)
     return available if available is None or device.platform != "cpu" else available // devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What an engine takes of a device.
+    """The memory that an engine needs on a device, in bytes.
 
     weights: of the model, and of a draft model.
-    blocks: number of blocks, where slots borrow them.
+    blocks: number of blocks of the pool; 0 without a pool.
     block: of one block.
     slot: state of one slot.
     scratch: of a slot's row in a step.
     slots: number of slots.
-    workspace: of the largest prefill graph.
+    workspace: scratch of the largest prefill program.
     available: None if unknown.
     """
 
@@ -147,7 +150,7 @@ class MemoryPlan:
 
     @property
     def pool(self) -> int:
-        """All blocks together."""
+        """Bytes of all blocks."""
         return self.blocks * self.block
 
     @property
@@ -156,7 +159,7 @@ class MemoryPlan:
 
     @property
     def most_slots(self) -> int | None:
-        """Slots that fit, possibly none; None if the memory is unknown."""
+        """How many slots fit, possibly none; None if the available memory is unknown."""
         if self.available is None:
             return None
         return max(
@@ -165,7 +168,7 @@ class MemoryPlan:
 
     @property
     def most_pool(self) -> int | None:
-        """Bytes of blocks that fit beside all else, possibly none; None if the memory is unknown."""
+        """Bytes that are left for blocks, possibly none; None if the available memory is unknown."""
         return None if self.available is None else max(0, self.available - self.needed + self.pool)
 
     def arithmetic(self) -> str:
@@ -181,10 +184,10 @@ class MemoryPlan:
 def plan_memory(
     spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None, beside: Beside = NOTHING
 ) -> MemoryPlan:
-    """The account of an engine with these options on a device with `available` bytes."""
+    """The memory plan of an engine with these options on a device with `available` bytes."""
     blocks, block = config.num_blocks or 0, 0
     if blocks:
-        if config.shadow_rate:  # the shadow probe's own
+        if config.shadow_rate:  # the shadow probe has blocks of its own
             blocks += whole_spans(max_model_len) // config.block_size
         slot = borrowing_slot_bytes(spec, max_model_len, config.block_size)
         block = block_bytes(spec, config.block_size)
@@ -203,7 +206,7 @@ def plan_memory(
 
 
 def check_memory(plan: MemoryPlan) -> None:
-    """Raise ConfigError with the arithmetic and a remedy if the plan can never fit."""
+    """Raise ConfigError, with the arithmetic and a remedy, if the plan does not fit."""
     if plan.fits:
         return
     most = plan.most_slots or 0
@@ -219,7 +222,7 @@ def check_memory(plan: MemoryPlan) -> None:
 
 
 def size(count: int) -> str:
-    """Bytes in decimal units, three digits: `1.23 GB`."""
+    """Format bytes in decimal units with three digits: `1.23 GB`."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:
@@ -250,7 +253,7 @@ def _left_in_groups() -> list[int]:
 
 
 def _groups() -> list[tuple[int, int]]:
-    """Limit and use of each control group that has a limit."""
+    """Limit and usage of each control group that has a limit."""
     found = []
     for name, limit, used, reclaimable in _GROUPS:
         group = Path(name)
@@ -259,5 +262,5 @@ def _groups() -> list[tuple[int, int]]:
             in_use = int((group / used).read_text()) - int(parts.get(reclaimable, 0))
             found.append((int((group / limit).read_text()), in_use))
         except (OSError, ValueError):
-            continue  # no such version, or "max"
+            continue  # not this version, or the limit is "max"
     return found

@@ -1,4 +1,4 @@
-"""The arrays that one prefill call sends to the device."""
+"""The input arrays of a prefill call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def make_lanes(
     adapters: Sequence[int] | None = None,
     whole: Sequence[bool] | None = None,
 ) -> Lanes:
-    """Host arrays of one prefill call. `last`: by lane, the rows that complete their prompt. dry: as for `Rows`.
-    adapters: of the chunks, as in `Rows`; None in an engine without. whole: of the chunks, as in `Lanes`; None: all.
+    """Host arrays of one prefill call.
+
+    last: by lane, the settings of rows that complete their prompt. dry: include the parameters of DRY.
+    adapters: adapter slots of the chunks; None in an engine without adapters. whole: of the chunks, as in `Lanes`;
+        None: all true.
     """
-    # Any: the records are declared for the arrays a graph sees.
+    # Any, because the fields of `Lanes` are declared as jax arrays.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
     slot, start, count, prompt_length, max_tokens, min_tokens = cast("Any", np.zeros((6, lanes), np.int32))
     is_last: Any = np.zeros(lanes, np.bool_)
@@ -63,13 +66,13 @@ def make_lanes(
 
 
 def idle_lanes(config: EngineConfig, lanes: int) -> Lanes:
-    """A call of an engine with these options that does nothing."""
+    """The input of a prefill call without work."""
     adapters = () if config.enable_lora else None
     return make_lanes([], {}, lanes, config.chunk_size, dry=config.enable_dry, adapters=adapters)
 
 
 def prompt_targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:
-    """The prompt tokens that the positions of a chunk predict; none where scores are wanted only of later ones."""
+    """The prompt tokens that the positions of a chunk predict; none if all are before `logprobs_start`."""
     if chunk.start + len(chunk.tokens) < row.params.logprobs_start:
         return ()
     return row.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]

@@ -47,14 +47,13 @@ def make_programs(
     device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
 ) -> list[Program]:
-    """All programs of one engine; of the arrays only the shapes matter.
+    """All programs of one engine. Only the shapes of the arrays matter.
 
-    buckets: the key lengths. few: numbers of rows that get decode programs of their own.
-
-    device_proposer: guesses inside the verify programs, which then take and give back its state.
+    buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
+    device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
 
-    Row state and lanes are packed (`graphs.row_state.packing`) outside of the programs.
+    Row state and lanes are packed (`graphs.row_state.packing`) between programs.
     """
     rows = _abstract(rows)
     state = (*_abstract((weights, rope, cache)), jax.eval_shape(pack_rows, rows))
@@ -67,7 +66,7 @@ def make_programs(
     programs: list[Program] = []
 
     def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None) -> None:
-        """A step. idle: the lanes of a call with nothing to do, where its work is lanes."""
+        """Add a step. work: its abstract input. idle: for prefill, an input without work, which defines its layout."""
         run, given = _on_packed(function, rows, idle), (*state, work, wide)
         programs.append(Program(name=name, function=run, arguments=given, donate=(2, 3)))
 
@@ -133,7 +132,7 @@ def make_programs(
 def logits_programs(
     spec: ModelSpec, config: EngineConfig, lane_choices: Sequence[int], weights: list[Any]
 ) -> list[Program]:
-    """Programs that return whole rows of logits. No engine has them from the start: see `Runner.giving_logits`."""
+    """Programs that return the logits of prompt positions. They are compiled on demand by `Runner.giving_logits`."""
     programs = []
     for lanes in lane_choices:
         tokens = lanes * config.chunk_size
@@ -149,7 +148,7 @@ def logits_programs(
 
 
 def _continue(rows: Rows, held: RowState) -> Program:
-    """Give a row that was done more tokens to sample."""
+    """The program that gives a finished row more tokens to sample."""
 
     def run(state: RowState, slot: jax.Array, remaining: jax.Array) -> RowState:
         return pack_rows(with_remaining(unpack_rows(state, rows), slot, remaining))
@@ -167,7 +166,7 @@ def _verifying(
 
 
 def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:
-    """Programs that move the content of slots, or of their blocks. `held`: abstract cache and row state."""
+    """Programs that move the content of slots or blocks. held: abstract cache and row state."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     write: Callable[..., Any]
     if config.num_blocks is None:
@@ -187,7 +186,7 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
 
 
 def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> Callable[..., Any]:
-    """`function(weights, rope, cache, rows, work, tables)` with its rows packed, and its work if it is lanes."""
+    """`function(weights, rope, cache, rows, work, tables)` on packed rows. lanes: layout of packed `work`."""
 
     def run(
         weights: list[jax.Array],
@@ -216,7 +215,7 @@ def _move(
 
 
 def decode_name(key_length: int, rows: int | None = None) -> str:
-    """rows: of the program; None: all there are."""
+    """The name of a decode program. rows: of a program of few rows; None: all rows."""
     return f"decode[keys={key_length}]" if rows is None else f"decode[rows={rows},keys={key_length}]"
 
 

@@ -1,4 +1,4 @@
-"""Whole rows of logits of the prompts in a step that was started: for tools, never for requests."""
+"""The logits of prompt positions: for tools, not for requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.programs import logits_name
 
 TakeLogits = Callable[[str, int, np.ndarray], None]
-"""Called with a request's id, a position of its prompt, and the logits f32 `[n, V]` at this and the next positions.
+"""Called with a request's id, a position of its prompt, and the logits f32 `[n, V]` from this position on.
 
-A position may come again with the same logits, if its request was preempted. What is raised is taken for a fault of
-the device.
+After a preemption, positions may come again, with the same logits. The engine treats an exception as a device fault.
 """
 
 
@@ -28,7 +27,7 @@ class PromptLogits:
         self._inventory, self._put, self._chunk_size = inventory, put, chunk_size
 
     def give(self, step: InFlight, weights: list[jax.Array], take: TakeLogits) -> None:
-        """Give `take` the logits at all positions whose targets a step has scored."""
+        """Call `take` with the logits at all prompt positions of a step for which log-probabilities were requested."""
         for call in step.first:
             if call.prompt is None:
                 continue

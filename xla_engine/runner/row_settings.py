@@ -1,4 +1,4 @@
-"""What a row is told of its request, as `graphs.row_state.sampling_fields` says."""
+"""The settings of a row on the device, converted from request parameters by `graphs.row_state.sampling_fields`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from xla_engine.text.token_mask import TokenMask
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSettings:
-    """What the device is told about one sequence when its prompt is complete.
+    """The settings of one sequence, which the device gets when its prompt is complete.
 
     dry_breakers: tokens that break a sequence for DRY.
-    seed: 64-bit unsigned. mask: None where every token may be sampled. prompt_token_ids: read for prompt_logprobs.
-    adapter: which of the loaded ones, from 1; 0 is none.
+    seed: 64-bit unsigned. mask: None if every token may be sampled. prompt_token_ids: used for prompt_logprobs.
+    adapter: the adapter's slot, from 1; 0 is none.
     """
 
     max_tokens: int
@@ -40,17 +40,17 @@ class RowSettings:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens before stop ids may be sampled, for the device; a constrained mask forbids them itself."""
+        """Tokens before the device may sample a stop id; 0 if a constrained mask takes care of this."""
         return 0 if self.mask is not None and self.mask.constrained else self.params.min_tokens
 
     @property
     def top_logprobs(self) -> int:
-        """How many most likely tokens are wanted at each step."""
+        """For how many most likely tokens log-probabilities are needed at each step."""
         return self.params.logprobs or 0
 
 
 def sampling_rows(count: int, rows: Mapping[int, RowSettings], *, dry: bool = False) -> SamplingRows:
-    """Host arrays of `count` lanes, of which `rows` complete a prompt. dry: with the parameters of DRY."""
+    """Host arrays for `count` lanes. rows: of the lanes that complete a prompt. dry: include the parameters of DRY."""
     sampling = make_sampling_rows(count, dry=dry)
     for lane, row in rows.items():
         _fill(sampling, SAMPLING_FIELDS, lane, row)
@@ -60,59 +60,59 @@ def sampling_rows(count: int, rows: Mapping[int, RowSettings], *, dry: bool = Fa
 
 
 def _fill(record: Any, lines: Mapping[str, RowField], lane: int, row: RowSettings) -> None:
-    """Fill a lane of one of the records, which are declared for the arrays that a graph sees."""
+    """Fill one lane of a record of sampling parameters."""
     for name, line in lines.items():
         value = getattr(row, line.settled) if line.settled else getattr(row.params, str(line.param))
         getattr(record, name)[lane] = value if line.entry is None else line.entry(value)
 
 
 class HostTables:
-    """`Tables` on the host, and which of its arrays have changed since the device got them."""
+    """The host copy of `Tables`, with a record of the arrays that have changed since the device got them."""
 
     def __init__(
         self, count: int, vocabulary: int, max_blocks: int | None = None, *, drafts: int = 0
     ) -> None:
-        """drafts: that a row may have, at most."""
+        """drafts: the most drafts of a row."""
         self._vocabulary = vocabulary
         self._arrays: Any = make_tables(count, vocabulary, has_blocks=max_blocks is not None, drafts=drafts)
         self._stale = {"bias_ids", "bias", "mask"} | ({"block_changes"} if max_blocks else set())
         self._stale |= {"draft_masks"} if drafts else set()
         self._block_tables = np.zeros((count, max_blocks or 0), np.int32)
-        self._changes: dict[tuple[int, int], int] = {}  # slot and index to block
+        self._changes: dict[tuple[int, int], int] = {}  # block by (slot, index)
 
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
-        """Give a slot its logit bias."""
+        """Set a slot's logit bias."""
         self._arrays.bias_ids[slot] = self._vocabulary
         self._arrays.bias_ids[slot, : len(bias)] = list(bias)
         self._arrays.bias[slot, : len(bias)] = list(bias.values())
         self._stale |= {"bias_ids", "bias"}
 
     def set_mask(self, slot: int, words: np.ndarray) -> None:
-        """Give a slot its mask, u32 `[ceil(V / 32)]`."""
+        """Set a slot's mask, u32 `[ceil(V / 32)]`."""
         self._arrays.mask[slot] = words
         self._stale.add("mask")
 
     def set_draft_masks(self, slot: int, masks: Sequence[np.ndarray]) -> None:
-        """Give a slot the masks behind its first, second, ... draft."""
+        """Set a slot's masks after its first, second, ... draft."""
         for place, words in enumerate(masks):
             self._arrays.draft_masks[slot, place] = words
         self._stale.add("draft_masks")
 
     def set_blocks(self, slot: int, start: int, blocks: Sequence[int]) -> None:
-        """Give a slot blocks from the `start`-th on; what lies behind its last one is not read."""
+        """Set a slot's blocks from the `start`-th on. Entries after the last one are not read."""
         self._block_tables[slot, start : start + len(blocks)] = blocks
         self._changes.update({(slot, start + index): block for index, block in enumerate(blocks)})
         self._stale.add("block_changes")
 
     def take_block_tables(self) -> np.ndarray | None:
-        """All block tables, if they have changed in more places than there is room for in the changes; else None."""
+        """All block tables if there are more changes than `block_changes` can hold; otherwise None."""
         if len(self._changes) <= len(self._block_tables):
             return None
         self._changes.clear()
         return self._block_tables.copy()
 
     def take_stale(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays that changed since the last call, by name, for the device."""
+        """Copies of the arrays that have changed since the last call, by name."""
         stale, self._stale = self._stale, set()
         if "block_changes" in stale:
             changes, self._changes = self._changes, {}

@@ -1,7 +1,7 @@
-"""Owner of weights, executables and, by `device_state`, cache and row state.
+"""The runner: owns weights, executables, KV cache and row state.
 
-`start(plan)` dispatches and returns at once; `wait(in_flight)` fetches O(B) numbers. Between the two the host
-is free, and steps execute in the order they were started.
+`start(plan)` dispatches a step and returns at once; `wait(in_flight)` fetches its O(B) results. Steps execute in the
+order in which they were started.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
 class Runner:
-    """Device side of an engine for one model and one configuration.
+    """The device side of an engine, for one model and one configuration.
 
-    spec: what is static of the model. weights: its leaves, which may change between two steps.
+    spec: the static part of the model. weights: its leaves, which may change between two steps.
     """
 
     def __init__(
@@ -73,8 +73,11 @@ class Runner:
         pooling: str | None = None,
         progress: StartupProgress = silent,
     ) -> None:
-        """device_proposer: makes, of options, model and context length, what guesses inside verify steps. pooling: one
-        of `graphs.config.POOLING_TYPES`; None: prompts are not pooled."""
+        """Load the weights and compile all programs.
+
+        device_proposer: called with options, model and context length; makes the proposer that drafts on the device.
+        pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
+        """
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
@@ -89,11 +92,11 @@ class Runner:
         self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self.spec.attention.bounded_by_length else buckets
-        # Sizes in use, ascending. The self-check leaves only the largest where the choice would change bits.
+        # The sizes in use, ascending. The self-check removes all but the largest if the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
         self._device_proposer: DeviceProposer | None = None
-        if device_proposer is not None:  # adapters are the model's own
+        if device_proposer is not None:  # adapters do not apply to the draft model
             self._device_proposer = device_proposer(
                 replace(config, enable_lora=False), model, self.context_length
             )
@@ -132,7 +135,7 @@ class Runner:
         self.load_seconds = time.perf_counter() - began
         self._prompt_logits: PromptLogits | None = None
         self._take_logits: TakeLogits | None = None
-        self._copies_ahead = jax.default_backend() != "cpu"  # where the host's memory is not the device's
+        self._copies_ahead = jax.default_backend() != "cpu"  # if host and device have separate memory
         self._pooling = None
         if pooling is not None:
             self._pooling = Pooling(pooling, self._inventory, self.weights.leaves, devices.put)
@@ -172,10 +175,10 @@ class Runner:
     def start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
     ) -> InFlight:
-        """Dispatch a plan: its moves, its prefill calls in order, then one decode or verify step. Blocks on nothing.
+        """Dispatch a plan without blocking: its moves, its prefill calls in order, then one decode or verify step.
 
-        `settings` is read for requests whose prompt completes in this plan or that come back, and for rows that join
-        the decode step. `drafts`, for rows of a verify step, say what may come next.
+        settings: must have the requests whose prompt completes in this plan, those that resume, and rows that join the
+            decode step. drafts: for the rows of a verify step.
         """
         self._start_moves(plan, settings)
         for table in plan.tables:
@@ -197,26 +200,26 @@ class Runner:
         return InFlight(plan=plan, first=first, decode=decode)
 
     def wait(self, step: InFlight) -> StepResult:
-        """Fetch the samples of a started step, and what it parked."""
+        """Fetch the samples of a started step, and the states that it parked."""
         for swap in step.plan.parks:
             self._parked.settle(swap.request_id)
         return fetch_samples(step)
 
     def count_padding(self, histogram: Histogram) -> None:
-        """Let a histogram see how much of each prefill call is padding, as a share of its positions."""
+        """Record the share of padding in each prefill call's positions in a histogram."""
         self._dispatch.padding = histogram
 
     @property
     def parked_bytes(self) -> int:
-        """What the host keeps of requests that lost their slots."""
+        """Bytes of parked states in host memory."""
         return self._parked.num_bytes
 
     def discard(self, request_id: str) -> None:
-        """Forget the parked state of a request that is over."""
+        """Remove the parked state of a request that has ended."""
         self._parked.discard(request_id)
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
-        """Fetch what a started step computed of prompts: log-probabilities of their tokens, and what was pooled."""
+        """Fetch a started step's results about prompts: log-probabilities of their tokens, and pooled vectors."""
         scores = fetch_prompt_scores(step, self.config.chunk_size)
         if self._take_logits is not None and self._prompt_logits is not None:
             self._prompt_logits.give(step, self.weights.leaves, self._take_logits)
@@ -224,9 +227,10 @@ class Runner:
 
     @contextmanager
     def giving_logits(self, take: TakeLogits) -> Iterator[None]:
-        """Give `take` the logits of prompts that ask for log-probabilities, in the steps read inside the block.
+        """Pass the logits of prompts that request log-probabilities to `take`, for steps that are read inside the
+        block.
 
-        Compiles programs of its own at the first use. Nothing may be in flight before and after.
+        Compiles its programs at the first use. Nothing may be in flight before and after.
         """
         if self._prompt_logits is None:
             make = functools.partial(logits_programs, self.spec, self.config, self.config.prefill_lanes)
@@ -243,45 +247,45 @@ class Runner:
             self._take_logits = None
 
     def reset(self) -> None:
-        """Make every row inactive and every count zero, as at start-up; the cache keeps what it holds."""
+        """Reset row state, counters and parked states as at start-up; the cache keeps its content."""
         self._state.reset()
         self._dispatch.reset()
         self._parked.clear()
         self.prefill_calls = 0
 
     def rebuild(self) -> None:
-        """Make cache and row state anew, after a step that failed."""
+        """Replace cache and row state after a failed step."""
         calls = self.prefill_calls
         self.blank()
         self.prefill_calls = calls
 
     @property
     def reports(self) -> list[GraphReport]:
-        """One line per executable."""
+        """One report per executable."""
         return list(self._inventory)
 
     @property
     def blocks_of_a_slot(self) -> int:
-        """Blocks that the longest request takes."""
+        """How many blocks the longest request needs."""
         return self.buckets[-1] // self.config.block_size
 
     @property
     def keeps_every_position(self) -> bool:
-        """Whether what a slot holds can be reused from its beginning to anywhere."""
+        """Whether any prefix of a slot's content can be reused."""
         return self.config.num_blocks is not None or keeps_every_position(self.spec, self.context_length)
 
     @property
     def has_one_row_code(self) -> bool:
-        """Whether a row goes through the same code in prefill and decode, at any place in a call: the C++ operations.
+        """Whether a row runs through the same code in prefill and decode, at any place in a call: the C++ kernels.
 
-        Elsewhere, bits that a probe found equal may differ in one sample of a hundred.
+        Otherwise, even if the self-check found equal bits, they may differ in one sample of a hundred.
         """
         spec = self.spec
         state = spec.config.delta is None or spec.native_state is not None
         return spec.products is not None and spec.attention.name == "native" and state
 
     def step_costs(self) -> StepCosts:
-        """What decode and verify steps cost, measured now. The runner must be idle, and is blank afterwards."""
+        """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
         config, keys = self.config, self.bucket_choices[0]
         slots, on_device = config.num_slots, self._device_proposer is not None
         shapes = self.few_choices, config.verify_shapes
@@ -291,7 +295,7 @@ class Runner:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one position of a slot takes on the device."""
+        """Bytes of one position of a slot on the device."""
         return memory.kv_bytes_per_token(self.spec)
 
     @property
@@ -301,21 +305,21 @@ class Runner:
 
     @property
     def platform(self) -> dict[str, str]:
-        """Versions and device words that the bits of a run may depend on."""
+        """Versions, device and backends, on which the bits of a run may depend."""
         return platform_words(self.spec)
 
     @property
     def isa(self) -> str | None:
-        """The instruction set of the C++ operations in use; None: there are none."""
+        """The instruction set of the C++ kernels in use; None without them."""
         return self.spec.isa
 
     @property
     def library(self) -> str | None:
-        """Where the library of the C++ operations came from; None: there are none."""
+        """Where the library of the C++ kernels came from; None without them."""
         return library_of(self.spec)
 
     def blank(self) -> None:
-        """`reset`, and a cache of zeros as well: what runs next repeats to the bit. Nothing may be in flight."""
+        """`reset`, and also fill the cache with zeros, so that runs repeat bit for bit. Nothing may be in flight."""
         self.reset()
         self._state.blank_cache()
         if self._device_proposer is not None:
@@ -334,7 +338,7 @@ class Runner:
         self._inventory.clear()
 
     def _warm_up(self) -> None:
-        """Run every program once with nothing to do: nothing is live, so no state changes."""
+        """Run every program once without work. No row is live, so no state changes."""
         self._dispatch.warm_up(self.buckets, self.few_choices)
         state, swaps = self._state, self.config.parks
         if self.spec.lora is not None:
@@ -349,7 +353,7 @@ class Runner:
             state.held = self._block_moves.warm_up(state.held, swaps=swaps)
 
     def _programs(self) -> tuple[list[Program], Transfers]:
-        """What is to be compiled, and how its arguments get to the devices."""
+        """The programs to compile, and the functions that copy their arguments to the devices."""
         state, devices, put = self._state, self._devices, self._devices.put
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
         same["device_proposer"] = self._device_proposer

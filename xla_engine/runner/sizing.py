@@ -1,4 +1,4 @@
-"""How many slots and blocks an engine gets: what its memory budget holds, up to what pays off."""
+"""Chooses the numbers of slots and blocks, and the context length, from the memory budget."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec
 
-# More rows than these give hardly more tokens per second and each waits longer; `xla-engine sweep` shows where.
+# Beyond these, more rows add little throughput but latency; `xla-engine sweep` shows the trade-off.
 MOST_ROWS = {"cpu": 64}
 MOST_ROWS_ELSEWHERE = 256
 FEW_ROWS = (1, 4)
-DEFAULT_SHARE = (
-    0.25  # of the device's memory may be taken for a longer `max_model_len` that was not asked for
-)
-USUAL_SLOTS = 16  # for which that length must fit where the number of slots is "auto"
+DEFAULT_SHARE = 0.25  # share of the device's memory that the default `max_model_len` may need
+USUAL_SLOTS = 16  # slots assumed for that if the number of slots is "auto"
 
 
 def resolve_length(
     config: EngineConfig, model: ModelConfig, dtype: str, device: Any, stored: StoredKinds | None = None
 ) -> EngineConfig:
-    """Return the options with a `max_model_len`, where it is None and the model allows more than the default.
+    """Choose `max_model_len` if it is None and the model's limit exceeds the default.
 
-    It becomes the model's own limit if the engine then takes at most `DEFAULT_SHARE` of the memory that `device` has,
-    in use or not, else the largest half, quarter and so on of it with which it does, at least `DEFAULT_MAX_MODEL_LEN`:
-    the same at every start on one machine. A model whose rotary frequencies depend on the longest request keeps that
-    default: the size of the memory must not decide a bit. stored: as in `make_spec`.
+    It becomes the model's limit if the engine then needs at most `DEFAULT_SHARE` of the total memory of `device`;
+    otherwise it is halved until it does, but not below `DEFAULT_MAX_MODEL_LEN`. It is the same at every start on one
+    machine. A model whose rotary frequencies depend on the context length keeps the default, because bits must not
+    depend on the size of the memory. stored: as in `make_spec`.
     """
     limit = model.max_position_embeddings
     by_length = any(rope is not None and rope.follows_context for rope in model.ropes)
@@ -51,8 +49,7 @@ def resolve_length(
 def _fits(
     config: EngineConfig, model: ModelConfig, dtype: str, length: int, device: Any, stored: StoredKinds | None
 ) -> bool:
-    """Whether an engine with the slots that are asked for, or `USUAL_SLOTS`, of `length` tokens takes no more than
-    `DEFAULT_SHARE`."""
+    """Whether an engine with the given slots, or `USUAL_SLOTS`, of `length` tokens needs at most `DEFAULT_SHARE`."""
     config = replace(config, memory_utilization=min(config.memory_utilization, DEFAULT_SHARE))
     if config.num_blocks is not None and config.num_blocks * config.block_size < length:
         return False
@@ -67,9 +64,9 @@ def _fits(
 
 
 def few_rows(config: EngineConfig) -> tuple[int, ...]:
-    """Numbers of rows with a decode program of their own, ascending: a quarter of all at most.
+    """The numbers of rows for which there are separate decode programs, ascending: at most a quarter of all rows.
 
-    findings/step_programs.md has why.
+    See findings/step_programs.md for the reason.
     """
     return tuple(rows for rows in FEW_ROWS if rows * 4 <= config.device_rows)
 
@@ -83,17 +80,18 @@ def resolve_sizes(
     *,
     available: Callable[[Any, int], int | None] = memory.available_to_each,
 ) -> EngineConfig:
-    """Return the options with sizes that fit on `device` (a jax device), `beside` what else is to run there.
+    """Choose the sizes that fit on `device` (a jax device).
 
-    available: what counts as the memory of each of several devices like `device`.
+    beside: additional memory for a draft model. available: returns the memory of each of several devices like
+        `device`.
 
-    max_num_seqs becomes a number. "auto" is the largest multiple of 8 whose weights, slots and workspace stay within
-    `memory_utilization` of what the device has available, at most `MOST_ROWS`; where the system does not say, 8.
-    kv_cache_memory_bytes becomes `num_blocks`, as many as it holds; "auto" is what the slots leave, at most what they
-    would take with `max_model_len` each.
+    max_num_seqs becomes a number. "auto" is the largest multiple of 8, up to `MOST_ROWS`, with which the engine needs
+    at most `memory_utilization` of the available memory; if that is unknown, 8.
+    kv_cache_memory_bytes becomes `num_blocks`. "auto" is the memory that slots leave, at most enough for
+    `max_model_len` tokens in every slot.
 
-    Raises ConfigError, with the arithmetic, where nothing fits, where a number was asked for that does not fit, and
-    where the blocks would not hold one request of `max_model_len`.
+    Raises ConfigError, with the arithmetic, if nothing fits, if a given number does not fit, or if the blocks could
+    not hold one request of `max_model_len`.
     """
     memory_bytes = available(device, config.tensor_parallel_size)
     budget = None if memory_bytes is None else int(memory_bytes * config.memory_utilization)
@@ -123,7 +121,7 @@ def resolve_sizes(
 
 
 def _with_blocks(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> EngineConfig:
-    """`kv_cache_memory_bytes` as `num_blocks`; where it is "auto", the fewest."""
+    """Convert `kv_cache_memory_bytes` to `num_blocks`; if it is "auto", to the fewest possible."""
     asked, blocks = config.kv_cache_memory_bytes, _blocks_for(config, max_model_len)
     if asked is None:
         return config

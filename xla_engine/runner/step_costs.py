@@ -1,4 +1,4 @@
-"""What decode and verify steps cost on this machine, measured with every row in use."""
+"""Measures the cost of decode and verify steps on this machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _RUNS = 5
 
 
 class StepCosts(NamedTuple):
-    """Seconds of steps. decode: by rows, ascending. verify: by (lanes, width)."""
+    """Seconds per step. decode: by rows, ascending. verify: by (lanes, width)."""
 
     decode: Mapping[int, float]
     verify: Mapping[tuple[int, int], float]
 
     @classmethod
     def of(cls, seconds: Mapping[int | tuple[int, int], float]) -> StepCosts:
-        """Of what was measured, by rows or (lanes, width): more tokens of as many rows never take less time."""
+        """From measured seconds by rows or (lanes, width). A verify step costs at least a decode of the same rows."""
         costs = cls({key: took for key, took in seconds.items() if isinstance(key, int)}, {})
         verify = {
             key: max(took, costs.decode_of(key[0]))
@@ -40,7 +40,7 @@ class StepCosts(NamedTuple):
         return costs._replace(verify=verify)
 
     def decode_of(self, rows: int) -> float:
-        """Of a decode step of so many rows, between what was measured on a straight line."""
+        """The cost of a decode step of `rows` rows, by linear interpolation."""
         known = sorted(self.decode)
         above = next((count for count in known if count >= rows), known[-1])
         below = next((count for count in reversed(known) if count <= rows), known[0])
@@ -60,10 +60,11 @@ def measure(
     *,
     on_device: bool,
 ) -> StepCosts:
-    """Time the programs of a runner whose rows are idle: decode steps of all `slots` or of few, verify steps of
-    `shapes`. `keys`: the key length they are of. on_device: verify steps draft for themselves, which counts.
+    """Time decode steps of all `slots` or few rows, and verify steps of `shapes`. The runner must be idle.
 
-    Afterwards rows and cache hold anything: blank them.
+    keys: the key length of the programs. on_device: verify steps draft on the device, which is part of their cost.
+
+    Rows and cache are arbitrary afterwards; the caller must blank them.
     """
     host: Any = jax.tree.map(np.asarray, state.make_rows())
     count = len(host.token)
@@ -75,7 +76,7 @@ def measure(
     )
 
     def begin(run: int) -> None:
-        # One token further from run to run, as in use, where what verify steps keep depends on it.
+        # With drafting on the device, each run is one token further, as in real use.
         length = rows.length + (run if on_device else 0)
         state.rows = dispatch.put(pack_rows(replace(rows, length=length)))
 
@@ -93,7 +94,7 @@ def measure(
         calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
 
     found = dict.fromkeys(calls, math.inf)
-    for run in range(_RUNS):  # in turns, so that what else the machine does hits all of them alike
+    for run in range(_RUNS):  # interleaved, so that other load on the machine affects all alike
         for key, (name, work) in calls.items():
             begin(run)
             start = dispatch.run_verify if name.startswith("verify") else dispatch.run
@@ -104,6 +105,6 @@ def measure(
 
 
 def _own_blocks(rows: Any) -> np.ndarray:
-    """Block tables in which slots share no block, if there are as many blocks as slots."""
+    """Block tables in which slots share no block, if there are at least as many blocks as slots."""
     own = np.arange(len(rows.token), dtype=np.int32) % len(rows.history)
     return np.repeat(own[:, None], rows.block_tables.shape[1], axis=1)

@@ -1,4 +1,4 @@
-"""One verify call, as the arrays that go up, and what comes back of it."""
+"""The input arrays of a verify call, and the interpretation of its output."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from xla_engine.graphs.row_state.rows import NOT_KEPT
 from xla_engine.graphs.steps.verify import Drafts
 from xla_engine.scheduler import NO_TOKEN, ResultMismatchError, VerifyRow
 
-HELD = 3  # widths of tokens that the host may send for a row: as many steps may be in flight
+HELD = 3  # times the width: the most expected tokens sent for a row, since several steps may be in flight
 
 
 class Draft(NamedTuple):
-    """What the host expects of a sequence at positions `start ..`.
+    """The tokens that the host expects in a sequence from position `start` on.
 
-    lookup: the row may look its end up in itself where this does not fit.
-    masks: of a constrained row, the tokens allowed behind each of `tokens`, u32 `[ceil(V / 32)]`; it has no other
-        drafts.
+    lookup: the device may use prompt lookup if they do not fit.
+    masks: for a constrained row, the mask after each of `tokens`, u32 `[ceil(V / 32)]`; it has no other drafts.
     """
 
     start: int = 0
@@ -32,8 +31,8 @@ NO_DRAFT = Draft()
 
 
 def no_drafts(lanes: int, width: int) -> Drafts:
-    """A call without a row, as host arrays."""
-    host: Any = np  # the record is declared for the arrays a graph sees
+    """The input of a verify call without rows, as host arrays."""
+    host: Any = np  # Any, because the fields of `Drafts` are declared as jax arrays
     return Drafts(
         slot=host.full(lanes, -1, np.int32),
         most=host.zeros(lanes, np.int32),
@@ -57,7 +56,7 @@ def make_drafts(rows: Sequence[VerifyRow], proposed: Mapping[str, Draft], lanes:
 
 
 def kept(tokens: Sequence[int], row: VerifyRow) -> tuple[int, int]:
-    """How many of a lane's `tokens` the row keeps, and how many drafts it had. Raises ResultMismatchError."""
+    """How many of a lane's `tokens` were emitted, and how many drafts it had. Raises ResultMismatchError."""
     fed = len(tokens) - sum(token == NO_TOKEN for token in tokens)
     count = fed - sum(token == NOT_KEPT for token in tokens)
     if NO_TOKEN in tokens[:fed] or NOT_KEPT in tokens[:count]:
