@@ -55,7 +55,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported on first use, so that `xla-engine --help` does not wait for jax."""
+    """Import public names on first use, so that `xla-engine --help` does not wait for jax."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"xla_engine.{_HOME[name]}"), name)

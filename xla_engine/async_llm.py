@@ -1,4 +1,4 @@
-"""`AsyncLLM`: one engine for many tasks of an event loop."""
+"""`AsyncLLM`: an engine for asyncio."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from xla_engine.text.chat_template import CHAT_OPTIONS, Message
 class AsyncLLM:
     """`LLM` for asyncio. Arguments are those of `LLM`.
 
-    The engine runs in a task that lives while there is work. Everything happens in the event loop's thread but one
-    thing: another thread waits for the device. So there is nothing to lock, and requests come and go between any two
-    steps. A slow reader delays no other, and finds what it missed in one piece.
+    The engine runs in a task that lives while there is work. Everything happens in the event loop's thread, except
+    that a background thread waits for the device. So no locks are needed, and requests may come and go between any two
+    steps. A slow reader does not delay others; its next output contains everything it missed.
 
     Runnable example::
 
@@ -51,7 +51,7 @@ class AsyncLLM:
         self._waiter = Waiter()
         self._driver: asyncio.Task[None] | None = None
         self._paused = self._ending = False
-        self._under_way: tuple[Turn, Wait, Pending[Any]] | None = None  # the turn that waits for its step
+        self._under_way: tuple[Turn, Wait, Pending[Any]] | None = None  # the turn while it waits for its step
 
     async def generate(
         self,
@@ -62,9 +62,9 @@ class AsyncLLM:
         add_special_tokens: bool = True,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs of one request as tokens arrive; the last one, and only it, is `finished`.
+        """Yield cumulative outputs of one request as tokens arrive; only the last one is `finished`.
 
-        The request is submitted when the first output is asked for. Closing the iterator, or cancelling the task that
+        The request is submitted when the first output is awaited. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Arguments and errors are those of `XlaBatchEngine.submit`.
         """
         check_options("generate", options)
@@ -85,7 +85,7 @@ class AsyncLLM:
     async def extend(
         self, request_id: str, max_tokens: int, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate` for a request that has ended and gets more tokens; see `XlaBatchEngine.extend`."""
+        """Like `generate`, but continues a finished request; see `XlaBatchEngine.extend`."""
 
         def submit(collector: OutputCollector, on_refused: Callable[[Exception], object]) -> str:
             self.engine.extend(request_id, max_tokens, collector=collector, **options)
@@ -97,7 +97,7 @@ class AsyncLLM:
                 yield output
 
     async def _read(self, submit: Callable[..., str]) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of the request that `submit(collector=..., on_refused=...)` queues."""
+        """Yield the outputs of the request that `submit(collector=..., on_refused=...)` queues."""
         self._leave_closed_loop()
         news = asyncio.Event()
 
@@ -125,7 +125,7 @@ class AsyncLLM:
                     finished = request.finished
                     yield request.output()
         finally:
-            # Once it has its end, the id may be another request's.
+            # Once the request has ended, another may have its id.
             if not finished and not any(request.finished for request in collector.take()):
                 self.engine.abort(request_id)
 
@@ -137,8 +137,10 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `generate` for one conversation; options are also those of `XlaBatchEngine.render_chat`. Without
-        parameters the answer goes on to the end of the model's turn."""
+        """Like `generate` for one conversation; also takes the options of `XlaBatchEngine.render_chat`.
+
+        Without sampling parameters, the answer continues to the end of the model's turn.
+        """
         check_options("chat", options, *CHAT_OPTIONS)
         request_options = pop_options(options)
         prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
@@ -156,12 +158,13 @@ class AsyncLLM:
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its reader gets a last output. False when it is unknown or already over."""
+        """End a request now; its reader gets a last output. False if it is unknown or has already ended."""
         return self.engine.abort(request_id)
 
     async def pause(self) -> None:
-        """Run no more turns until `resume`. Requests keep their places, and their results their bits; those that are
-        submitted meanwhile wait. When this returns, readers get nothing more; time limits of requests go on.
+        """Run no turns until `resume`. Requests keep their state and their results; those submitted meanwhile wait.
+
+        Once this returns, readers get no output. Deadlines still apply.
         """
         self._leave_closed_loop()
         self._paused = True
@@ -170,20 +173,20 @@ class AsyncLLM:
             await asyncio.sleep(0)  # for readers of the last turn
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._paused = False
         if self.engine.has_work:
             self.keep_running()
 
     @property
     def is_paused(self) -> bool:
-        """Whether `pause` holds the requests."""
+        """Whether the engine is paused."""
         return self._paused
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """Take no more requests, and return when all have ended; those left after `timeout_s` seconds are aborted.
+        """Refuse new requests and wait until all have ended; abort those left after `timeout_s` seconds.
 
-        Later requests raise EngineClosedError. Close the engine afterwards.
+        New requests raise EngineClosedError from now on. Close the engine afterwards.
         """
         self._leave_closed_loop()
         self._ending = True
@@ -195,7 +198,7 @@ class AsyncLLM:
             await asyncio.wait([self._driver])
 
     async def close(self) -> None:
-        """Abort what is live, whose readers get their last output, and free the device memory."""
+        """Abort all live requests, whose readers get a last output, and free the device memory."""
         self._leave_closed_loop()
         self._ending = True
         if self._driver is not None and not self._driver.done():
@@ -211,12 +214,12 @@ class AsyncLLM:
         await self.close()
 
     def keep_running(self) -> None:
-        """Start the task that runs the engine, unless it runs already: for requests submitted to `engine` itself."""
+        """Start the task that runs the engine, unless it is running. Call it after submitting to `engine` directly."""
         loop = asyncio.get_running_loop()
         if self._paused:
             return
         if self._driver is None or self._driver.done():
-            self._wake = asyncio.Event()  # the device has answered, or a request has come
+            self._wake = asyncio.Event()  # set when the device has answered or a request has arrived
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
             raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
@@ -224,7 +227,7 @@ class AsyncLLM:
             self._wake.set()
 
     def _leave_closed_loop(self) -> None:
-        """Where the event loop was closed in a turn, end the turn, and the requests, whose readers are gone."""
+        """If the event loop was closed during a turn, end the turn and abort its requests, which have no reader."""
         driver = self._driver
         if driver is None or driver.done() or not driver.get_loop().is_closed():
             return
@@ -268,7 +271,7 @@ class AsyncLLM:
         answer_turn(turn, answer)
 
     async def _answer(self, turn: Turn, wait: Wait) -> Any:
-        """What the turn is to be told. Requests whose time is up end meanwhile."""
+        """Wait for the turn's result or exception; meanwhile end requests at their deadlines."""
         wake = self._wake
         wake_up = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
         wake.clear()

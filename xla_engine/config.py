@@ -1,4 +1,4 @@
-"""What an engine is: sizes and choices fixed at start-up."""
+"""The configuration of an engine, fixed at start-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
-DEFAULT_MAX_MODEL_LEN = 2048  # of a model that allows more, where its own length does not fit
+DEFAULT_MAX_MODEL_LEN = 2048  # the least default, for models that allow more
 GENERATION_CONFIGS = ("engine", "model")
 RUNNERS = ("auto", "generate", "pooling")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -54,19 +54,18 @@ _SWITCHES = (
     "enable_dry",
     "enable_lora",
 )
-SMALLEST_BATCH = (
-    8  # device rows at least: smaller products use other kernels with other bits (findings/same_bits.md)
-)
+# The fewest device rows: smaller products use other kernels with other bits (findings/same_bits.md).
+SMALLEST_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherOption:
-    """An option that another engine has by this name.
+    """An option of another engine, and what happens to it here.
 
-    why: what it comes to here, or why other values are refused.
-    accepted: the values that are taken other than None, which leaves the option out; None takes any.
-    becomes: the field of `EngineConfig` that takes its value; None leaves the value out.
-    renamed: what values are called there.
+    why: its meaning here, or why other values are refused.
+    accepted: the accepted values apart from None, which omits the option; None accepts any.
+    becomes: the field of `EngineConfig` that gets the value; None: the value is ignored.
+    renamed: translates values.
     """
 
     why: str
@@ -79,85 +78,87 @@ class OtherOption:
 class EngineConfig:
     """Engine options; names follow vLLM where it has one.
 
-    max_num_seqs: requests decoded together, the B_max of every graph; "auto" takes what the device has memory for, up
-        to what pays off there (`xla_engine.runner.sizing`).
-    memory_utilization: share of the memory that is available at start-up that the engine may take.
-    max_model_len: prompt plus generated tokens of one request at most; None takes the model's limit where the
-        engine needs at most a quarter of the machine's memory for it, else a half of it and so on, down to 2048.
+    max_num_seqs: the most requests decoded together (slots); "auto" takes as many as fit into memory, up to a limit
+        for the platform (`xla_engine.runner.sizing`).
+    memory_utilization: the share of the memory available at start-up that the engine may use.
+    max_model_len: the most tokens of a request, prompt plus generated. None takes the model's limit; while that needs
+        more than a quarter of the machine's memory, it is halved, down to 2048.
     dtype: "auto" (the checkpoint's), "bfloat16" or "float32".
-    seed: mixed with the request id for requests that bring no seed of their own.
-    lag: started steps the host may leave unread: 1 overlaps host and device, 0 reads each step at once; 2 is up to 9 %
-        faster where steps take a millisecond, and runs a row that a stop token ends one step further
+    seed: combined with the request id for requests without a seed of their own.
+    lag: how many started steps may be unread: 1 overlaps host and device, 0 reads each step at once. 2 is up to 9 %
+        faster if steps take a millisecond, but a row that a stop token ends runs one step longer
         (findings/host_time.md).
     chunk_size: prompt tokens per prefill lane. Prompts are cut at its multiples, whatever the load.
-    prefill_lanes: lane counts of the prefill graphs, ascending.
-    max_num_batched_tokens: rows of work per step (decode rows plus padded prompt chunks); None fills the largest
-        prefill graph once per step.
-    key_buckets: key lengths attention is compiled for, ascending; rounded up to whole spans. None takes three at
-        most: 256, the whole context, and the geometric mean of the two (findings/kv_cache.md).
-    attention_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, compiled at first
-        use; "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, interpreted (slowly, for tests)
-        elsewhere.
-    linear_backend: "auto" takes what is fastest on this platform; "native" is C++ for the CPU, in bfloat16 or
-        int8; "xla" runs anywhere.
-    quantization: "int8" keeps matrices, those of experts too, in eight bits, and quantises activations: half the
-        memory, other tokens, and a small loss (findings/int8.md). None keeps them as `dtype` says.
-        "gguf" keeps the matrices of a quantised GGUF file as they are there, in C++ products only: the memory of the
-        file, and the bits of None (docs/models.md).
-    max_waiting: queued requests at most, beyond those that free slots will take; None is unbounded.
-    scheduling_policy: which request goes first: "priority" (by arrival and priority), "fcfs" (by arrival alone),
-        "shortest_prompt", "deadline" (the earliest), "longest_prefix" (most of the prompt cached), or "round_robin",
-        in which requests take turns on the slots; `scheduler.policy` states the bounds. "package.module:Name" is a
-        policy of your own, see `scheduler.user_policy`.
-    priority_aging: later arrivals that one class of priority may go before; under shortest_prompt, deadline and
-        longest_prefix how many may go before the request that waits longest.
-    quantum: steps of a turn under round_robin.
-    logprobs_mode: "raw_logprobs" gives the log-probabilities of the model's logits as they are, "processed_logprobs"
-        those of the distribution drawn from: after bias, penalties, masks, temperature and truncation (-inf for what
-        cannot be drawn; a greedy row has no temperature and no truncation).
-    generation_config: where sampling defaults come from for requests without parameters: "engine", `SamplingParams`'
-        own, or "model", what the checkpoint's generation_config.json recommends.
-    enable_prefix_caching: prompts that begin as an earlier one did, of the same `cache_salt`, prefill only the rest;
-        where the model keeps no window or recurrent state, and never at the cost of a bit.
-    block_size: tokens of a KV block, the unit in which cached prefixes are found and slots borrow memory.
-    num_blocks: KV blocks of `block_size` tokens that slots borrow as they grow, and share where prompts begin alike;
-        without it each slot has `max_model_len` of its own. More requests fit when most are short. When blocks run
-        out, the last request in line loses its slot and goes on later.
-    kv_cache_memory_bytes: memory of these blocks, instead of their number; "auto" takes what weights and slots leave
-        of `memory_utilization`, up to `max_model_len` for every slot.
-    preemption: under priority, a request that is before another in line takes its slot; the other goes on later.
-    swap_space: GiB of the host's memory for the state of preempted requests; those beyond run again.
+    prefill_lanes: lane counts of the prefill programs, ascending.
+    max_num_batched_tokens: the most rows of work per step (decode rows plus padded prompt chunks); None fills the
+        largest prefill program once per step.
+    key_buckets: key lengths for which attention is compiled, ascending; rounded up to multiples of the span. None
+        takes
+        at most three: 256, the whole context, and their geometric mean (findings/kv_cache.md).
+    attention_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, compiled at first use;
+        "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, which are interpreted (slowly, for
+        tests) elsewhere.
+    linear_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, in bfloat16 or int8; "xla"
+        runs anywhere.
+    quantization: "int8" quantises all matrices, including those of experts, and activations to eight bits: half the
+        memory, other tokens, and a small loss (findings/int8.md). None keeps them in `dtype`.
+        "gguf" keeps the encoding of a quantised GGUF file: the memory of the file, and the bits of None
+        (docs/models.md). It needs the C++ products.
+    max_waiting: the most queued requests, beyond those that fit into free slots; None: unbounded.
+    scheduling_policy: the order of the queue: "priority" (by arrival and priority), "fcfs" (by arrival alone),
+        "shortest_prompt", "deadline" (the earliest first), "longest_prefix" (longest cached prefix first), or
+        "round_robin", under which requests take turns on the slots; `scheduler.policy` states the bounds.
+        "package.module:Name" is your own policy, see `scheduler.user_policy`.
+    priority_aging: how many arrivals one level of priority is worth; under shortest_prompt, deadline and
+        longest_prefix, how many requests may pass the one that waits longest.
+    quantum: steps that a request decodes under round_robin before it gives up its slot.
+    logprobs_mode: "raw_logprobs" returns log-probabilities of the model's raw logits, "processed_logprobs" those of
+        the
+        sampled distribution: after bias, penalties, masks, temperature and truncation (-inf for tokens that cannot be
+        sampled; greedy rows have no temperature or truncation).
+    generation_config: the sampling defaults of requests without parameters: "engine" for those of `SamplingParams`,
+        "model" for those of the checkpoint's generation_config.json.
+    enable_prefix_caching: prompts with a cached prefix, of the same `cache_salt`, prefill only the rest. It applies to
+        models without sliding windows or recurrent state, and changes no bit.
+    block_size: tokens of a KV block, the unit of prefix caching and of the block pool.
+    num_blocks: size of a pool of KV blocks, which slots take as they grow, and share for common prefixes. Without it,
+        each slot has memory for `max_model_len` tokens. With a pool, more requests fit if most are short. When blocks
+        run out, the last request in line is preempted and continues later.
+    kv_cache_memory_bytes: the memory of the pool, instead of `num_blocks`; "auto" takes what weights and slots leave
+        of `memory_utilization`, up to `max_model_len` tokens for every slot.
+    preemption: under fcfs and priority, a request may take the slot of one that is behind it in line; that one
+        continues later.
+    swap_space: GiB of host memory for the state of preempted requests; if it is full, they are computed again.
     compile_cache: keep compiled programs on disk between runs.
-    self_check: see at start-up whether rows, lane counts and key buckets change a bit on this machine. With
-        `compile_cache` a later start of the same model, options and programs takes what the first one saw.
-    isa: the instruction set of the C++ operations, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon";
-        "amx" and "neon_bf16" have bits of their own, the others sum in one order. "auto" takes what `XLA_ENGINE_ISA`
-        says, else the best of this machine; "none" is pure JAX.
-    speculative_config: let rows sample several tokens in a step, see `SpeculativeConfig`; no token and no
-        log-probability changes. None: they sample one.
-    enable_dry: requests may have `dry_multiplier` and `penalty_last_n`. Other programs are compiled for it; no bit of
-        a request without them changes.
-    keep_finished: requests that are kept when they have ended, the oldest forgotten first, so that `extend` can give
-        them more tokens; each keeps its tokens and log-probabilities, on the host. 0 keeps none.
-    step_timeout_s: seconds that a step may take to be started, and to be read; then the device is given up, and every
-        request ends with an error. Deadlines are looked at while a step is read. None waits for ever.
-    phase_timers: measure where the host's time goes in each step, for `stats().phases` and step logs.
-    tensor_parallel_size: devices that share one model, each with some output features of every weight and some heads
-        of the cache (`xla_engine.graphs.sharding`). Where the C++ products serve, no bit depends on it.
-    shadow_rate: share of requests that run a second time when they are over, alone and by plain decode, in a row of
-        their own between the engine's steps; `stats` counts those that differ (`xla_engine.engine.shadow`). Each of
-        their tokens costs a step of one row. 0 runs none.
-    enable_lora: requests may have LoRA adapters, each its own (docs/adapters.md). Other programs are compiled for it;
-        with the C++ products no bit of a request without an adapter changes.
-    max_loras: adapters that the engine has room for. What they cost in a step depends on those in use only.
-    max_lora_rank: rank of an adapter at most.
-    runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, of each prompt
-        (docs/embeddings.md); "auto" pools where the checkpoint is a sequence classifier, has no output head, or
-        brings sentence-transformers' modules.json.
-    pooler_config: how a model pools, in place of what its files say: "pooling_type", "LAST" or "MEAN", and
-        "use_activation".
-    hf_overrides: fields in place of config.json's: `rope_parameters`, `rope_scaling`, `rope_theta` and
-        `max_position_embeddings`, as YaRN for longer texts wants them; and those that say how a model pools.
+    self_check: check at start-up whether rows, lane counts or key buckets change bits on this machine. With
+        `compile_cache`, later starts of the same model, options and programs reuse the result.
+    isa: the instruction set of the C++ kernels, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; "amx"
+        and "neon_bf16" have their own bits, the others sum in the same order. "auto" takes `XLA_ENGINE_ISA` if it is
+        set, otherwise the best of this machine; "none" is pure JAX.
+    speculative_config: speculative decoding, see `SpeculativeConfig`; it changes no token and no log-probability.
+        None: off.
+    enable_dry: allow `dry_multiplier` and `penalty_last_n`. This compiles other programs; no bit of requests without
+        them changes.
+    keep_finished: how many finished requests to keep, with their tokens and log-probabilities in host memory, so that
+        `extend` can continue them; the oldest is evicted first. 0 keeps none.
+    step_timeout_s: seconds that the start of a step, and then its result, may take. After that the device counts as
+        lost, and every request ends with an error. Deadlines are also checked while a step runs. None: no limit.
+    phase_timers: measure the phases of each step on the host, for `stats().phases` and step logs.
+    tensor_parallel_size: devices that share one model; each has some output features of every weight and some heads of
+        the cache (`xla_engine.graphs.sharding`). With the C++ products, no bit depends on it.
+    shadow_rate: the share of finished requests that are rerun alone, by plain decode, in a separate row between the
+        engine's steps; `stats` counts those that differ (`xla_engine.engine.shadow`). Each of their tokens costs a
+        step of one row. 0: off.
+    enable_lora: requests may have LoRA adapters, each a different one (docs/adapters.md). This compiles other
+        programs; with the C++ products, no bit of requests without an adapter changes.
+    max_loras: the number of adapter slots. The cost of a step depends only on the adapters in use.
+    max_lora_rank: the highest rank of an adapter.
+    runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
+        (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
+        modules.json of sentence-transformers.
+    pooler_config: overrides how the model pools: "pooling_type" ("LAST" or "MEAN") and "use_activation".
+    hf_overrides: overrides fields of config.json: `rope_parameters`, `rope_scaling`, `rope_theta` and
+        `max_position_embeddings`, for example for YaRN; and those that say how a model pools.
     """
 
     max_num_seqs: int | Literal["auto"] = 16
@@ -268,39 +269,39 @@ class EngineConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> Self:
-        """Options by name, some of them by another engine's. Raises ConfigError for one that can have no effect."""
+        """Build from options by name; `others` translates another engine's. Raises ConfigError for an invalid one."""
         return cls(**own_options(options, others))
 
     @property
     def num_slots(self) -> int:
-        """`max_num_seqs` as a number. Raises ConfigError where it is still "auto"."""
+        """`max_num_seqs` as a number. Raises ConfigError if it is still "auto"."""
         if self.max_num_seqs == AUTO:
             raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
         return self.max_num_seqs
 
     @property
     def pools(self) -> bool:
-        """Whether each prompt becomes a vector, and no text."""
+        """Whether the engine pools prompts instead of generating."""
         return self.runner == "pooling"
 
     @property
     def uses_blocks(self) -> bool:
-        """Whether slots borrow KV blocks."""
+        """Whether there is a pool of KV blocks."""
         return self.num_blocks is not None or self.kv_cache_memory_bytes is not None
 
     @property
     def reuses_slots(self) -> bool:
-        """Whether a prompt may take its beginning from what a slot still holds of another."""
+        """Whether prefixes are cached in slots, not in blocks."""
         return self.enable_prefix_caching and not self.uses_blocks
 
     @property
     def parks(self) -> bool:
-        """Whether the state of a request can wait on the host."""
+        """Whether preempted requests may be parked in host memory."""
         return self.preemption or self.uses_blocks
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How rows sample several tokens a step; None where they do not."""
+        """The speculative configuration; None without speculation."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     @property
@@ -310,13 +311,12 @@ class EngineConfig:
 
     @property
     def device_rows(self) -> int:
-        """Rows of the decode graph; a very small batch is padded with rows that are never live. The shadow probe has
-        one more than there are slots."""
+        """Rows of the decode program: the slots, one for the shadow probe, and at least SMALLEST_BATCH."""
         return max(self.num_slots + (self.shadow_rate > 0), SMALLEST_BATCH)
 
     @property
     def head_rows(self) -> int:
-        """Rows of output head and sampler in every prefill graph."""
+        """Rows of output head and sampler in every prefill program."""
         return max(self.prefill_lanes[-1], SMALLEST_BATCH)
 
     @property
@@ -326,7 +326,7 @@ class EngineConfig:
 
     @property
     def max_chunks(self) -> int | None:
-        """Chunks of one step: what the largest prefill graph holds, unless a budget was asked for."""
+        """The most chunks of a step: the lanes of the largest prefill program; None with `max_num_batched_tokens`."""
         return self.prefill_lanes[-1] if self.max_num_batched_tokens is None else None
 
     @property
@@ -337,7 +337,7 @@ class EngineConfig:
         return self.num_slots + self.chunk_size * self.prefill_lanes[-1]
 
     def context_length(self, model_limit: int) -> int:
-        """Positions per slot for a model that allows `model_limit`."""
+        """Positions per slot for a model with this limit. Raises ConfigError if `max_model_len` exceeds it."""
         if self.max_model_len is None:
             return min(model_limit, DEFAULT_MAX_MODEL_LEN)
         if self.max_model_len > model_limit:
@@ -348,15 +348,16 @@ class EngineConfig:
         return self.max_model_len
 
     def buckets(self, context_length: int) -> tuple[int, ...]:
-        """Key lengths attention is compiled for, whole spans; the last one holds the whole context."""
+        """Key lengths for which attention is compiled, multiples of the span; the last covers the whole context."""
         longest = whole_spans(context_length)
         sizes = self.key_buckets or (SMALLEST_KEY_BUCKET, round(math.sqrt(SMALLEST_KEY_BUCKET * longest)))
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name that a file may be held against, so not speculation and timers: they change no result.
+        """All options by name that are compared with those in files; without speculation and timers, which change no
+        result.
 
-        Options that came later are left out where they are not asked for: older files stay valid.
+        Options that were added later are omitted if they have their default, so that older files stay valid.
         """
         given = asdict(self)
         del given["speculative_config"], given["phase_timers"]
@@ -369,13 +370,13 @@ class EngineConfig:
         return {name: value for name, value in given.items() if (name, value) not in late}
 
     def bit_options(self) -> dict[str, Any]:
-        """All options by name that a bit of a result may depend on, as far as is known without asking the device."""
+        """All options by name that bits of a result may depend on, as far as is known without the device."""
         bitless = ("step_timeout_s", "keep_finished")
         return {name: value for name, value in self.options().items() if name not in bitless}
 
 
 def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> dict[str, Any]:
-    """`options` as fields of `EngineConfig`, as `EngineConfig.of` takes them. None leaves an option out."""
+    """Translate `options` to fields of `EngineConfig`, as in `EngineConfig.of`; omits those that are None."""
     known = {each.name for each in fields(EngineConfig)}
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -419,7 +420,7 @@ def check_ascending(name: str, sizes: object) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, true and false left out."""
+    """Whether a value is a number, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -477,7 +478,7 @@ OF_EVERY_MODEL = frozenset(
 
 
 def check_pooling(name: str, given: object) -> None:
-    """Raise ConfigError unless `given` is None or an object of fields that the option `name` has."""
+    """Raise ConfigError unless `given` is None or a mapping with valid fields for the option `name`."""
     known = _FIELDS[name]
     if given is None:
         return

@@ -1,4 +1,4 @@
-"""What the environment says: directories, the compiler, keys. The only file that reads environment variables."""
+"""Directories, the compiler and keys from environment variables. The only file that reads the environment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from xla_engine.errors import ConfigError
 
 
 def requested_isa(isa: str = "auto") -> str:
-    """The instruction set asked for: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
-    from xla_engine.config import (
-        AUTO,
-        ISAS,
-    )  # imports jax, which nobody waits for who only asks for a directory
+    """The requested instruction set: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
+    # Imported late, because it imports jax, and callers that only need a directory should not wait for that.
+    from xla_engine.config import AUTO, ISAS
 
     asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
     if asked not in ISAS:
@@ -23,19 +21,19 @@ def requested_isa(isa: str = "auto") -> str:
 
 
 def compile_cache_directory() -> Path:
-    """Where compiled programs are kept: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
+    """The directory of compiled programs: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
     if explicit := os.environ.get("XLA_ENGINE_CACHE"):
         return Path(explicit)
     return cache_directory() / "programs"
 
 
 def native_cache_directory() -> Path:
-    """Where the compiled C++ operations are kept, among the compiled programs."""
+    """The directory of compiled C++ kernels, inside that of compiled programs."""
     return compile_cache_directory() / "native"
 
 
 def xla_flags() -> str:
-    """Options of XLA, which compiled programs depend on: `XLA_FLAGS`."""
+    """XLA's options, on which compiled programs depend: `XLA_FLAGS`."""
     return os.environ.get("XLA_FLAGS", "")
 
 
@@ -45,17 +43,17 @@ def compiler() -> str:
 
 
 def api_keys_from_environment() -> tuple[str, ...]:
-    """The keys that open a server: `XLA_ENGINE_API_KEY`, several with commas between them."""
+    """The API keys of the server: `XLA_ENGINE_API_KEY`, separated by commas."""
     return tuple(key.strip() for key in os.environ.get("XLA_ENGINE_API_KEY", "").split(",") if key.strip())
 
 
 def api_key(name: str) -> str:
-    """The key in the variable of this name, for a server that wants one; empty if it is not set."""
+    """The API key in the variable of this name, for a client; empty if it is not set."""
     return os.environ.get(name, "").strip()
 
 
 def cache_directory() -> Path:
-    """Our part of the user's cache directory; among the temporary files for a user who has no home."""
+    """The package's directory in the user's cache directory, or in the temporary directory if there is no home."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "xla-engine"
     try:
@@ -70,7 +68,7 @@ def embedded_model_directory() -> Path:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """NVIDIA devices for this process: `CUDA_VISIBLE_DEVICES`, else all there are; none where JAX is told so."""
+    """The NVIDIA devices for this process: `CUDA_VISIBLE_DEVICES`, else all; none if `JAX_PLATFORMS` is the CPU."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return ()
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

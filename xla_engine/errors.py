@@ -1,7 +1,7 @@
-"""Everything a user can get wrong, by name. Each message names the remedy.
+"""The errors that this package raises. Each message names the remedy.
 
-`code` is the machine-readable word written to batch error records; the vocabulary follows the OpenAI
-and Azure batch services where they have a word.
+`code` is the machine-readable word in batch error records. It follows the OpenAI and Azure batch services if they have
+a word.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class XlaEngineError(Exception):
 
 
 class InvalidRequestError(XlaEngineError, ValueError, code="invalid_request"):
-    """One request is wrong; no other is concerned."""
+    """One request is invalid; others are not affected."""
 
 
 class AdaptersBusyError(InvalidRequestError):
-    """All room for adapters is taken by requests that have not ended; it may be there later."""
+    """All adapter slots are pinned or in use by unfinished requests; try again later."""
 
 
 class TokenLimitError(InvalidRequestError, code="token_limit_exceeded"):
@@ -32,11 +32,11 @@ class TokenLimitError(InvalidRequestError, code="token_limit_exceeded"):
 
 
 class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
-    """A conversation cannot become a prompt: no chat template, or it fails on these messages."""
+    """A conversation cannot be rendered: there is no chat template, or it fails on these messages."""
 
 
 class ConfigError(XlaEngineError, ValueError, code="invalid_config"):
-    """The engine was asked for something it cannot be."""
+    """The configuration of the engine is invalid."""
 
 
 class OneEngineError(ConfigError, code="one_engine_only"):
@@ -48,15 +48,15 @@ class CheckpointError(XlaEngineError, ValueError, code="invalid_checkpoint"):
 
 
 class EngineFaultError(XlaEngineError, RuntimeError, code="engine_fault"):
-    """A step on the device failed where going on is not enough."""
+    """A step on the device failed, and the engine cannot recover."""
 
 
 class DeviceLostError(EngineFaultError, code="device_gone"):
-    """The device does not answer any more; the engine is given up."""
+    """The device does not answer any more; the engine is closed."""
 
 
 class EngineClosedError(XlaEngineError, RuntimeError, code="engine_closed"):
-    """The engine was closed or died; submit elsewhere."""
+    """The engine was closed or has failed; use another one."""
 
 
 class RecordError(XlaEngineError, ValueError, code="invalid_record"):
@@ -72,7 +72,7 @@ class OutputError(XlaEngineError, ValueError, code="cannot_write"):
 
 
 class ResumeError(XlaEngineError, ValueError, code="cannot_resume"):
-    """An output file is not what this run would have left behind."""
+    """An output file was not written by a run like this one, so it cannot be resumed."""
 
 
 class CompareError(XlaEngineError, ValueError, code="invalid_results"):
@@ -80,7 +80,7 @@ class CompareError(XlaEngineError, ValueError, code="invalid_results"):
 
 
 class LogitsFileError(XlaEngineError, ValueError, code="invalid_logits_file"):
-    """A file of saved logits is damaged, or of another text or model; the message says what differs."""
+    """A file of saved logits is damaged, or belongs to another text or model; the message says what differs."""
 
 
 class RecordMismatchError(XlaEngineError, ValueError, code="record_mismatch"):
@@ -88,4 +88,4 @@ class RecordMismatchError(XlaEngineError, ValueError, code="record_mismatch"):
 
 
 class ScheduleError(XlaEngineError, ValueError, code="invalid_schedule"):
-    """The engine cannot run a schedule that was not drawn for it; the message names request and limit."""
+    """The engine cannot run this schedule, which was made for another; the message names request and limit."""

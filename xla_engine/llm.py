@@ -1,4 +1,4 @@
-"""`LLM`: the offline front door, shaped like vLLM's."""
+"""`LLM`: offline inference, with the interface of vLLM's class."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class LLM:
     """A model ready to generate.
 
     Arguments:
-        model: a Hugging Face model directory, a .gguf file, a hub id, or "package:NAME", the model in an installed
-            Python package; None is the small model that ships with this one.
-        max_num_seqs: requests decoded together; "auto" takes what the device has memory for.
-        max_model_len: prompt plus generated tokens at most; None takes the model's limit, or less
-            where that would need more than a quarter of the machine's memory.
+        model: a Hugging Face model directory, a .gguf file, a Hub id, or "package:NAME" for the model in an installed
+            Python package; None is the small embedded model.
+        max_num_seqs: the most requests decoded together; "auto" takes as many as fit into memory.
+        max_model_len: the most tokens of a request, prompt plus generated; None takes the model's limit, or less if
+            that would need more than a quarter of the machine's memory.
         dtype: "auto", "bfloat16" or "float32".
         seed: used for requests without a seed of their own.
-        generation_config: "model", the default, gives prompts without parameters the values that the checkpoint
-            recommends; "engine" those of `SamplingParams`.
-        data_parallel_size: so many engines side by side, a process each, which share this machine's devices, cores and
-            memory. Results are the same; a process that ends is started again, and its requests run elsewhere.
-        engine_options: further fields of `EngineConfig`, also by the names of docs/from_vllm.md. Raises ConfigError
-            for one that can have no effect.
+        generation_config: the sampling parameters of prompts without any: "model" (default) takes those that the
+            checkpoint recommends, "engine" those of `SamplingParams`.
+        data_parallel_size: number of engines, each in a process of its own, that share this machine's devices, cores
+            and memory. Results are the same. If a process dies, it is restarted and its requests run elsewhere.
+        engine_options: further fields of `EngineConfig`, or their names in docs/from_vllm.md. Raises ConfigError for
+            an option that can have no effect.
 
     Runnable example::
 
@@ -79,9 +79,9 @@ class LLM:
             for output in llm.generate(["def fib(n):"], SamplingParams(temperature=0, max_tokens=48)):
                 print(output.outputs[0].text)
 
-    Threads may share one: their requests run in one batch, and each call returns when its own are done.
+    Thread-safe: requests of all threads run in one batch, and each call returns when its own are done.
 
-    Leaving the `with` block, or `close()`, frees the device memory.
+    Leaving the `with` block, or calling `close()`, frees the device memory.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class LLM:
         return self.engine.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. Raises ConfigError where it has none."""
+        """The checkpoint's tokenizer. Raises ConfigError if it has none."""
         if self.engine.tokenizer is None:
             raise ConfigError("the model has no tokenizer.json; prompts are token ids")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What prompts without parameters get: the model's recommendations, or `SamplingParams`' own values."""
+        """The parameters of prompts without any: the model's recommendations, or the defaults of `SamplingParams`."""
         return self.engine.default_params
 
     def generate(
@@ -142,11 +142,11 @@ class LLM:
             prompts: text, token ids, vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, or a list of these.
             sampling_params: one for all, or one per prompt; a dict of fields may stand for each.
             use_tqdm: show a progress bar.
-            priority: -10 (soonest) to 10, one for all or one per prompt.
-            lora_request: an adapter for all, or for each prompt one or None; needs `enable_lora`.
+            priority: -10 (first) to 10, one for all or one per prompt.
+            lora_request: an adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
             options: `deadline_s`, `queue_timeout_s` and `cache_salt`; see `xla_engine.engine.protocol.SharedOptions`.
 
-        Raises InvalidRequestError naming the first bad prompt before any of them runs.
+        Raises InvalidRequestError, naming the first invalid prompt, before any prompt runs.
         """
         check_options("generate", options)
         many = prompt_list(prompts)
@@ -187,15 +187,15 @@ class LLM:
 
         Arguments:
             messages: dicts with "role" and "content", or a list of such lists.
-            sampling_params: as in `generate`; None goes on to the end of the model's turn.
+            sampling_params: as in `generate`; None: without a limit, to the end of the model's turn.
             stream: yield cumulative outputs as tokens arrive, as `stream` does.
             use_tqdm, priority, lora_request: as in `generate`.
-            options: those of `generate`; `chat_template`, jinja2 source to use in place of the checkpoint's; and
-                `tools`, `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
+            options: those of `generate`; `chat_template`, jinja2 source that replaces the checkpoint's; and `tools`,
+                `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.text.chat_template.render_chat`.
 
-        Raises InvalidRequestError naming the first bad conversation before any of them runs; ChatTemplateError, one of
-        these, where the checkpoint has no chat template.
+        Raises InvalidRequestError, naming the first invalid conversation, before any of them runs; its subclass
+        ChatTemplateError if the checkpoint has no chat template.
         """
         check_options("chat", options, *CHAT_OPTIONS)
         shared = pop_options(options)
@@ -222,9 +222,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Like `generate`, yielding cumulative outputs as tokens arrive; `finished` is true once per request.
 
-        Nothing is submitted before the first output is asked for, and closing the iterator aborts what has not ended.
-        Several streams may be read in turns: each read runs the engine for all. For readers that run at the same time
-        there is `AsyncLLM`.
+        Requests are submitted when the first output is read; closing the iterator aborts those that have not ended.
+        Several streams may be read alternately: each read runs the engine for all. For concurrent readers use
+        `AsyncLLM`.
         """
         check_options("stream", options)
         many = prompt_list(prompts)
@@ -251,12 +251,12 @@ class LLM:
         """The log-likelihood of each continuation after its context; results in their order.
 
         Arguments:
-            contexts, continuations: texts, or token ids; as many of one as of the other, or one context for all. What
-                contexts have in common is computed once.
+            contexts, continuations: texts or token ids; equally many, or one context for all. Common prefixes of
+                contexts are computed once.
             use_tqdm, priority, lora_request, options: as in `generate`.
 
-        Raises InvalidRequestError naming the first bad pair before any of them runs. A score depends on nothing but
-        its pair: not on the others, the number of slots or what the cache holds.
+        Raises InvalidRequestError, naming the first invalid pair, before any of them runs. A score depends only on its
+        pair, not on the others, the number of slots or the content of the cache.
         """
         pairs = score_requests(contexts, continuations, self.tokenizer)
         prompts, params = [ids for ids, _ in pairs], [each for _, each in pairs]
@@ -274,10 +274,11 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, in their order.
 
-        prompts: texts or token ids, as for `generate`. pooling_params: `dimensions` cuts vectors off. options, and
-            errors, are those of `generate`; also InvalidRequestError where the model cannot do what is asked.
+        prompts: texts or token ids, as for `generate`. pooling_params: `dimensions` truncates the vectors.
+        options: those of `generate`.
 
-        A vector depends on its prompt alone, to the bit.
+        Raises what `generate` raises, and InvalidRequestError if the model does not support the request. Every bit of
+        a vector depends only on its prompt.
         """
         outputs = self._pool(prompt_list(prompts), "embed", pooling_params, use_tqdm=use_tqdm, **options)
         return [embedding_of(each) for each in outputs]
@@ -290,7 +291,7 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of each prompt's classes; prompts as for `embed`."""
+        """The class probabilities of each prompt; arguments as for `embed`."""
         outputs = self._pool(prompt_list(prompts), "classify", pooling_params, use_tqdm=use_tqdm, **options)
         return [classification_of(each) for each in outputs]
 
@@ -306,10 +307,12 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well each document fits its query: vLLM's `score`.
 
-        queries, documents: as many of one as of the other, or one query for all. A classifier of one class reads both
-        at once; of a model without a classifier, it is the cosine of their vectors.
-        chat_template: jinja2 source that makes the classifier's prompt of messages with the roles "query" and
-            "document"; without it the tokenizer joins the two.
+        A classifier with one class reads both at once; for a model without a classifier, the score is the cosine of
+        their vectors.
+
+        queries, documents: equally many, or one query for all.
+        chat_template: jinja2 source that renders the classifier's prompt from messages with the roles "query" and
+            "document"; by default the tokenizer joins the two.
         """
         queries = [queries] if isinstance(queries, str) else list(queries)
         documents = [documents] if isinstance(documents, str) else list(documents)
@@ -343,7 +346,7 @@ class LLM:
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
     ) -> list[RerankResult]:
-        """The documents from the best fit to the worst, the first `top_n` of them; equals in the order given.
+        """The `top_n` best documents for a query, best first; equal ones in the given order.
 
         options: those of `score_documents`.
         """
@@ -370,10 +373,10 @@ class LLM:
         use_tqdm: bool = True,
         **options: Unpack[RequestOptions],
     ) -> RequestOutputs:
-        """Give requests that have ended up to `max_tokens` more tokens each; results in the order of `outputs`.
+        """Continue finished requests with up to `max_tokens` more tokens each; results in the order of `outputs`.
 
-        outputs: what `generate`, `chat` or `extend` returned for them. An `LLM(keep_finished=N)` keeps the latest N.
-        options: those of `XlaBatchEngine.extend`, which says what is returned, and what it raises.
+        outputs: what `generate`, `chat` or `extend` returned. An `LLM(keep_finished=N)` keeps the latest N requests.
+        options: those of `XlaBatchEngine.extend`, which documents results and errors.
         """
         many = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
         collector = OutputCollector(every_token=False)
@@ -409,7 +412,7 @@ class LLM:
         return outputs
 
     def _tell_of_cuts(self, outputs: list[RequestOutput]) -> None:
-        """Log, once, that a default cut texts of callers who gave no parameters."""
+        """Log once that texts of a caller without parameters ended at the default `max_tokens`."""
         cut = sum(each.finish_reason == "length" for output in outputs for each in output.outputs)
         if cut and (most := self.engine.default_params.max_tokens) is not None:
             self._told_of_cuts = True
@@ -430,7 +433,7 @@ class LLM:
         lora_request: Adapter = None,
         **options: Any,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Outputs with their prompt's place until all have ended; those left when the caller stops are aborted."""
+        """Yield (index of the prompt, output) until all have ended; abort the others if the caller stops early."""
         collector = OutputCollector(every_token=not only_finished)
         given = self.engine.default_params if sampling_params is None else sampling_params
         params = [
@@ -454,8 +457,8 @@ class LLM:
     def _read(
         self, collector: OutputCollector, queued: Iterator[str], *, only_finished: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Outputs of requests with their place among those `queued`, as in `_run`."""
-        places: dict[str, int] = {}  # of what has not ended
+        """Yield (index in `queued`, output), as in `_run`."""
+        places: dict[str, int] = {}  # of requests that have not ended
         try:
             for place, request_id in enumerate(queued):
                 places[request_id] = place
@@ -474,24 +477,24 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _await_news(self, collector: OutputCollector) -> None:
-        """Run a turn, or let another thread run it, unless there are news. Raises EngineClosedError."""
+        """Run a turn, or wait for another thread's, unless there is output already. Raises EngineClosedError."""
         try:
             if not collector:
                 self.engine.advance()
         except EngineClosedError:
-            if not collector:  # else another thread saw the end, and it is told there
+            if not collector:  # otherwise the outputs in it tell the reason
                 raise
 
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Take new weights, of the names and shapes of the checkpoint; see `XlaBatchEngine.update_weights`."""
+        """Replace weights, by the checkpoint's names and shapes; see `XlaBatchEngine.update_weights`."""
         self.engine.update_weights(weights)
 
     def metrics_text(self) -> str:
-        """Counters, gauges and histograms in Prometheus' text format; docs/operators.md explains each."""
+        """Counters, gauges and histograms in the text format of Prometheus; docs/operators.md explains each."""
         return self.engine.metrics_text()
 
     def start(self) -> None:
-        """Begin to run the engine's turns in a thread; nothing where one runs already."""
+        """Start a thread that runs the engine's turns, unless it is running."""
         if self._callbacks is None:
             self._callbacks = Callbacks(self.engine)
 
@@ -506,14 +509,13 @@ class LLM:
     ) -> str:
         """Queue a prompt between `start` and `stop`; returns the request's id.
 
-        on_output: called in the thread with the cumulative output whenever there are tokens, and for the last time
-            with the one that is `finished`, however the request ends. While it runs no request goes on, so it should
-            be short; it may submit and abort. If it raises, the error is logged, the request is aborted, and it is not
-            called again.
-        only_finished: call it with the last output alone.
-        options: those of `XlaBatchEngine.submit`, which says what is raised.
+        on_output: called in the thread with the cumulative output whenever there are new tokens; the last call has the
+            `finished` output, however the request ends. It blocks the engine, so it should be short; it may submit and
+            abort. If it raises, the error is logged, the request is aborted, and it is not called again.
+        only_finished: call it only with the last output.
+        options: those of `XlaBatchEngine.submit`.
 
-        Raises EngineClosedError where no thread runs.
+        Raises EngineClosedError if no thread runs, and what `XlaBatchEngine.submit` raises.
         """
         if self._callbacks is None:
             raise EngineClosedError("no thread runs the requests of submit(); call start() first")
@@ -522,9 +524,9 @@ class LLM:
         return self._callbacks.submit(prompt, params, on_output, only_finished=only_finished, **options)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Take no more requests by `submit`, wait for those there are, and end the thread.
+        """Refuse new requests by `submit`, wait for the others, and end the thread; `start` starts it again.
 
-        timeout_s: what has not ended after so many seconds is aborted; None waits for all. `start` begins anew.
+        timeout_s: seconds after which unfinished requests are aborted; None: no limit.
         """
         callbacks, self._callbacks = self._callbacks, None
         if callbacks is not None:

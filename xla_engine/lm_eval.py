@@ -1,7 +1,7 @@
 """The model "xla-engine" of EleutherAI's lm-evaluation-harness (extra `lm-eval`).
 
-Importing this module registers it; `xla-engine lm-eval` does so and hands its arguments on to the harness. All
-requests of a task run in one batch through the prefix cache. Results are the same digits at any batch size.
+Importing this module registers it; `xla-engine lm-eval` does so and passes its arguments to the harness. All requests
+of a task run in one batch with prefix caching. Results are identical at any batch size.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from xla_engine.sampling_params import SamplingParams
 
 NAME = "xla-engine"
 _AUTO_SLOTS = 16
-TokenRequest = tuple[
-    tuple[str, str] | None, list[int], list[int]
-]  # key of lm-eval's cache, context, continuation
+# Key of lm-eval's cache, context, continuation.
+TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model(NAME)
 class XlaLM(TemplateLM):  # type: ignore[misc]
-    """lm-eval's view of an engine.
+    """An engine as a model of lm-eval.
 
     Arguments, in `--model_args`:
-        pretrained, model: directory, .gguf file or hub id; neither is the embedded model.
-        batch_size: slots; "auto" is 16, or `max_batch_size` if that is less; "auto:N" is the same, as nothing is tried
-            out. It changes the speed and no digit.
-        max_gen_toks: new tokens of requests that do not say how many.
-        add_bos_token: whether texts begin with the begin token; None leaves it to tokenizer.json.
-        options: further ones of `xla_engine.LLM`, vLLM's too.
+        pretrained, model: directory, .gguf file or Hub id; by default the embedded model.
+        batch_size: slots; "auto" is 16, or `max_batch_size` if that is less; "auto:N" means the same. It changes
+            speed, not results.
+        max_gen_toks: the most new tokens of requests that do not set it.
+        add_bos_token: whether texts begin with the begin token; None: as tokenizer.json says.
+        options: further options of `xla_engine.LLM`, including vLLM's.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context."""
+        """The token that stands for an empty context."""
         return self._prefix
 
     @property
     def max_length(self) -> int:
-        """Tokens of a text at most, one of which is sampled."""
+        """The most tokens of a text, one of which is sampled."""
         return self._llm.engine.max_model_len
 
     @property
@@ -108,7 +107,7 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; a text that begins with the begin token gets no second one."""
+        """The token ids of a text; if it begins with the begin token, none is added."""
         add = self._add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None:
             begin = self._tokenizer.decode([self._prefix], skip_special_tokens=False)
@@ -121,7 +120,9 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
         most = self.max_length - 1
         contexts, continuations = [], []
         for _key, context, continuation in requests:
-            cut = max(len(context) + len(continuation) - most, 0)  # from the left, as the harness does
+            cut = max(
+                len(context) + len(continuation) - most, 0
+            )  # truncated from the left, as in the harness
             contexts.append(context[cut:] or [self._prefix])
             continuations.append(continuation[-(most - 1) :])
         scores = self._llm.score(contexts, continuations, use_tqdm=not disable_tqdm)
@@ -170,7 +171,7 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
     def _generation(
         self, context: str, given: Mapping[str, Any]
     ) -> tuple[list[int], list[str], SamplingParams]:
-        """The prompt of a request, its stop strings and its parameters; of a prompt that is too long, the end."""
+        """The prompt of a request, truncated from the left if it is too long, its stop strings and its parameters."""
         end = self._tokenizer.decode([self._eot], skip_special_tokens=False)
         fields = dict(normalize_gen_kwargs(dict(given), self._max_gen_toks))
         stop = [each for each in handle_stop_sequences(fields.pop("until", None), eos=end) if each]
@@ -182,7 +183,7 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
 
 
 def _slots(batch_size: int | str, most: int | None) -> int | None:
-    """The slots that lm-eval's options ask for; None leaves the number to the engine. Raises ConfigError."""
+    """The slots for lm-eval's options; None leaves the number to the engine. Raises ConfigError."""
     kind, _, times = str(batch_size).partition(":")
     if kind == "auto" and (not times or times.isdecimal()):
         return None if most is None else min(most, _AUTO_SLOTS)

@@ -1,4 +1,4 @@
-"""An engine from a model's name and options: one in this process, or several side by side behind the same methods."""
+"""Opens an engine from a model's name and options: one in this process, or several in processes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xla_engine.vllm_options import VLLM_OPTIONS
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of options by their names here, or by vLLM's. Raises ConfigError."""
+    """The configuration from options by name, including vLLM's names. Raises ConfigError."""
     return EngineConfig.of(options, VLLM_OPTIONS)
 
 
@@ -28,8 +28,9 @@ def open_engine(
 ) -> EngineClient:
     """Load a model and compile. model, config, progress: as in `XlaBatchEngine.from_pretrained`.
 
-    engines: more than one run in processes of their own, which open the model by its name. Raises CheckpointError
-    and ConfigError.
+    engines: if more than one, each runs in a process of its own, which opens the model by its name.
+
+    Raises CheckpointError and ConfigError.
     """
     if engines == 1:
         return XlaBatchEngine.from_pretrained(model, config, progress=progress)

@@ -1,4 +1,4 @@
-"""What comes back for a request: text, a score or a vector. Names follow vLLM's."""
+"""The outputs of requests: texts, scores and vectors. Names follow vLLM's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Host times of one request in seconds on the engine's monotonic clock; None where it never got there.
+    """Times of one request in seconds on the engine's monotonic clock; None if it did not get that far.
 
-    token_times: of all tokens in order, those of all sequences where there are several.
-    sequence_token_times: the same sequence by sequence, where there are several; else empty.
+    token_times: of all tokens in order; with n above 1, of all sequences.
+    sequence_token_times: with n above 1, the same for each sequence; otherwise empty.
     """
 
     arrival_time: float
@@ -37,15 +37,15 @@ class RequestMetrics:
 
     @property
     def inter_token_latencies(self) -> tuple[float, ...]:
-        """Seconds between consecutive tokens of a sequence; one sequence after the other."""
+        """Seconds between consecutive tokens of a sequence, one sequence after the other."""
         sequences = self.sequence_token_times or (self.token_times,)
         return tuple(b - a for times in sequences for a, b in pairwise(times))
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability; its rank among all tokens, 1 the most likely; and its text.
+    """A token's log-probability; its rank among all tokens (1 is the most likely); and its text.
 
-    decoded_token: None where the engine has no tokenizer or the request is not detokenized.
+    decoded_token: None if the engine has no tokenizer or the request is not detokenized.
     """
 
     logprob: float
@@ -55,15 +55,15 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """The generated side of a request.
+    """One generated sequence of a request.
 
-    text: decoded text up to the stop; while the request runs, without what may still become a stop string.
-    token_ids: every generated token, those of the stop included.
-    logprobs: one log-probability per token when `SamplingParams.logprobs` is given, else None.
-    top_logprobs: per token what vLLM calls `logprobs`: the token and the n most likely ones by id, when
-        `SamplingParams.logprobs` is above 0, else None.
-    finish_reason: "stop", "length", "abort", "error", or None while running.
-    stop_reason: the stop string or stop token id that ended the request; None when it was an eos id.
+    text: decoded text up to the stop; while the request runs, without what may become a stop string.
+    token_ids: every generated token, including those of the stop.
+    logprobs: one log-probability per token if `SamplingParams.logprobs` is given, otherwise None.
+    top_logprobs: what vLLM calls `logprobs`: for each token, the token and the n most likely ones by id, if
+        `SamplingParams.logprobs` is above 0, otherwise None.
+    finish_reason: "stop", "length", "abort", "deadline", "queue_timeout", "error", or None while running.
+    stop_reason: the stop string or stop token id that ended the request; None if it was an eos id.
     """
 
     index: int
@@ -78,15 +78,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RequestOutput:
-    """One request and what was generated for it so far; `finished` is true exactly once per request.
+    """One request and its output so far; `finished` is true exactly once per request.
 
-    prompt_logprobs: when `SamplingParams.prompt_logprobs` is given, per prompt token the token itself and the n most
-        likely ones by id; None for the first token, which nothing predicts, and for those before `logprobs_start`.
-        Shorter while the prompt is read.
-    num_cached_tokens: prompt tokens that were not computed, as an earlier prompt began with them.
-    num_drafted_tokens: guesses that were checked for it by steps that may sample several tokens.
-    num_accepted_tokens: those of them that were right.
-    pooled: of a request that pools, its numbers once it has ended; see `LLM.embed`.
+    prompt_logprobs: if `SamplingParams.prompt_logprobs` is given, for each prompt token, the token itself and the n
+        most likely ones by id; None for the first token, which nothing predicts, and for those before
+        `logprobs_start`. Shorter while the prompt is being prefilled.
+    num_cached_tokens: prompt tokens that came from the prefix cache.
+    num_drafted_tokens: draft tokens that were verified for it.
+    num_accepted_tokens: draft tokens that were accepted.
+    pooled: the result of a pooling request, once it has ended; see `LLM.embed`.
     """
 
     request_id: str
@@ -104,7 +104,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """The text of a request with one answer. Raises InvalidRequestError where `n` gave it several."""
+        """The text of a request with one answer. Raises InvalidRequestError if `n` is above 1."""
         if len(self.outputs) != 1:
             raise InvalidRequestError(
                 f"request {self.request_id} has {len(self.outputs)} answers; read .outputs[i].text"
@@ -112,7 +112,7 @@ class RequestOutput:
         return self.outputs[0].text
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One flat record for each answer: those of `RequestOutputs.to_records`."""
+        """One flat record for each answer, as in `RequestOutputs.to_records`."""
         return [
             {
                 "request_id": self.request_id,
@@ -129,7 +129,7 @@ class RequestOutput:
         ]
 
     def __repr__(self) -> str:
-        """What a person reads: the texts and how they end; token ids and times are counted, not listed."""
+        """The texts and how they ended, with the numbers of tokens."""
         answers = ", ".join(
             f"{each.text!r} ({len(each.token_ids)} tokens, {each.finish_reason or 'running'})"
             for each in self.outputs
@@ -139,7 +139,7 @@ class RequestOutput:
         return f"RequestOutput({self.request_id!r}, prompt={prompt}, outputs=[{answers}]{error})"
 
     def _repr_html_(self) -> str:
-        """Prompt and text of each sequence, as a table for notebooks."""
+        """A table for notebooks: prompt and text of each sequence."""
         rows = [
             (
                 output.index,
@@ -156,18 +156,21 @@ class RequestOutput:
 
 
 class RequestOutputs(list[RequestOutput]):
-    """The list that `LLM.generate` and `chat` return, which also makes a table of itself."""
+    """The list that `LLM.generate` and `chat` return; can convert itself to a table."""
 
     __slots__ = ()
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dict for each answer, in order, with the names that a run's tables have: `generated_text`,
-        `finish_reason`, `num_input_tokens`, `num_generated_tokens`, `error`; and `request_id`, `index` (of the answer
-        among the request's), `prompt` and `cumulative_logprob`."""
+        """One dict for each answer, in order.
+
+        Its keys are those of a batch run's tables (`generated_text`, `finish_reason`, `num_input_tokens`,
+        `num_generated_tokens`, `error`), and `request_id`, `index` (of the answer in its request), `prompt` and
+        `cumulative_logprob`.
+        """
         return [record for output in self for record in output.to_records()]
 
     def to_pandas(self) -> Any:
-        """`to_records` as a pandas DataFrame. Raises ConfigError where pandas is not installed."""
+        """`to_records` as a pandas DataFrame. Raises ConfigError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -180,10 +183,10 @@ class Score:
     """The log-likelihood of one continuation after its context.
 
     logprob: sum of `token_logprobs`, natural logarithm.
-    is_greedy: whether greedy decoding would have written it.
+    is_greedy: whether greedy decoding would generate it.
     token_ids: of the continuation.
     token_logprobs: one per token.
-    num_cached_tokens: tokens of the context that were not computed.
+    num_cached_tokens: tokens of the context that came from the prefix cache.
     """
 
     logprob: float
@@ -194,7 +197,7 @@ class Score:
 
 
 def score_of(output: RequestOutput, begin: int) -> Score:
-    """The score of a request that `score_request` made, whose continuation begins at position `begin`."""
+    """The score from the output of a `score_request` whose continuation begins at position `begin`."""
     ids = output.prompt_token_ids[begin:]
     found = [each for each in (output.prompt_logprobs or ())[begin:] if each is not None]
     if output.error is not None or len(found) != len(ids):
@@ -204,7 +207,7 @@ def score_of(output: RequestOutput, begin: int) -> Score:
     tokens = [each[token] for each, token in zip(found, ids, strict=True)]
     return Score(
         logprob=sum(each.logprob for each in tokens),
-        is_greedy=all(len(each) == 1 for each in found),  # the likeliest token is the token itself
+        is_greedy=all(len(each) == 1 for each in found),  # the most likely token is the token itself
         token_ids=tuple(ids),
         token_logprobs=tuple(each.logprob for each in tokens),
         num_cached_tokens=output.num_cached_tokens,
@@ -242,10 +245,10 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRequestOutput(Generic[T]):
-    """One request and what was made of it.
+    """One pooling request and its output.
 
-    prompt_token_ids: as the model saw them; of a score by two vectors, those of the query and then the document's.
-    num_cached_tokens: those that were not computed.
+    prompt_token_ids: as the model saw them; for a cosine score, those of the query followed by the document's.
+    num_cached_tokens: those that came from the prefix cache.
     """
 
     request_id: str
@@ -275,7 +278,7 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankResult:
-    """One of the documents that were ranked: its place among those given, its text and its score."""
+    """A ranked document: its index among the given ones, its text and its score."""
 
     index: int
     document: str
@@ -283,7 +286,7 @@ class RerankResult:
 
 
 def pooled_of(output: RequestOutput) -> list[float]:
-    """The numbers of a request. Raises InvalidRequestError where it ended without."""
+    """The pooled numbers of a request. Raises InvalidRequestError if it ended without."""
     if output.pooled is None:
         ended = output.error or f"it ended with reason {output.outputs[0].finish_reason!r}"
         raise InvalidRequestError(f"request {output.request_id} was not pooled: {ended}")
@@ -291,19 +294,19 @@ def pooled_of(output: RequestOutput) -> list[float]:
 
 
 def embedding_of(output: RequestOutput) -> EmbeddingRequestOutput:
-    """The vector of a request that has ended. Raises InvalidRequestError where it has none; so do the next two."""
+    """The vector of a finished request. Raises InvalidRequestError if it has none, as do the next two functions."""
     return EmbeddingRequestOutput(**_shared(output), outputs=EmbeddingOutput(embedding=pooled_of(output)))
 
 
 def classification_of(output: RequestOutput) -> ClassificationRequestOutput:
-    """The classes of a request that has ended."""
+    """The class probabilities of a finished request."""
     return ClassificationRequestOutput(
         **_shared(output), outputs=ClassificationOutput(probs=pooled_of(output))
     )
 
 
 def document_score_of(output: RequestOutput) -> ScoringRequestOutput:
-    """The score of a request that has ended, for a classifier of one class."""
+    """The score of a finished request, from a classifier with one class."""
     return ScoringRequestOutput(**_shared(output), outputs=ScoringOutput(score=pooled_of(output)[0]))
 
 
@@ -316,7 +319,7 @@ def _shared(output: RequestOutput) -> dict[str, Any]:
 
 
 def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[RerankResult]:
-    """Documents by score, highest first. Raises InvalidRequestError for a `top_n` that is no count."""
+    """Documents by score, highest first. Raises InvalidRequestError if `top_n` is not a positive integer."""
     if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
         raise InvalidRequestError(f"top_n must be an integer of at least 1, not {top_n!r}")
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -327,7 +330,7 @@ def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None)
 
 
 def cosine_score(query: RequestOutput, document: RequestOutput) -> ScoringRequestOutput:
-    """How alike the vectors of a query and a document are: their cosine."""
+    """The cosine of the vectors of a query and a document."""
     one, other = pooled_of(query), pooled_of(document)
     lengths = math.hypot(*one) * math.hypot(*other)
     score = math.fsum(a * b for a, b in zip(one, other, strict=True)) / max(lengths, 1e-12)

@@ -1,4 +1,4 @@
-"""What a request asks of a model that pools. Names and meaning are vLLM's."""
+"""The parameters of a pooling request. Names and meaning are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ TASKS = ("embed", "classify", "score")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams(SamplingParams):
-    """A request for one vector in place of text. The fields of sampling keep their values: they are there because the
-    engine runs both kinds of request alike.
+    """A request for one vector instead of text.
 
-    task: "embed" for the vector, "classify" for the probabilities of a classifier's classes, "score" for the one
-        number of a classifier that has one.
-    dimensions: so many numbers of the vector, of a model that was trained for it (Matryoshka); None is all.
-    use_activation: scale a vector to length 1, or put a classifier's numbers through sigmoid or softmax; None is what
-        the model says.
+    The sampling fields must keep their defaults; they exist because the engine runs both kinds of request alike.
+
+    task: "embed" for the vector, "classify" for the probabilities of a classifier's classes, "score" for the number of
+        a classifier with one class.
+    dimensions: truncate the vector to this length, for models that were trained for it (Matryoshka); None: all.
+    use_activation: scale a vector to length 1, or apply sigmoid or softmax to a classifier's numbers; None: as the
+        model says.
     pooling_type: filled in by the engine.
     """
 
@@ -62,7 +63,7 @@ class PoolingParams(SamplingParams):
 
     @property
     def max_cached_tokens(self) -> int | None:
-        """A mean needs every position."""
+        """0 for MEAN, which needs every position; otherwise no limit."""
         return 0 if self.pooling_type == "MEAN" else None
 
     def to_mapping(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What may stand for a prompt: text, token ids, one of vLLM's dicts around either, or texts that are scored."""
+"""The forms of a prompt: text, token ids, one of vLLM's dicts around either, or texts to score."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class TextPair:
     second: str
 
 
-Params = SamplingParams | Mapping[str, Any]  # a dict of fields stands for them
+Params = SamplingParams | Mapping[str, Any]  # or a dict of their fields
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair
 
 
 class Encoder(Protocol):
-    """What makes token ids of a text, as `xla_engine.text.tokenizer.Tokenizer` does."""
+    """Encodes text, as `xla_engine.text.tokenizer.Tokenizer` does."""
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, or of both texts."""
 
 
 class PromptParts(NamedTuple):
-    """A prompt taken apart.
+    """The parts of a prompt.
 
-    content: what is computed. text: what the output shows, None where there is none.
-    cache_salt: None where the prompt names none.
+    content: what the model reads. text: what the output shows; None if there is none.
+    cache_salt: None if the prompt has none.
     """
 
     content: str | Sequence[int] | TextPair
@@ -69,7 +69,7 @@ class PromptParts(NamedTuple):
 
 
 def prompt_parts(prompt: Prompt) -> PromptParts:
-    """Take a prompt apart. Raises InvalidRequestError for a mapping that is no prompt."""
+    """Split a prompt into its parts. Raises InvalidRequestError if it is invalid."""
     if isinstance(prompt, str):
         return PromptParts(prompt, prompt)
     if isinstance(prompt, TextPair):
@@ -88,9 +88,9 @@ def content_of(prompt: Prompt) -> str | Sequence[int]:
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list. Columns of pandas and of datasets, and arrays of token ids, are taken too.
+    """One prompt or many, as a list. Also accepts columns of pandas and datasets, and arrays of token ids.
 
-    Raises InvalidRequestError for a table, which has columns.
+    Raises InvalidRequestError for a table with columns.
     """
     _refuse_table(prompts, "prompts")
     prompts = plain(prompts)
@@ -107,9 +107,9 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def conversations(messages: Any) -> list[Any]:
-    """One conversation or many, as a list of them; a column of pandas, pyarrow or datasets holds many.
+    """One conversation or many, as a list of conversations. Also accepts a column of pandas, pyarrow or datasets.
 
-    Raises InvalidRequestError for a table, and for a text in a conversation's place.
+    Raises InvalidRequestError for a table with columns, and for text instead of a conversation.
     """
     _refuse_table(messages, "conversations")
     messages = plain(messages)
@@ -144,7 +144,7 @@ def _refuse_table(given: object, what: str) -> None:
 
 
 def sampling_params_of(given: object) -> SamplingParams:
-    """`SamplingParams`, or a dict of its fields, as the former. Raises InvalidRequestError."""
+    """Convert a dict of fields to `SamplingParams`; returns `SamplingParams` as it is. Raises InvalidRequestError."""
     if isinstance(given, Mapping):
         return SamplingParams.from_mapping(given)
     if isinstance(given, SamplingParams):
@@ -170,7 +170,7 @@ def _of_mapping(fields: Mapping[str, Any]) -> PromptParts:
 
 
 def token_ids_of(prompt: object) -> tuple[int, ...]:
-    """A sequence, array or tensor of integers as token ids. Raises InvalidRequestError."""
+    """Convert a sequence, array or tensor of integers to token ids. Raises InvalidRequestError."""
     token_ids = plain(prompt)
     if isinstance(token_ids, str | bytes | Mapping) or not isinstance(token_ids, Iterable):
         raise InvalidRequestError(f"a prompt must be text or token ids, not {shown(prompt)}")
@@ -178,7 +178,7 @@ def token_ids_of(prompt: object) -> tuple[int, ...]:
 
 
 def per_prompt(name: str, given: T | Sequence[T], kind: type[T], count: int) -> list[T]:
-    """One of `given` for each of so many prompts. Raises InvalidRequestError where there are more, or fewer."""
+    """One value for each of `count` prompts: repeats a single value. Raises InvalidRequestError on other lengths."""
     if isinstance(given, kind | Mapping) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -187,7 +187,7 @@ def per_prompt(name: str, given: T | Sequence[T], kind: type[T], count: int) -> 
 
 
 def pair_messages(query: str, document: str) -> list[dict[str, str]]:
-    """A query and a document as a chat template of a reranker sees them."""
+    """A query and a document as messages for a reranker's chat template."""
     return [{"role": "query", "content": query}, {"role": "document", "content": document}]
 
 
@@ -196,7 +196,7 @@ def score_requests(
     continuations: TextOrIds | Sequence[TextOrIds],
     tokenizer: Encoder | None,
 ) -> list[tuple[list[int], SamplingParams]]:
-    """`score_request` of each pair; one context may serve all. Raises InvalidRequestError naming the bad pair."""
+    """`score_request` for each pair; one context is used for all. Raises InvalidRequestError, naming the pair."""
     stems, rests = prompt_list(contexts), prompt_list(continuations)
     stems = stems * len(rests) if len(stems) == 1 else stems
     if len(stems) != len(rests):
@@ -215,11 +215,11 @@ def score_requests(
 def score_request(
     context: TextOrIds, continuation: TextOrIds, tokenizer: Encoder | None
 ) -> tuple[list[int], SamplingParams]:
-    """The prompt that scores a continuation, and its parameters.
+    """The prompt that scores a continuation, and its parameters. Raises InvalidRequestError.
 
-    Of texts, the blanks at the end of the context are tokenised with the continuation, as models see them, and the
-    continuation's tokens are those of the whole text behind as many as the context has; where that leaves none, each
-    is tokenised by itself. Raises InvalidRequestError.
+    For texts, blanks at the end of the context are tokenised with the continuation, as models see them. Context and
+    continuation are tokenised together, and the continuation's tokens are those after as many as the context alone
+    has. If none are left, both are tokenised separately.
     """
     if isinstance(context, str) != isinstance(continuation, str):
         raise InvalidRequestError("context and continuation must both be text or both be token ids")

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Names and meaning are vLLM's."""
+"""The sampling parameters of a request. Names and meaning are vLLM's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_STOP_TOKEN_IDS = (
-    8  # width of the device's per-row stop table, eos ids included; the host looks for others
+    8  # stop ids per row that the device checks, including eos ids; the host checks the others
 )
 
-_TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # written as text, as JSON has to
+_TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # a token id as a JSON key
 
-# Known elsewhere, not here: refused by name, so that nothing is ever ignored silently.
+# Fields of other engines that are not supported here. They are refused by name, so that none is silently ignored.
 UNSUPPORTED = frozenset(
     {
         "best_of",
@@ -56,47 +56,48 @@ UNSUPPORTED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when a request ends.
+    """How tokens are sampled and when a request ends.
 
-    n: sequences to generate, at most MAX_N, each with a seed derived from the request's and its place; the first is
-        what n = 1 gives. More than one needs a temperature.
+    n: sequences to generate, at most MAX_N, each with a seed derived from the request's seed and its index; the first
+        is the same as with n = 1. More than one needs a temperature above 0.
     temperature: 0 is greedy (lowest id on ties); otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 or -1 keeps all. Ties at the threshold are all kept.
     top_p: keep the smallest set of most likely tokens whose probability reaches top_p, after top_k and min_p.
     min_p: drop tokens less likely than min_p times the most likely one.
-    seed: noise is a pure function of (seed, position); None derives one from the engine's seed and the request's
-        id, so that a request still does not depend on its neighbours.
-    max_tokens: new tokens at most, the stop token included; None is all that fit after the prompt.
-    min_tokens: new tokens before stop ids may be sampled and stop strings are looked for.
-    repetition_penalty: divides positive logits of tokens that stand in prompt or output, multiplies negative ones.
-    frequency_penalty: taken off the logits of tokens in the output, as often as each stands there.
-    presence_penalty: taken off the logits of tokens in the output, once.
-    penalty_last_n: how many of the last tokens of prompt and output these three penalties count; -1 counts all.
-    dry_multiplier, dry_base, dry_allowed_length: DRY (`graphs.sampling.dry`): a token that would go on as the last L
-        tokens went on before loses dry_multiplier * dry_base ** (L - dry_allowed_length) from its logit. Multiplier 0
-        is off. This and penalty_last_n need an engine with `enable_dry`.
-    dry_sequence_breakers: what ends a run: texts, of which the last token behind a letter counts, or token ids.
+    seed: noise is a pure function of (seed, position). None derives one from the engine's seed and the request id, so
+        that a request does not depend on others.
+    max_tokens: the most new tokens, including the stop token; None: as many as fit after the prompt.
+    min_tokens: new tokens before stop ids may be sampled and stop strings are checked.
+    repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+    frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence.
+    presence_penalty: subtracted from the logits of tokens in the output, once.
+    penalty_last_n: how many of the last tokens of prompt and output these three penalties consider; -1: all.
+    dry_multiplier, dry_base, dry_allowed_length: DRY (`graphs.sampling.dry`). If a token followed an earlier
+        occurrence of the last L tokens, its logit is reduced by dry_multiplier * dry_base ** (L - dry_allowed_length).
+        Multiplier 0 is off. DRY and penalty_last_n need an engine with `enable_dry`.
+    dry_sequence_breakers: tokens that matches must not contain: token ids, or texts, of which the last token counts,
+        tokenised after a letter.
     logit_bias: added to the logits of these ids, -100 to 100, at most MAX_LOGIT_BIAS ids.
-    allowed_token_ids: sample nothing else; stop ids that should be possible must be among them.
-    bad_words: strings whose last token is not sampled where it would complete them in the output, as the word
-        is tokenised with and without a space before it.
-    structured_outputs: what the whole text must match; see `StructuredOutputsParams`. A text that matches ends with
-        an eos id; one that reaches max_tokens before may be cut short.
-    stop: end where one of these strings is complete in the text (one string, or a list). The text is cut before it.
+    allowed_token_ids: sample only these; must include stop ids that should be possible.
+    bad_words: strings that must not occur in the output: their last token is not sampled if it would complete them.
+        They are tokenised with and without a space before.
+    structured_outputs: what the whole text must match; see `StructuredOutputsParams`. A complete text ends with an eos
+        id; one that reaches max_tokens is incomplete.
+    stop: end when the text contains one of these strings (one string, or a list). The text is cut before it.
     include_stop_str_in_output: cut the text after the stop string instead, and show stop tokens.
-    stop_token_ids: end after any of these, besides the model's eos ids. The device looks for the first
-        MAX_STOP_TOKEN_IDS, the eos ids among them, and the host for the rest; with a rest, min_tokens must be 0.
+    stop_token_ids: end after any of these, in addition to the model's eos ids. The device checks the first
+        MAX_STOP_TOKEN_IDS, eos ids included, and the host the others; if there are others, min_tokens must be 0.
     ignore_eos: the model's eos ids do not end the request.
-    logprobs: 0 returns each chosen token's log-probability, n > 0 also those of the n most likely tokens, at most
-        MAX_LOGPROBS. Of the raw distribution, or the one drawn from, as `EngineConfig.logprobs_mode` says.
-    prompt_logprobs: the same for the tokens of the prompt, always of the raw distribution.
-    logprobs_start: position of the first prompt token of which `prompt_logprobs` are wanted. What is ahead of it may
-        come from the prefix cache.
-    skip_special_tokens: special tokens do not appear in the text.
-    detokenize: make text at all.
+    logprobs: 0 returns the log-probability of each sampled token, n > 0 also those of the n most likely tokens, at
+        most MAX_LOGPROBS. `EngineConfig.logprobs_mode` chooses raw or processed ones.
+    prompt_logprobs: the same for the tokens of the prompt, always raw.
+    logprobs_start: position of the first prompt token that needs `prompt_logprobs`. Earlier ones may come from the
+        prefix cache.
+    skip_special_tokens: omit special tokens from the text.
+    detokenize: whether to decode text.
 
-    The order in which logits change: logit_bias, repetition, frequency and presence penalty, DRY, what min_tokens,
-    allowed_token_ids, bad_words and structured_outputs forbid, temperature, min_p, top_k, top_p.
+    Logits are changed in this order: logit_bias, repetition, frequency and presence penalty, DRY, masks (min_tokens,
+    allowed_token_ids, bad_words, structured_outputs), temperature, min_p, top_k, top_p.
     """
 
     n: int = 1
@@ -222,11 +223,11 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> SamplingParams:
-        """Build from JSON-like fields; an unknown or unsupported field is an error that names it.
+        """Build from JSON-like fields; OpenAI's `response_format` may replace `structured_outputs`.
 
-        also_known: names of other fields that an unknown one may be a misspelling of.
+        also_known: further names to suggest if an unknown field looks misspelt.
 
-        OpenAI's `response_format` may stand for `structured_outputs`.
+        Raises InvalidRequestError naming the first unknown or unsupported field.
         """
         if "response_format" in values:
             values = dict(values)
@@ -248,12 +249,12 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """Build from fields of which those that are None take their defaults; only max_tokens None means itself."""
+        """Build from fields; those that are None take their defaults, except max_tokens, which stays None."""
         given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
         return cls.from_mapping(given)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The fields that are not the default, for `from_mapping`."""
+        """The fields that differ from their defaults, for `from_mapping`."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         default = SamplingParams()
         given = {name: value for name, value in given.items() if value != getattr(default, name)}
@@ -262,23 +263,23 @@ class SamplingParams:
         return given
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """The same parameters with some changed; they themselves never change."""
+        """A copy with some fields changed."""
         return replace(self, **changes)
 
     def for_chat(self) -> SamplingParams:
-        """Default parameters as chats take them: without the default limit, a model's turn ends where it ends it."""
+        """The parameters for a chat: without `max_tokens` if it is the default, so that the model ends its turn."""
         return replace(self, max_tokens=None) if self.max_tokens == DEFAULT_MAX_TOKENS else self
 
     @property
     def token_limit(self) -> int:
-        """`max_tokens` as a number. Raises InvalidRequestError where it is None, which only an engine can count."""
+        """`max_tokens` as a number. Raises InvalidRequestError if it is None, which only an engine can resolve."""
         if self.max_tokens is None:
             raise InvalidRequestError("max_tokens None is counted when a request is submitted; give a number")
         return self.max_tokens
 
     @property
     def max_cached_tokens(self) -> int | None:
-        """How many tokens of the prompt need not be computed; None: no bound."""
+        """How many prompt tokens may come from the prefix cache; None: no limit."""
         return None if self.prompt_logprobs is None else max(self.logprobs_start - 1, 0)
 
     @property
@@ -287,7 +288,7 @@ class SamplingParams:
 
 
 def check_stop_strings(stop: object) -> tuple[str, ...]:
-    """One string, several or none, as a tuple without repeats."""
+    """Convert one string, several or None to a tuple without duplicates. Raises InvalidRequestError."""
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, Sequence) or not all(
         isinstance(string, str) for string in strings[:MAX_STOP_STRINGS]
@@ -346,7 +347,7 @@ def check_bad_words(words: object) -> tuple[str, ...]:
 
 
 def check_logit_bias(bias: object) -> Mapping[int, float] | None:
-    """Ids may be written as strings, as JSON has to."""
+    """Check and convert a logit bias; ids may be strings, as in JSON. Raises InvalidRequestError."""
     if not bias:
         return None
     if not isinstance(bias, Mapping):

@@ -1,4 +1,4 @@
-"""How an engine speculates: what proposes drafts, and how many tokens a step may check."""
+"""The configuration of speculative decoding: the proposer, and how many tokens a step may verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_engine.utils.shown import shown
 METHODS = ("ngram", "suffix", "draft_model", "mtp", "eagle3")
 ON_DEVICE = ("draft_model", "mtp", "eagle3")  # methods that draft inside the verify step
 NOT_BUILT = ("eagle", "medusa")  # methods that vLLM has
-MOST_TOKENS = 15  # drafts of a row: a verify step is to fit into a block with the token before them
+MOST_TOKENS = 15  # drafts of a row, so that they and the token before them fit into one KV block
 AUTO: Final = "auto"
 _AUTO_SHAPES = ((1, 8), (4, 8), (8, 4), (16, 2), (32, 2))
 
@@ -22,13 +22,13 @@ _AUTO_SHAPES = ((1, 8), (4, 8), (8, 4), (16, 2), (32, 2))
 class SpeculativeConfig:
     """Names follow vLLM's `speculative_config`. Raises ConfigError.
 
-    method: "ngram" looks the end of a row up in the row itself, "suffix" in finished requests of the same
-        `cache_salt` as well, "draft_model" lets a smaller model of the same tokenizer guess, "mtp" the layer that a
-        checkpoint brings for it (Qwen3-Next, Qwen3.5), "eagle3" an EAGLE-3 head that was trained for the model.
-    model: the draft model: a directory, an id of the Hugging Face hub or a GGUF file. None: the directory `draft` of
-        the model itself, as the embedded model has one. Of "eagle3" the head: a directory or an id.
-    num_speculative_tokens: drafts of a row in every step; "auto" chooses from step to step, by what steps of each
-        width cost on this machine and by how many drafts were right, and none where none would gain.
+    method: the proposer. "ngram" searches the row itself for its last tokens, "suffix" also finished requests of the
+        same `cache_salt`; "draft_model" is a smaller model with the same tokenizer; "mtp" is the checkpoint's layer
+        for multi-token prediction (Qwen3-Next, Qwen3.5); "eagle3" is an EAGLE-3 head trained for the model.
+    model: the draft model: a directory, an id of the Hugging Face Hub or a GGUF file. None: the directory `draft` in
+        the model's own, which the embedded model has. For "eagle3" the head: a directory or an id.
+    num_speculative_tokens: drafts of a row in every step; "auto" chooses for each step, from the cost of each width on
+        this machine and the acceptance rate, and drafts nothing if that would not be faster.
     """
 
     method: str
@@ -63,7 +63,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, options: object) -> Self:
-        """The configuration that a mapping, as vLLM takes one, describes. Raises ConfigError."""
+        """Build from a mapping, as in vLLM. Raises ConfigError."""
         if isinstance(options, cls):
             return options
         if not isinstance(options, Mapping):
@@ -74,7 +74,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative_config knows method, num_speculative_tokens and model, not {', '.join(unknown)}"
             )
-        if "model" in given:  # as vLLM takes it
+        if "model" in given:  # as in vLLM
             given.setdefault("method", "draft_model")
         if "method" not in given:
             raise ConfigError(f"speculative_config needs a method: {' or '.join(METHODS)}")
@@ -88,11 +88,11 @@ class SpeculativeConfig:
         )
 
     def given(self) -> dict[str, Any]:
-        """The fields that were asked for; `of` makes the same of them."""
+        """The fields that are set; the inverse of `of`."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def shapes(self, rows: int) -> tuple[tuple[int, int], ...]:
-        """(lanes, width) of the verify programs of an engine with so many slots; a width is drafts and one token."""
+        """(lanes, width) of the verify programs of an engine with `rows` slots; width = drafts + 1."""
         if self.num_speculative_tokens == AUTO:
             return tuple(sorted({(min(lanes, rows), width) for lanes, width in _AUTO_SHAPES}))
         width = self.num_speculative_tokens + 1

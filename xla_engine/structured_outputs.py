@@ -1,6 +1,6 @@
-"""Structured output: text that must match a JSON schema, a regular expression, one of some choices, or a grammar.
+"""Structured output: text that must match a JSON schema, a regular expression, one of several choices, or a grammar.
 
-Constraints are compiled and followed by llguidance (extra `structured`), which knows no torch: a bitmask per step.
+llguidance (extra `structured`) compiles constraints and computes a bitmask per step; it does not need torch.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.utils.shown import shown
 
-MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, an expression or a grammar, written out
+MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, expression or grammar as text
 MAX_CHOICES = 1024
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text must match; exactly one of the first five. Names are vLLM's.
+    """What the text must match; exactly one of the first five fields. Names are vLLM's.
 
-    json: a JSON schema, as an object or as text, or a class of pydantic.
+    json: a JSON schema, as an object or as text, or a pydantic class.
     regex: a regular expression, in the syntax of Rust's regex crate, for the whole text.
     choice: the text is one of these strings.
     grammar: a grammar: Lark with the rule `start`, or GBNF (`::=`) with the rule `root`.
     json_object: any JSON object.
-    disable_any_whitespace: JSON without blanks between its parts. True by default, since models that may write blanks
-        can do so for ever; vLLM's default is false.
+    disable_any_whitespace: no whitespace between the parts of JSON. True by default, because models that may write
+        whitespace can do so without end; vLLM's default is false.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -66,7 +66,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_mapping(cls, values: object) -> StructuredOutputsParams:
-        """Build from JSON-like fields; an unknown or unsupported one is an error that names it."""
+        """Build from JSON-like fields. Raises InvalidRequestError naming the first unknown or unsupported field."""
         if not isinstance(values, Mapping):
             raise InvalidRequestError(f"structured_outputs must be an object, not {shown(values)}")
         known = {field.name for field in fields(cls)}
@@ -90,7 +90,7 @@ class StructuredOutputsParams:
             case "text":
                 return None
             case "json_object":
-                schema = value.get("schema")  # not OpenAI's, but several servers'
+                schema = value.get("schema")  # not in OpenAI's API, but in several servers'
                 if schema is None:
                     return cls(json_object=True)
                 if not isinstance(schema, Mapping):
@@ -119,7 +119,7 @@ def _check_choice(choice: object) -> None:
         raise InvalidRequestError("structured_outputs: a choice must be a string that is not empty")
 
 
-# Of vLLM's fields, those that are refused by name.
+# vLLM's fields that are refused by name.
 _UNSUPPORTED = frozenset(
     {"disable_additional_properties", "disable_fallback", "structural_tag", "whitespace_pattern"}
 )

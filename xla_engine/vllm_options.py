@@ -1,7 +1,7 @@
-"""vLLM's options of `LLM` that are no options here: what each becomes, or why it is refused (`EngineConfig.of`).
+"""vLLM's options of `LLM` that do not exist here: what each becomes, or why it is refused (`EngineConfig.of`).
 
-Every field of vLLM 0.33's `EngineArgs` has an answer: here, or as a field of `EngineConfig`. The page
-docs/from_vllm.md prints this table.
+Every field of vLLM 0.33's `EngineArgs` is either here or a field of `EngineConfig`. The page docs/from_vllm.md prints
+this table.
 """
 
 # ruff: noqa: C408 - keywords are easier to read than 200 quoted names
@@ -12,7 +12,7 @@ from typing import Any
 
 from xla_engine.config import OtherOption
 
-# Any value is taken, because none would change a result or has anything to change.
+# Any value is accepted and ignored, because it would change no result.
 _HARMLESS = {
     "no code of a checkpoint is ever run": "trust_remote_code code_revision",
     "every program is compiled by XLA before the first request": """enforce_eager compilation_config optimization_level
@@ -36,7 +36,7 @@ _HARMLESS = {
     "requests are tokenised in the thread that brings them": "renderer_num_workers enable_shm_tensor_arena",
 }
 
-# vLLM's default is taken and anything else is refused, because the engine has no such thing.
+# vLLM's default is accepted and anything else is refused, because the engine does not have the feature.
 _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
     "text models only": dict(
         limit_mm_per_prompt={}, mm_processor_kwargs=None, enable_mm_embeds=False, interleave_mm_strings=False,
