@@ -1,13 +1,13 @@
-"""One model over several devices: which part of each weight and cache a device holds, and how it gets the others'.
+"""Tensor parallelism: which part of each weight and cache a device holds, and how features are gathered.
 
-Every weight is cut by output features, so that each dot product runs over its whole width on one device, in the order
-in which one device alone would take it. Where features become inputs they are gathered. Gathering moves bits and adds
-nothing: results are the same for any number of devices, as far as a feature's bits do not depend on how many features
-a product has. Where few would make a difference, every device has the whole weight and computes all of them.
-Megatron's way (Shoeybi et al. 2019) adds up partial sums, in an order that depends on the devices.
+Every weight is sharded by output features, so that each dot product runs over its whole width on one device, in the
+same order as on a single device. Features are gathered before they become inputs. Gathering adds nothing, so results
+are the same for any number of devices, as long as a feature's bits do not depend on the number of features in a
+product. If a small number would change bits, every device has the whole weight and computes all features. Megatron
+(Shoeybi et al. 2019) instead adds partial sums, in an order that depends on the devices.
 
-Heads stay whole: a device has key/value heads with their queries. Where there are more devices than key/value heads,
-several devices hold the same one and share its queries. What does not come out even is padded with zeros.
+Heads are not split: a device has key/value heads with their queries. With more devices than key/value heads, several
+devices hold the same one and share its queries. Uneven shards are padded with zeros.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from jax import lax
 from xla_engine.graphs.config import DeltaForm, ModelConfig
 from xla_engine.graphs.delta_net.native import fits
 
-AXIS = "tp"  # of the mesh
+AXIS = "tp"  # axis of the mesh
 
-# What features are: of query heads, of key/value heads, of the residual stream, inside an MLP, inside an expert or the
-# shared expert, of the value heads of a linear layer, of the vocabulary.
+# The kinds of features: of query heads, of key/value heads, of the residual stream, inside an MLP, inside an expert or
+# the shared expert, of the value heads of a linear layer, of the vocabulary.
 Kind = Literal["queries", "keys", "residual", "mlp", "expert", "shared_expert", "values", "vocabulary"]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model lies on devices.
+    """How a model is sharded.
 
     config: of the whole model.
-    devices: how many; None: one, and programs know no mesh.
-    task: features that stay together, because a product takes so many at once.
-    least: features of a product that a device has at least; 1 is for products without such a bound. Where it would
-        have fewer, no device's weight is cut. The products of experts are free of this.
+    devices: how many; None: one, without a mesh.
+    task: features that must stay together, because a product processes so many at once.
+    least: the fewest features of a product on a device; 1: no limit. If a shard would have fewer, the weight is not
+        sharded. Does not apply to the products of experts.
     """
 
     config: ModelConfig
@@ -51,16 +51,16 @@ class Sharding:
 
     @property
     def local(self) -> ModelConfig:
-        """The model with the heads that one device has; all else is as in the whole model."""
+        """The configuration with the heads of one device; all else is as in the whole model."""
         return self._with_heads(1)
 
     @property
     def across(self) -> ModelConfig:
-        """The model with the heads of all devices, padding and copies among them."""
+        """The configuration with the heads of all devices, including padding and copies."""
         return self._with_heads(self.devices or 1)
 
     def gather(self, x: jax.Array, kind: Kind, axis: int = 1) -> jax.Array:
-        """`x` with the features of all devices along `axis`, in the model's order; x itself where it has all."""
+        """`x` with the features of all devices along `axis`, in the model's order; `x` itself if it has all."""
         if self.devices is None or _is_whole(_held(self, kind)):
             return x
         every = x if self.devices == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
@@ -69,35 +69,35 @@ class Sharding:
             every = lax.slice_in_dim(every, 0, len(order), axis=axis)
         else:
             every = jnp.take(every, order, axis=axis)
-        # Else XLA turns a product around to get rid of a gather's transpose, into one it may not have in bf16.
+        # Otherwise XLA swaps a product's operands to avoid a transpose, and may not support the result in bf16.
         return lax.optimization_barrier(every) if self.devices > 1 else every
 
     def own(self, x: jax.Array, kind: Kind) -> jax.Array:
-        """The device's features of `x [N, F]`, where all devices have all of them; x itself without a mesh."""
+        """This device's features of `x [N, F]`, which has all of them; `x` itself without a mesh."""
         return x if self.devices is None else _part(x, _held(self, kind))
 
     def own_heads(self, qkv: jax.Array) -> jax.Array:
-        """The device's queries, keys, values and gates of a projection `[N, F]`, of which it may have computed all."""
+        """This device's queries, keys, values and gates from a projection `[N, F]`, which may contain all heads'."""
         return qkv if self.devices is None or self.cuts_qkv else _part(qkv, _qkv(self))
 
     @property
     def cuts_recurrent(self) -> bool:
-        """Whether each device has some heads of recurrent layers, and not all.
+        """Whether the heads of recurrent layers are sharded.
 
-        Where XLA runs the rule, or the product before it, fewer heads were found to have other bits
+        They are not if XLA runs the rule, or the product before it: fewer heads then have other bits
         (findings/many_devices.md).
         """
         return self.config.delta is not None and self.least == 1 and fits(self.config.delta)
 
     @property
     def cuts_qkv(self) -> bool:
-        """Whether each device computes the projection of its own heads alone."""
+        """Whether the projection of attention is sharded, so that each device computes only its own heads."""
         return _qkv(self).shape[1] >= self.least
 
     def looked_up(self, lookup: Callable[[jax.Array], jax.Array], tokens: jax.Array) -> jax.Array:
-        """`lookup(tokens [N])`, float32 `[N, ...]`, which a device can do for tokens of its part of the vocabulary.
+        """`lookup(tokens [N])`, float32 `[N, ...]`, with a sharded vocabulary.
 
-        The bits are added up as integers, all but one of them zero.
+        The devices' bits are added as integers; all but one device's are zero.
         """
         held = None if self.devices is None else _held(self, "vocabulary")
         if held is None or _is_whole(held) or self.devices == 1:
@@ -110,8 +110,11 @@ class Sharding:
         return lax.bitcast_convert_type(lax.psum(jnp.where(here, bits, 0), AXIS), jnp.float32)
 
     def cut(self, kind: Kind, axis: int = 0, *, paired: bool = False) -> Cut | None:
-        """How a weight is cut whose features along `axis` are of a kind, or gates of that kind and then ups; None:
-        every device has all of it. Weights are `[out, in]`, those of experts `[E, out, in]`."""
+        """How a weight is sharded whose features along `axis` are of this kind; None: it is replicated.
+
+        paired: the features are gates of this kind, then ups. Weights are `[out, in]`, those of experts `[E, out,
+            in]`.
+        """
         if self.devices is None:
             return None
         held = _held(self, kind)
@@ -119,19 +122,19 @@ class Sharding:
 
     @property
     def cut_qkv(self) -> Cut | None:
-        """The same of the fused projection of attention."""
+        """How the fused projection of attention is sharded."""
         return _cut(_qkv(self)) if self.devices is not None and self.cuts_qkv else None
 
     @property
     def cut_sinks(self) -> Cut | None:
-        """The same of what each query head has one of."""
+        """How vectors with one number per query head are sharded."""
         size = self.config.head_dim
         return None if self.devices is None else _cut(_held(self, "queries")[:, ::size] // size)
 
     @property
     def cut_recurrent(self) -> tuple[Cut | None, Cut | None, Cut | None]:
-        """The same of a recurrent layer: of its projection, of what is convolved, and of what each value head has one
-        of."""
+        """How a recurrent layer is sharded: its projection, its convolution, and vectors with one number per value
+        head."""
         form, devices = self.config.delta, self.devices
         if form is None or devices is None or not self.cuts_recurrent:
             return None, None, None
@@ -160,23 +163,23 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """axis: along which a weight is cut. rows `[devices, width]`: the indices that each device holds, -1: zeros."""
+    """How a weight is sharded along `axis`. rows `[devices, width]`: each device's indices, -1 for zeros."""
 
     axis: int
     rows: Indices
 
     def shape(self, whole: tuple[int, ...], devices: int = 1) -> tuple[int, ...]:
-        """What so many devices hold of a weight of shape `whole`."""
+        """The shape of what `devices` devices together hold of a weight of shape `whole`."""
         return (*whole[: self.axis], devices * self.rows.shape[1], *whole[self.axis + 1 :])
 
     def flat(self, count: int, size: int) -> Cut:
-        """The same cut of `count` vectors of `size` features each in one flat vector."""
+        """The same for `count` vectors of `size` features each, flattened into one."""
         first = np.arange(count)[:, None] * size
         rows = self.rows[:, None]
         return Cut(0, np.where(rows < 0, -1, first + rows).reshape(len(rows), -1))
 
     def flat_rows(self, device: int, whole: tuple[int, ...]) -> Indices:
-        """The device's rows of a weight seen as `[rows, columns]`; of a vector its entries."""
+        """A device's rows of a weight viewed as `[rows, columns]`, or its entries of a vector."""
         rows = self.rows[device]
         if self.axis == 0:
             return rows
@@ -185,9 +188,9 @@ class Cut:
 
 
 def _groups(heads: int, queries: int, devices: int) -> tuple[Indices, Indices]:
-    """Key/value heads of each device `[devices, U]`, and the query heads that go with each `[devices, U, Q]`.
+    """The key/value heads of each device `[devices, U]`, and their query heads `[devices, U, Q]`; -1 for padding.
 
-    `queries` go with each of `heads`, consecutive ones. -1: padding.
+    Each of `heads` key/value heads has `queries` consecutive query heads.
     """
     shares = min(max(devices // heads, 1), queries)  # devices that hold the same key/value head
     each, units = -(-queries // shares), heads * shares
@@ -200,14 +203,14 @@ def _groups(heads: int, queries: int, devices: int) -> tuple[Indices, Indices]:
 
 
 def _delta_of(form: DeltaForm, devices: int, times: int) -> DeltaForm:
-    """The form with the heads that so many of the devices have together."""
+    """The form with the heads of `times` of the devices."""
     _, values = _groups(form.key_heads, form.value_heads // form.key_heads, devices)
     keys = times * values.shape[1]
     return replace(form, key_heads=keys, value_heads=keys * values.shape[2])
 
 
 def _part(x: jax.Array, rows: Indices) -> jax.Array:
-    """The features of `x [N, F]` that the device holds of `rows`, zero for padding."""
+    """This device's features `rows` of `x [N, F]`, zero for padding."""
     devices, width = rows.shape
     if _is_whole(rows):
         return x
@@ -222,19 +225,19 @@ def _part(x: jax.Array, rows: Indices) -> jax.Array:
 
 
 def _features(heads: Indices, size: int) -> Indices:
-    """The features of heads `[devices, ...]` of so many features each, `[devices, F]`."""
+    """The features `[devices, F]` of heads `[devices, ...]` with `size` features each."""
     features = np.where(heads[..., None] < 0, -1, heads[..., None] * size + np.arange(size))
     return features.reshape(len(heads), -1)
 
 
 def _even(count: int, devices: int, task: int) -> Indices:
-    """`count` features in whole tasks, as evenly as these allow, `[devices, F]`."""
+    """Distribute `count` features evenly, in multiples of `task`: `[devices, F]`."""
     return _up_to(count, devices, -(-count // (devices * task)) * task)
 
 
 def _odd(count: int, devices: int, task: int) -> Indices:
-    """The same where the features are no whole tasks: neither are a device's. Products take these another way, which
-    may add a residual up in other steps."""
+    """The same if `count` is no multiple of `task`: then no device's number is one, either, because products treat
+    other numbers differently and may add a residual in other steps."""
     width = -(-count // (devices * (task // 2))) * (task // 2)
     return _up_to(count, devices, width if width % task else width + task // 2)
 

@@ -120,9 +120,8 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
         most = self.max_length - 1
         contexts, continuations = [], []
         for _key, context, continuation in requests:
-            cut = max(
-                len(context) + len(continuation) - most, 0
-            )  # truncated from the left, as in the harness
+            # Truncated from the left, as in the harness.
+            cut = max(len(context) + len(continuation) - most, 0)
             contexts.append(context[cut:] or [self._prefix])
             continuations.append(continuation[-(most - 1) :])
         scores = self._llm.score(contexts, continuations, use_tqdm=not disable_tqdm)

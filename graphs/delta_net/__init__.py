@@ -1,1 +1,1 @@
-"""Gated DeltaNet layers: recurrent state in place of keys and values."""
+"""Gated DeltaNet layers, which have a recurrent state instead of keys and values."""

@@ -1,11 +1,10 @@
 """Gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a state per slot.
 
-A slot keeps, whatever its length, one matrix per value head (`graphs.delta_rule`) and the last inputs of a short
-convolution. All of it is float32 and row-wise. State is written like keys and values: a row that is not live and a
-lane that is empty change no byte, and what a slot's last owner left is never read, as position 0 starts from zeros.
+Whatever its length, a slot has one matrix per value head (`graphs.delta_net.rule`) and the last inputs of a short
+convolution. All of it is float32 and row-wise. State is written like keys and values: rows that are not live and empty
+lanes change no byte, and stale state is never read, because position 0 starts from zeros.
 
-`native` runs the rule in C++, by the library of the instruction set that it names
-(`xla_engine.runner.native_library.build`).
+`native` names the instruction set whose C++ library runs the rule (`xla_engine.runner.native_library.build`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly, rms_norm
 from xla_engine.graphs.row_state.lanes import Extents, put, targets
 
-_NORM_EPS = 1e-6  # of the unit norm of queries and keys
+_NORM_EPS = 1e-6  # for the L2 norm of queries and keys
 
 
 class DeltaWeights(NamedTuple):
@@ -40,9 +39,9 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What a layer keeps of every slot, float32.
+    """The state of a layer for every slot, float32.
 
-    inputs: `[B, kernel - 1, mixed features]`, of the last positions.   memory: `[B, Hv, Dk, Dv]`.
+    inputs: `[B, kernel - 1, mixed features]`, the convolution's last inputs.   memory: `[B, Hv, Dk, Dv]`.
     """
 
     inputs: jax.Array
@@ -50,7 +49,7 @@ class DeltaState(NamedTuple):
 
 
 def make_state(form: DeltaForm, rows: int) -> DeltaState:
-    """State of `rows` slots, zero."""
+    """Zero state for `rows` slots."""
     return DeltaState(
         jnp.zeros((rows, form.kernel - 1, form.mixed_features), jnp.float32),
         jnp.zeros((rows, form.value_heads, form.key_dim, form.value_dim), jnp.float32),
@@ -97,9 +96,9 @@ def delta_prefill(
 
 
 class Pending(NamedTuple):
-    """Positions that lanes have brought, until it is known how many of them stay.
+    """The inputs of a verify step, until it is known how many positions are accepted.
 
-    window: `[P, kernel - 1 + T, mixed features]`, the convolution's inputs behind those of the slot.
+    window: `[P, kernel - 1 + T, mixed features]`, the convolution's inputs, preceded by those in the slot.
     heads: of N = P T positions.
     """
 
@@ -116,7 +115,7 @@ def delta_verify(
     *,
     native: str,
 ) -> tuple[Pending, jax.Array]:
-    """What `delta_prefill` gives for lanes of distinct slots, none of which begins anew, before any state changes."""
+    """`delta_prefill` without changing the state, for lanes of distinct slots, none of which starts at 0."""
     mixed, gates, rate, step = _split(form, projected)
     by_lane = (len(lanes.slot), -1, mixed.shape[1])
     window = jnp.concatenate([state.inputs[lanes.slot], mixed.reshape(by_lane)], axis=1)
@@ -129,7 +128,7 @@ def delta_verify(
 def delta_commit(
     state: DeltaState, pending: Pending, *, slot: jax.Array, count: jax.Array, native: str
 ) -> DeltaState:
-    """The state behind the first `count [P]` of each lane's positions: they are walked again, and now they stay."""
+    """The state after the first `count [P]` positions of each lane, which are computed again."""
     kept = state.inputs.shape[1]
     behind = jax.vmap(lambda window, at: lax.dynamic_slice_in_dim(window, at, kept))(pending.window, count)
     inputs = put(state.inputs, targets(slot, count > 0, len(state.inputs)), behind)
@@ -139,7 +138,7 @@ def delta_commit(
 
 
 def _split(form: DeltaForm, projected: jax.Array) -> list[jax.Array]:
-    """The parts of a projection: what is convolved, gates, rates, decay steps."""
+    """The parts of a projection: the convolution's inputs, gates, rates, decay steps."""
     ends = (form.mixed_features, form.mixed_features + form.inner_features)
     return jnp.split(projected, [*ends, ends[1] + form.value_heads], axis=-1)
 
@@ -155,9 +154,10 @@ def _convolve(window: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _windows(kept: jax.Array, mixed: jax.Array, lanes: Extents) -> tuple[jax.Array, jax.Array]:
-    """Inputs `mixed [P, T, C]` behind those that came before them, `[P, kernel - 1 + T, C]`, and what slots keep then.
+    """The slots' new convolution inputs, and `mixed [P, T, C]` preceded by the earlier inputs, `[P, kernel - 1 + T,
+    C]`.
 
-    Lane after lane, as a lane may go on where the one before it ended.
+    Runs lane by lane, because a lane may continue the previous one.
     """
 
     def one(kept: jax.Array, lane: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +173,7 @@ def _windows(kept: jax.Array, mixed: jax.Array, lanes: Extents) -> tuple[jax.Arr
 def _heads(
     form: DeltaForm, weights: DeltaWeights, convolved: jax.Array, rate: jax.Array, step: jax.Array
 ) -> Heads:
-    """Heads of `convolved [N, mixed features]`, `rate` and `step` `[N, Hv]`."""
+    """The heads from `convolved [N, mixed features]`, `rate` and `step` `[N, Hv]`."""
     keys = form.key_heads * form.key_dim
     q, k, v = jnp.split(convolved, [keys, 2 * keys], axis=-1)
     q, k = (_unit(x.reshape(-1, form.key_heads, form.key_dim)) for x in (q, k))

@@ -1,6 +1,6 @@
-"""The gated delta rule on XLA:CPU: one C++ call per layer (`native/delta.cc`), for prefill and decode alike.
+"""The gated delta rule in C++ for XLA:CPU: one call per layer (`native/delta.cc`), for prefill and decode alike.
 
-The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
+`xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _VECTOR = 16  # floats
 
 
 def fits(form: DeltaForm) -> bool:
-    """Whether heads are whole vectors."""
+    """Whether the heads' sizes are multiples of the vector width, as the C++ kernels need."""
     return form.key_dim % _VECTOR == 0 and form.value_dim % _VECTOR == 0
 
 
 class Heads(NamedTuple):
-    """Positions, float32: q, k `[N, Hk, Dk]` of unit length, q scaled; v `[N, Hv, Dv]`; rate in (0, 1) and
-    log_decay <= 0 `[N, Hv]`. Each key head serves consecutive value heads."""
+    """The inputs of the rule for N positions, float32.
+
+    q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 1).
+    log_decay: `[N, Hv]`, at most 0. Consecutive value heads share a key head.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -38,8 +41,7 @@ class Heads(NamedTuple):
 def native_rule(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> tuple[jax.Array, jax.Array]:
     """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
 
-    isa: the instruction set whose library serves. Returns memory and outputs `[N, Hv, Dv]`, zero in rows that are
-    padding.
+    isa: selects the library. Returns memory and outputs `[N, Hv, Dv]`, zero in padding rows.
     """
     results = (_like(heads.v), _like(memory))
     call = jax.ffi.ffi_call(f"{DELTA_RULE}_{isa}", results, input_output_aliases={8: 1})
@@ -48,7 +50,7 @@ def native_rule(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> tu
 
 
 def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> jax.Array:
-    """The outputs that `native_rule` gives, and no change of memory; used lanes are of distinct slots."""
+    """The outputs of `native_rule` without changing the memory; used lanes must have distinct slots."""
     call = jax.ffi.ffi_call(f"{DELTA_OUTPUTS}_{isa}", _like(heads.v))
     out: jax.Array = call(*_given(heads), *lanes, memory)
     return out

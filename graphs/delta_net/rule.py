@@ -1,10 +1,10 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh 2024): a memory per head that corrects what it recalls.
 
-With key k, value v, decay a and rate b of a position the memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the
-output is `S^T q`. Decode does that for one position. Prefill in pure JAX takes `SEGMENT` positions at once in the WY
-form of the paper (section 3.3): what positions of a segment do to each other is a small triangular system, and only
-whole segments follow one another. Segments begin at multiples of `SEGMENT` from the start of a lane: where chunks are
-its multiples, a prompt is cut at the same positions however it falls into lanes and calls. The C++ form walks through
+With key k, value v, decay a and rate b of a position, the memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the
+output is `S^T q`. Decode does that for one position. Prefill in pure JAX processes `SEGMENT` positions at once in the
+WY form of the paper (section 3.3): a small triangular system solves the interactions within a segment, and segments
+run one after the other. Segments begin at multiples of `SEGMENT` from the start of a lane. If chunks are multiples of
+it, a prompt is cut at the same positions however it is distributed over lanes and calls. The C++ kernel processes
 positions one by one in either case, so that prefill gives the bits of decode.
 """
 
@@ -19,13 +19,13 @@ from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.reductions import cumulative
 from xla_engine.graphs.row_state.lanes import Extents
 
-SEGMENT = 16  # positions that prefill takes at once
+SEGMENT = 16  # positions that prefill processes at once
 
 
 def step_rule(
     memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """One position of every live row: the memory `[B, Hv, Dk, Dv]` behind it, and the outputs `[B, Hv, Dv]`."""
+    """One position of every live row: the new memory `[B, Hv, Dk, Dv]`, and the outputs `[B, Hv, Dv]`."""
     if native:
         every = jnp.arange(len(live), dtype=jnp.int32)
         lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
@@ -42,7 +42,7 @@ def step_rule(
 def lane_rule(
     memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Up to T positions of each lane, N = P T: the memory behind them, and the outputs `[N, Hv, Dv]`."""
+    """Up to T positions of each lane, N = P T: the new memory, and the outputs `[N, Hv, Dv]`."""
     if native:
         return native_rule(memory, heads, lanes, native)
     slot, start, count = lanes
@@ -70,7 +70,7 @@ def lane_rule(
 
 
 def _repeated(heads: Heads) -> Heads:
-    """With a key head of its own for each value head."""
+    """Repeat the key heads, so that each value head has its own."""
     times = heads.v.shape[1] // heads.k.shape[1]
     q, k = (jnp.repeat(x, times, axis=1) for x in (heads.q, heads.k))
     return heads._replace(q=q, k=k)
@@ -81,7 +81,7 @@ def _follow(
 ) -> tuple[jax.Array, jax.Array]:
     """Run segments `[G, Hv, SEGMENT, ...]` one after the other on the memory of their slots.
 
-    With decays summed up inside a segment to c, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
+    With c the cumulative log decays in a segment, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
     where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment.
     Returns the memory and the outputs `[G, Hv, SEGMENT, Dv]`.
     """
@@ -121,7 +121,7 @@ def _unit_lower_inverse(system: jax.Array) -> jax.Array:
         total = identity[index]
         for earlier in range(index):
             total = total - system[..., index, earlier, None] * rows[earlier]
-        rows.append(lax.optimization_barrier(total))  # else each row is computed again for every later one
+        rows.append(lax.optimization_barrier(total))  # otherwise each row is recomputed for every later one
     return jnp.stack(rows, axis=-2)
 
 

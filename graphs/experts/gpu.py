@@ -1,9 +1,8 @@
-"""Routed experts on CUDA, in Pallas for Triton: a program for each block of rows of one expert and tile of features.
+"""Routed experts on CUDA, in Pallas for Triton: one program for each block of rows of an expert and tile of features.
 
-What `graphs.experts.routing.blocked_experts` does, without its loop of as many turns as there are blocks, before
-each of which the host would wait for the device (findings/gpu.md). Blocks that hold no row end at once, so that an
-expert that no row takes is not read. Law 1: the place of a row in a block changes no bit of it, and features are
-summed up in tiles of one size in one order.
+It computes `graphs.experts.routing.blocked_experts` without its loop over blocks, in which the host would wait for the
+device before each iteration (findings/gpu.md). Empty blocks end at once, so that unused experts are not read. Law 1:
+the place of a row in a block changes none of its bits, and features are summed in tiles of fixed size and order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Gather, Route, gate, summed
 from xla_engine.graphs.ops.int8 import Quantized
 
-_TILE = 64  # features of a program, and features that it adds up at once
+_TILE = 64  # output features of a program, and input features that it sums at once
 
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
@@ -66,8 +65,8 @@ def gpu_experts(
 
 
 class _Blocks(NamedTuple):
-    """expert: i32 `[M]`.   assignment: i32 `[M, R]`, places in the flat list of assignments, A where empty.
-    used: i32 `[1]`, blocks that hold any."""
+    """expert: i32 `[M]`.   assignment: i32 `[M, R]`, indices into the flat list of assignments, A if empty.
+    used: i32 `[1]`, how many blocks are not empty."""
 
     expert: jax.Array
     assignment: jax.Array
@@ -75,9 +74,9 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(expert: jax.Array, experts: int) -> _Blocks:
-    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` stands for none.
+    """Group the assignments `expert [A]` by expert into blocks of `BLOCK_ROWS`; the value `experts` means none.
 
-    By comparing all with all: an assignment's place is the number of earlier ones of its expert.
+    Compares all pairs: an assignment's place is the number of earlier ones of its expert.
     """
     total = len(expert)
     index, every = jnp.arange(total, dtype=jnp.int32), jnp.arange(experts, dtype=jnp.int32)
@@ -109,7 +108,7 @@ def gated_kernel(
     per_row: int,
     limit: float | None,
 ) -> None:
-    """Gated features of a block's rows."""
+    """The gated features of a block's rows."""
     first, block = pl.program_id(0) * _TILE, pl.program_id(1)
     inner, (count, width) = hidden_ref.shape[1], rows_ref.shape
 
@@ -148,7 +147,7 @@ def down_kernel(
     bias_ref: Ref | None,  # [E, D]
     out_ref: Ref,  # [A, D]
 ) -> None:
-    """What an expert returns for a block's rows, each at the place of its assignment."""
+    """The expert's output for a block's rows, each written to the index of its assignment."""
     first, block = pl.program_id(0) * _TILE, pl.program_id(1)
     inner, (total, width) = hidden_ref.shape[1], out_ref.shape
 

@@ -1,6 +1,6 @@
-"""Routed experts on a CPU, in bf16 or int8: one C++ call per layer (`native/experts.cc`).
+"""Routed experts on CPUs, in bf16 or int8: one C++ call per layer (`native/experts.cc`).
 
-The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
+`xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GATED_EXPERTS, DOWN_EXPERTS = "xla_engine_gated_experts", "xla_engine_down_exper
 def native_experts(
     experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, isa: str
 ) -> jax.Array:
-    """See `graphs.experts.routing.blocked_experts`. D and F are multiples of 32. isa: whose library serves."""
+    """As `graphs.experts.routing.blocked_experts`. D and F must be multiples of 32. isa: selects the library."""
     call = jax.ffi.ffi_call(f"{EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
     biases = (_or_nothing(bias) for bias in (experts.gate_up_bias, experts.down_bias))
     weights = (*_parts(experts.gate_up), *_parts(experts.down), *biases)
@@ -32,9 +32,9 @@ def native_experts(
 def shared_native_experts(
     experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather, *, isa: str
 ) -> jax.Array:
-    """The same in two calls, where each device has some features of either product: their bits are those of one call.
+    """The same in two calls, for devices that each have some features of both products; the bits are the same.
 
-    gather: as in `graphs.linear.products.Products.experts`; what it is given of rows without an expert is zero.
+    gather: as in `graphs.linear.products.Products.experts`; rows without an expert are zero in its input.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     count, inner = routed.expert.size, _parts(gate_up)[0].shape[1] // 2
@@ -54,7 +54,7 @@ def shared_native_experts(
 
 
 def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array]:
-    """Weights and their scales, none in bf16."""
+    """A weight and its scales, which are empty in bf16."""
     return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
 
 

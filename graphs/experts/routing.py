@@ -1,7 +1,7 @@
-"""Routed experts (Shazeer et al. 2017): which experts a row takes, and the sum of what they make of it.
+"""Routed experts (Shazeer et al. 2017): the choice of experts for each row, and the sum of their outputs.
 
-Everything is row-wise. Which rows share an expert decides where a row stands in a product, never its bits: rows are
-brought together in blocks of one fixed size, and each row adds up its experts in its own order.
+Everything is row-wise. Which rows share an expert decides the place of a row in a product, but not its bits: rows are
+grouped into blocks of fixed size, and each row sums its experts in its own order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xla_engine.graphs.ops.int8 import Quantized, grouped_product
 from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.top_k import largest_by_rank
 
-BLOCK_ROWS = 16  # rows of one expert that are multiplied together (findings/experts_and_recurrent_layers.md)
-_CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss's gate
+BLOCK_ROWS = 16  # rows of one expert per product (findings/experts_and_recurrent_layers.md)
+_CLAMPED_SLOPE = 1.702  # slope of the sigmoid in gpt-oss's gate
 
 
 Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device, ...]` to `[A, F of all, ...]`
@@ -45,22 +45,22 @@ class Experts(NamedTuple):
 
     @property
     def row_dtype(self) -> jnp.dtype:
-        """Of the rows that either product takes: products in int8 round by themselves."""
+        """The dtype of the rows that both products take; int8 products quantise their float32 input."""
         return jnp.dtype(jnp.float32) if isinstance(self.down, Quantized) else self.down.dtype
 
 
 class Route(NamedTuple):
-    """expert: i32 `[N, K]`, E where the row takes none.   weight: f32 `[N, K]`, of what each expert returns."""
+    """expert: i32 `[N, K]`, E for none.   weight: f32 `[N, K]`, factor of each expert's output."""
 
     expert: jax.Array
     weight: jax.Array
 
 
 def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array | None = None) -> Route:
-    """The `count` experts of largest `logits [N, E]` per row, the lower index first among equals.
+    """The `count` experts with the largest `logits [N, E]` per row; of equal ones the lower index first.
 
-    Weights are softmax probabilities over all experts, or over the chosen ones where `renormalise`. Rows that are not
-    `live [N]` take no expert: what they compute is not read, and neither are the weights of their experts.
+    Weights are softmax probabilities over all experts, or with `renormalise` over the chosen ones. Rows that are not
+    `live [N]` get no expert, so that no weights are read for them.
     """
     experts = logits.shape[1]
     chosen, expert = lax.platform_dependent(
@@ -79,7 +79,7 @@ def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array |
 def gate(gates: jax.Array, ups: jax.Array, limit: float | None) -> jax.Array:
     """SwiGLU (Shazeer 2020), `silu(gate) up`; with a `limit` the clamped form of gpt-oss.
 
-    That is `(up + 1) gate sigmoid(1.702 gate)`, gates cut off above `limit` and ups on both sides.
+    That is `(up + 1) gate sigmoid(1.702 gate)`, with gates clamped from above and ups on both sides at `limit`.
     """
     if limit is None:
         return jax.nn.silu(gates) * ups
@@ -92,8 +92,8 @@ def blocked_experts(
 ) -> jax.Array:
     """`residual [N, D]` plus the weighted sum of each row's experts of `x [N, D]`, float32, in pure JAX.
 
-    One block of rows of one expert at a time, so that an expert's weights are read once per block and those of
-    experts that no row takes not at all. With `gather` all blocks' first products come before their second.
+    Processes one block of rows of one expert at a time, so that an expert's weights are read once per block, and those
+    of unused experts not at all. With `gather`, the first products of all blocks run before the second ones.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
     (count, features), per_row = residual.shape, routed.expert.shape[1]
@@ -114,7 +114,7 @@ def blocked_experts(
         result = _product(down, expert, hidden, 0)  # [D, R]
         if down_bias is not None:
             result = result + down_bias[expert][:, None]
-        result = lax.optimization_barrier(result)  # else XLA turns the product around (findings/products.md)
+        result = lax.optimization_barrier(result)  # otherwise XLA swaps the operands (findings/products.md)
         return out.at[place].set(result.T, mode="drop", unique_indices=True)
 
     def multiply(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -145,7 +145,7 @@ def blocked_experts(
 
 
 def summed(routed: Route, out: jax.Array, residual: jax.Array) -> jax.Array:
-    """`residual [N, D]` plus what each row's experts made of it, `out [N, K, D]`, one after the other."""
+    """`residual [N, D]` plus the weighted outputs `out [N, K, D]` of each row's experts, added one after the other."""
     total = residual
     for index in range(out.shape[1]):
         total = total + routed.weight[:, index, None] * out[:, index]
@@ -153,8 +153,8 @@ def summed(routed: Route, out: jax.Array, residual: jax.Array) -> jax.Array:
 
 
 class _Blocks(NamedTuple):
-    """expert: i32 `[M]`.   assignment: i32 `[M, R]`, places in the flat list of assignments; empty places are
-    distinct and behind its end.   used: i32, blocks that hold any."""
+    """expert: i32 `[M]`.   assignment: i32 `[M, R]`, indices into the flat list of assignments; empty places have
+    distinct indices past its end.   used: i32, how many blocks are not empty."""
 
     expert: jax.Array
     assignment: jax.Array
@@ -162,7 +162,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(expert: jax.Array, experts: int) -> _Blocks:
-    """Assignments `expert [A]` brought together by expert, `BLOCK_ROWS` at a time; `experts` stands for none."""
+    """Group the assignments `expert [A]` by expert into blocks of `BLOCK_ROWS`; the value `experts` means none."""
     total = expert.shape[0]
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     members = jnp.zeros(experts, jnp.int32).at[expert].add(1, mode="drop")

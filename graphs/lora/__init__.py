@@ -1,1 +1,1 @@
-"""Low-rank adapters: what they add to the products of a layer."""
+"""LoRA adapters: their matrices, and products with them."""

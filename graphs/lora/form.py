@@ -1,4 +1,4 @@
-"""Which weights of a layer adapters change, and how their matrices lie on the device."""
+"""The weights that LoRA adapters change, and the layout of their matrices on the device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import numpy as np
 from xla_engine.graphs.config import ModelConfig
 
 TARGETS = ("qkv", "output", "gate_up", "down")
-# Behind the name of a weight: its two matrices, and the rank that each part of it has of an adapter.
+# Suffixes of a weight's name: for its two matrices, and for the rank of each of its parts.
 DOWN, UP, RANKS = LEAVES = "_lora_a", "_lora_b", "_lora_rank"
 
 
 @dataclass(frozen=True, slots=True)
 class LoraForm:
-    """Room for adapters. slots: adapters at a time. rank: of each at most, a multiple of 4. dtype: of the matrices.
-    packed: the second one lies as the C++ operation takes it."""
+    """The space for adapters.
+
+    slots: how many adapters. rank: the highest rank, a multiple of 4. dtype: of the matrices.
+    packed: the second matrix is packed for the C++ kernel.
+    """
 
     slots: int
     rank: int
@@ -27,8 +30,11 @@ class LoraForm:
     packed: bool
 
     def shapes(self, config: ModelConfig, target: str) -> dict[str, tuple[int, ...]]:
-        """Leaf name to shape: A `[slots, parts, rank, inputs]`, B `[slots, rank, features]` with what scales it, and
-        ranks `[slots, parts]`: both matrices are zero from there on; 0 where the adapter leaves the part alone."""
+        """The shapes of a weight's leaves by name.
+
+        A `[slots, parts, rank, inputs]`; B `[slots, rank, features]`, with the scale applied; ranks `[slots, parts]`,
+        beyond which both matrices are zero, or 0 if the adapter does not change the part.
+        """
         heads, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
         inputs = {"output": heads, "down": config.intermediate_size}.get(target, hidden)
         ends = part_ends(config, target)
@@ -39,28 +45,30 @@ class LoraForm:
         }
 
     def dtype_of(self, leaf: str) -> jnp.dtype:
-        """What the entries of a leaf are."""
+        """The dtype of a leaf."""
         return jnp.dtype(jnp.int32) if leaf.endswith(RANKS) else self.dtype
 
     def stored(self, up: np.ndarray) -> np.ndarray:
-        """B of one adapter `[rank, features]` as it lies on the device: packed, sixteen features stand together."""
+        """B of one adapter `[rank, features]` in the layout of the device; packed, in groups of sixteen features."""
         if not self.packed:
             return up
         blocks = up.reshape(self.rank, -1, 16).swapaxes(0, 1)
         return np.ascontiguousarray(blocks).reshape(up.shape)
 
     def stored_rows(self, stored: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Of B as it lies on a device, the features `rows [devices, width]`, each device's as it lies there, side by
-        side: `[rank, devices * width]`. -1: zeros."""
+        """Shard B, given in the layout of a device, by its features `rows [devices, width]`, -1 for zeros.
+
+        Returns the shards of all devices, each in the layout of a device, concatenated: `[rank, devices * width]`.
+        """
         up = stored
         if self.packed:
             up = stored.reshape(-1, self.rank, 16).swapaxes(0, 1).reshape(stored.shape)
-        padded = np.pad(up, ((0, 0), (0, 1)))  # what -1 takes
+        padded = np.pad(up, ((0, 0), (0, 1)))  # index -1 selects the zeros
         return np.concatenate([self.stored(padded[:, own]) for own in rows], axis=1)
 
 
 class Matrices(NamedTuple):
-    """Those of all adapters for one weight, as `LoraForm.shapes` says. ends: of its parts, by features."""
+    """The matrices of all adapters for one weight, see `LoraForm.shapes`. ends: of the weight's parts, in features."""
 
     down: jax.Array
     up: jax.Array
@@ -69,7 +77,7 @@ class Matrices(NamedTuple):
 
 
 def part_ends(config: ModelConfig, target: str) -> tuple[int, ...]:
-    """Where the parts of a weight end that have an A of their own: queries, keys and values, or gates and ups."""
+    """The ends of the parts of a weight that each have their own A: queries, keys and values, or gates and ups."""
     if target == "qkv":
         keys = config.num_key_value_heads * config.head_dim
         return tuple(config.qkv_features - rest for rest in (2 * keys, keys, 0))

@@ -1,8 +1,8 @@
-"""Products of rows that each have an adapter of their own, or none (Hu et al. 2021; in one batch: Chen et al. 2023).
+"""Products in which each row may have its own LoRA adapter (Hu et al. 2021; in one batch: Chen et al. 2023).
 
-A row with an adapter gets B (A x) on top, x being what the product itself takes, in float32. A row without keeps what
-the product gave, to the bit. What a row gets depends on nothing but the row: in C++ each sum has one order; XLA's
-products treat each lane by itself, at its place.
+For a row with an adapter, B (A x) is added in float32, x being the input of the product. A row without one keeps every
+bit of the product. The result of a row depends only on the row: in C++ each sum has a fixed order, and XLA's products
+process each lane separately.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ LORA, LINEAR_LORA, GATED_LORA = "xla_engine_lora", "xla_engine_linear_lora", "xl
 
 
 def with_adapters(products: Products, adapter: jax.Array | None) -> Products:
-    """`products` for rows that come in lanes of equal size, those of lane g with adapter `adapter [G]`, i32: 1 is the
-    first, 0 none. None: no lane ever has one, and products stay as they are."""
+    """`products` with adapters, for rows in lanes of equal size.
+
+    adapter: i32 `[G]`, the adapter slot of each lane, from 1; 0 is none. None: returns `products` unchanged.
+    """
     if adapter is None:
         return products
     if isinstance(products, NativeProducts):
@@ -52,7 +54,7 @@ def with_adapters(products: Products, adapter: jax.Array | None) -> Products:
 
 
 def of_weight(products: Products, matrices: Matrices | None) -> Products:
-    """The products of the one weight that these matrices belong to; None: it has none."""
+    """`products` for the weight to which these matrices belong; None: it has no adapters."""
     if matrices is None or not isinstance(products, NativeLora | XlaLora):
         return products
     return replace(products, matrices=matrices)
@@ -60,7 +62,7 @@ def of_weight(products: Products, matrices: Matrices | None) -> Products:
 
 @dataclass(frozen=True, slots=True)
 class NativeLora(NativeProducts):
-    """In C++ (`native/lora.h`), within the call of the product: rows of one adapter share one reading of A."""
+    """In C++ (`native/lora.h`), within the call of the product: A is read once for all rows of an adapter."""
 
     adapter: jax.Array | None = None
     matrices: Matrices | None = None
@@ -112,7 +114,7 @@ class NativeLora(NativeProducts):
 
 @dataclass(frozen=True, slots=True)
 class XlaLora(XlaProducts):
-    """By XLA: the matrices of each lane's adapter are gathered."""
+    """In XLA: gathers the matrices of each lane's adapter."""
 
     adapter: jax.Array | None = None
     matrices: Matrices | None = None
@@ -128,7 +130,7 @@ class XlaLora(XlaProducts):
         return both if self.matrices is None else self._added(both, x, norm, int(self.weight_left))
 
     def _added(self, out: jax.Array, x: Input, norm: Norm | None, axis: int) -> jax.Array:
-        """`out` with what the adapters add; `axis` is that of its rows."""
+        """`out` plus the adapters' outputs. axis: that of its rows."""
         adapter, matrices = self.adapter, self.matrices
         assert adapter is not None and matrices is not None
         rows = x.values.T if isinstance(x, FeatureMajor) else normed(x, norm)

@@ -25,9 +25,8 @@ class Slots:
             raise ValueError(f"{count} slots; at least 1 is needed")
         self._epochs = [0] * count
         self._free = dict.fromkeys(range(count), 0)  # use by index
-        self._heap = [
-            (0, index) for index in range(count)
-        ]  # (use, index) of free slots; some entries are stale
+        # (use, index) of free slots; some entries are stale.
+        self._heap = [(0, index) for index in range(count)]
 
     def __len__(self) -> int:
         return len(self._epochs)

@@ -63,9 +63,8 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
     """
     platform = jax.default_backend()
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
-        from xla_engine.graphs.attention.gpu import (
-            GpuAttention,
-        )  # imported late, because Pallas imports slowly
+        # Imported late, because Pallas imports slowly.
+        from xla_engine.graphs.attention.gpu import GpuAttention
 
         return GpuAttention(interpret=platform != "gpu")
     if name == "native" and platform != "cpu":
