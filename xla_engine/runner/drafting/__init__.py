@@ -1,1 +1,1 @@
-"""What proposes drafts on the device, inside the verify step: models that run next to the engine's own."""
+"""Proposers on the device, which draft inside the verify step: draft models and draft heads."""

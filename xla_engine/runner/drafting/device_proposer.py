@@ -1,4 +1,4 @@
-"""What a runner asks of a proposer that drafts inside its verify steps."""
+"""The interface of a proposer that drafts on the device, inside verify steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from xla_engine.runner.memory import Beside
 
 
 class DeviceProposer(Protocol):
-    """Owner of weights and state that verify programs take behind their own arguments.
+    """Owns the weights and state that verify programs take after their own arguments.
 
-    beside: what it takes of the device's memory.
-    reads_prompts: it has a program that sees what prefill computes, see `read`.
-    taps: the model's layers before which it sees the residual stream, side by side; none: behind the last.
-    takes: arguments of its programs; the last one is the state, which is donated, and `keep` gets what comes back.
+    beside: its memory on the device.
+    reads_prompts: whether it has a program that reads prefill's hidden states, see `read`.
+    taps: the layers of the model before which it reads the residual stream, concatenated; empty: after the last.
+    takes: additional arguments of its programs. The last is the state, which is donated; `keep` gets the new one.
     """
 
     beside: Beside
@@ -33,26 +33,26 @@ class DeviceProposer(Protocol):
     def keep(self, state: Any) -> None: ...
 
     def load(self, weights: Mapping[str, jax.Array], rows: int, length: int) -> None:
-        """Bring weights to the device, and make state for `rows` slots of `length` positions, whole spans.
+        """Load weights, and make state for `rows` slots of `length` positions, a multiple of the span.
 
-        weights: the engine's own, by name, on the device.
+        weights: those of the engine's model, by name, on the device.
         """
         ...
 
     def step(self, spec: ModelSpec, key_length: int, width: int, *, processed: bool) -> Callable[..., Any]:
-        """The function of a verify program of the engine's model `spec`: `verify_step` with `takes` behind its
-        arguments, and the state behind its results."""
+        """The function of a verify program for the engine's model `spec`: `verify_step` with the further arguments
+        `takes`, and the state as a further result."""
         ...
 
     def read(self, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
-        """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state`, to be run
-        behind each prefill call. lanes: an idle call's. rows: abstract."""
+        """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that runs
+        after each prefill call. lanes: those of a call without work. rows: abstract."""
         ...
 
     def blank(self) -> None:
-        """State as at the start, whatever became of the old one."""
+        """Reset the state as at start-up, even if the old one was lost."""
         ...
 
     def delete(self) -> None:
-        """Free the memory."""
+        """Free the device memory."""
         ...

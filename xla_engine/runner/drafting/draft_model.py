@@ -1,4 +1,4 @@
-"""A draft model on the device: its weights, and its cache by slot."""
+"""A draft model on the device: its weights and its KV cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DraftModel:
     def __init__(
         self, checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, context_length: int
     ) -> None:
-        """model: the engine's. Raises ConfigError where the two do not go together."""
+        """model: the engine's. Raises ConfigError if the two do not match."""
         own = checkpoint.config
         if own.vocab_size != model.vocab_size:
             raise ConfigError(

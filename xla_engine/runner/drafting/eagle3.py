@@ -17,7 +17,7 @@ from xla_engine.runner.drafting.head import DraftHead, packed
 
 
 class Eagle3(DraftHead):
-    """The `DeviceProposer` of method "eagle3". Its weights stay as they are where the model's are quantised."""
+    """The `DeviceProposer` of method "eagle3". Its weights are never quantised."""
 
     def __init__(
         self,

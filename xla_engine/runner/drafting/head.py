@@ -29,14 +29,14 @@ from xla_engine.runner import memory
 
 
 class DraftHead(ABC):
-    """A `DeviceProposer` whose layer sees what prefill and verify steps make of positions."""
+    """A `DeviceProposer` with one layer, which reads the hidden states of prefill and verify steps."""
 
     reads_prompts = True
 
     def __init__(
         self, method: str, form: HeadForm, config: EngineConfig, context_length: int, weights: int
     ) -> None:
-        """weights: bytes of its own, and of what else it takes whatever the number of slots. Raises ConfigError."""
+        """weights: bytes of its weights, and of other memory that does not depend on the slots. Raises ConfigError."""
         self._form = form
         self._context_length = context_length
         self._width = max(width for _, width in config.verify_shapes)
@@ -53,9 +53,9 @@ class DraftHead(ABC):
 
     @abstractmethod
     def place(self, weights: Mapping[str, jax.Array]) -> tuple[Any, list[jax.Array]]:
-        """What the graph takes for its weights, on the device, and the arrays in it that are no one else's.
+        """Load the weights; returns them as the graph takes them, and those arrays that are not the engine's.
 
-        weights: the engine's own.
+        weights: those of the engine's model.
         """
 
     @property
@@ -102,5 +102,5 @@ class DraftHead(ABC):
 
 
 def packed(products: Products | None, leaf: np.ndarray) -> np.ndarray:
-    """A weight of a checkpoint in the order in which products read it; a vector stays."""
+    """A weight of a checkpoint, packed for the products; vectors stay as they are."""
     return leaf if products is None or leaf.ndim < 2 else products.pack(leaf)

@@ -1,4 +1,4 @@
-"""From options to the proposer on the device."""
+"""Makes the proposer on the device from the options."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ MakeProposer = Callable[[EngineConfig, ModelConfig, int], DeviceProposer]
 def device_proposer_of(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None, draft: Checkpoint | None
 ) -> MakeProposer | None:
-    """What a runner makes its device_proposer with; None where none guesses on the device.
+    """The function with which a runner makes its device proposer; None if drafting does not run on the device.
 
-    draft: a draft model, or an MTP layer, that is there already; None reads the one that the options name, and that of
-    the model. Raises ConfigError where a draft model has another tokenizer, and CheckpointError.
+    draft: a loaded draft model or MTP layer; None loads the one that the options name, or the model's own.
+
+    Raises ConfigError if a draft model has another tokenizer, and CheckpointError.
     """
     options = config.speculation
     if options is None or options.method not in ON_DEVICE:

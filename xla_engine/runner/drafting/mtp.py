@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction that a checkpoint brings."""
+"""A checkpoint's layer for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _PREFIX = "mtp."
 
 
 def mtp_config(model: ModelConfig) -> ModelConfig:
-    """A model of the one layer: full attention, and experts where the model has any."""
+    """The configuration of a model of the one layer: full attention, and experts if the model has any."""
     return replace(model, num_hidden_layers=1, layer_types=(FULL,), mlp_only_layers=(), no_rope_layers=())
 
 
 def joining_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Leaves besides those of the layer."""
+    """The shapes of the leaves outside the layer."""
     size = model.hidden_size
     return {JOIN: (size, 2 * size), TOKEN_NORM: (size,), HIDDEN_NORM: (size,)}
 
 
 def load_mtp(checkpoint: Checkpoint) -> Checkpoint:
-    """The layer of a loaded model. Raises CheckpointError where its files have none."""
+    """Load the MTP layer of a loaded model. Raises CheckpointError if its files have none."""
     files = open_model(checkpoint.path)
     _, family = read_model(files)
     config = mtp_config(checkpoint.config)
@@ -74,7 +74,7 @@ class Mtp(DraftHead):
     """The `DeviceProposer` of method "mtp"."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig, context_length: int) -> None:
-        """checkpoint: of the layer, as `load_mtp` gives it. Raises ConfigError."""
+        """checkpoint: the result of `load_mtp`. Raises ConfigError."""
         model = checkpoint.config.within(context_length)
         self._weights = checkpoint.weights
         self._spec = spec = make_spec(config, model, jnp.dtype(checkpoint.dtype))

@@ -1,1 +1,1 @@
-"""The library of C++ operations, built with the compiler of this machine for the instruction set that is asked for."""
+"""The library of C++ kernels: bundled with the package, or built with this machine's compiler."""

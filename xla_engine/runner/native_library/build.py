@@ -1,8 +1,7 @@
-"""Finds or builds the library of C++ operations (`graphs/native/`) and registers it.
+"""Finds or builds the library of C++ kernels (`graphs/native/`) and registers it.
 
-A library that came compiled with the package is taken where it fits. Else it is compiled on first use for one
-instruction set of this CPU (seconds), kept beside the compiled programs and found there next time. Without a compiler
-pure JAX serves.
+A library bundled with the package is used if it fits. Otherwise it is compiled at first use for one instruction set of
+this CPU (seconds), and kept with the compiled programs. Without a compiler the engine falls back to pure JAX.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ _OPERATIONS = {
 }
 _SOURCES = Path(graphs.__file__).parent / "native"
 _BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
-_digests: dict[str, str] = {}  # of the libraries in use, by instruction set
+_digests: dict[str, str] = {}  # digests of the libraries in use, by instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
 
 
 def register(isa: str | None = None) -> str:
-    """Make the operations known to XLA:CPU, once per process and instruction set, and return its name.
+    """Register the kernels with XLA:CPU, once per process and instruction set; returns the instruction set's name.
 
-    None takes the best that serves here. Raises NativeBuildError, also where this machine lacks `isa`.
+    None takes the best one that works here. Raises NativeBuildError, also if this machine lacks `isa`.
     """
     failed = None
     for each in available():
@@ -69,7 +68,7 @@ def register(isa: str | None = None) -> str:
                     if failed is not None:
                         _log.warning("the C++ operations are for %s only: %s", each.name, failed)
                     return each.name
-            except NativeBuildError as error:  # an older compiler, or the package, may have a lesser one
+            except NativeBuildError as error:  # a lesser instruction set may still work
                 failed = failed or error
     if failed is not None:
         raise failed
@@ -78,7 +77,7 @@ def register(isa: str | None = None) -> str:
 
 
 def library_digest(isa: str) -> str:
-    """Of the library of a registered instruction set."""
+    """The digest of the library of a registered instruction set."""
     return _digests[isa]
 
 
@@ -91,7 +90,7 @@ def origin(isa: str) -> str:
 
 @functools.cache
 def _register(isa: InstructionSet) -> str | None:
-    """Where the library came from; None where the operating system does not let us have the instruction set."""
+    """Where the library came from; None if the operating system does not permit the instruction set."""
     try:
         headers = Path(jax.ffi.include_dir())
         sources, ffi = recipe.source_digest(_SOURCES), recipe.ffi_version(headers)
@@ -103,10 +102,9 @@ def _register(isa: InstructionSet) -> str | None:
 
 
 def _bind(isa: InstructionSet, path: Path) -> bool:
-    """Load a library and register its operations; False where the operating system does not let us have it.
+    """Load a library and register its kernels; False if the operating system does not permit the instruction set.
 
-    Raises OSError where it cannot be loaded, AttributeError where an operation is missing, and RuntimeError where XLA
-    does not take it.
+    Raises OSError if it cannot be loaded, AttributeError if a kernel is missing, and RuntimeError if XLA refuses it.
     """
     library = ctypes.CDLL(str(path))
     library.XlaEngineReady.restype = ctypes.c_bool
@@ -120,7 +118,7 @@ def _bind(isa: InstructionSet, path: Path) -> bool:
 
 
 def build(isa: InstructionSet, *flags: str) -> Path:
-    """The library for an instruction set, compiled if it is not there. `flags` are added. Raises NativeBuildError."""
+    """The library for an instruction set, compiled if necessary with additional `flags`. Raises NativeBuildError."""
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")

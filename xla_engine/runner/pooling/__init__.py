@@ -1,1 +1,1 @@
-"""Vectors of prompts: the program that pools them, started and read."""
+"""Pooling: starting its program and fetching its results."""

@@ -20,8 +20,10 @@ from xla_engine.scheduler import Chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledChunk:
-    """What `graphs.steps.pooling` made of a chunk: f32 `[G, D]`. The other fields are those of
-    `xla_engine.runner.in_flight.PromptScores`, but for tokens: of the chunk."""
+    """The result of `graphs.steps.pooling` for a chunk of `tokens` tokens: `vectors` f32 `[G, D]`.
+
+    Other fields as in `xla_engine.runner.in_flight.PromptScores`.
+    """
 
     request_id: str
     settings: RowSettings
@@ -31,7 +33,7 @@ class PooledChunk:
 
 
 class Pooling:
-    """Starts the pooling program behind prefill calls."""
+    """Starts the pooling program after prefill calls."""
 
     def __init__(
         self, kind: str, inventory: Inventory, weights: list[jax.Array], put: Callable[..., Any]
@@ -44,13 +46,13 @@ class Pooling:
 
     @staticmethod
     def without(last: Mapping[int, RowSettings]) -> dict[int, RowSettings]:
-        """The lanes that complete a prompt, without those that are pooled: they sample nothing, and begin no row."""
+        """The lanes that complete a prompt, without pooled ones, which sample nothing and activate no row."""
         return {lane: row for lane, row in last.items() if not isinstance(row.params, PoolingParams)}
 
     def start(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
     ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
-        """Pool the chunks that ask for it; None where none does. Else as `FirstSamples.pooled`."""
+        """Pool the chunks of pooling requests; returns `FirstSamples.pooled`, None if there are none."""
         asked = tuple(
             (lane, chunk, settings[chunk.request_id])
             for lane, chunk in enumerate(chunks)
@@ -65,12 +67,12 @@ class Pooling:
         return self.run(lanes, hidden, count), asked
 
     def run(self, lanes: int, hidden: jax.Array, count: np.ndarray) -> jax.Array:
-        """`graphs.steps.pooling.pool_chunk` of a prefill call."""
+        """Run `graphs.steps.pooling.pool_chunk` on a prefill call."""
         return self._inventory(pool_name(lanes), self._weights, hidden, self._put(count))
 
 
 def fetch_pooled(step: InFlight) -> list[PooledChunk]:
-    """Fetch what a started step pooled."""
+    """Fetch the pooled vectors of a started step."""
     found = []
     for call in step.first:
         if call.pooled is None:

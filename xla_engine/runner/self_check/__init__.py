@@ -1,1 +1,1 @@
-"""The start-up check: does this machine give a request the same bits in every row and through every program?"""
+"""The start-up self-check: whether a request gets the same bits in every row and every program on this machine."""

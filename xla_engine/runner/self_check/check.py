@@ -1,14 +1,14 @@
-"""Start-up self-check: does this machine give a request the same bits in every row and through every graph?
+"""The start-up self-check: whether a request gets the same bits in every row and every program on this machine.
 
-Law 1 rests on properties of the compiled programs that no source code can promise: a row's bits depend neither on its
-index nor on its neighbours, nor on the number of rows of the program, of prefill lanes, nor on the key bucket. A probe
-request is run through the engine's own executables, alone and in a crowd. Compared bit for bit are its samples, and
-what stands behind the last layer at every position of its prompt.
+Law 1 rests on properties of compiled programs that no source code can guarantee: a row's bits must not depend on its
+index, its neighbours, the number of rows, the number of prefill lanes, or the key bucket. The check runs a probe
+request through the engine's own executables, alone and among neighbours. It compares its samples, and the output of
+the last layer at every position of its prompt, bit for bit.
 
-Where lane counts or key buckets do change bits, the runner keeps only the largest, which any load fits: slower, but
-the same bits whatever the batch. Where programs of few rows do, every step runs all rows. Where a row's place or its
-neighbours do, nothing can be done. Each is logged as a warning of the logger `xla_engine.self_check`: logging and not
-`warnings`, since it is the machine that is at fault, not the calling code.
+If lane counts or key buckets change bits, the runner keeps only the largest, which fits any load: slower, but with the
+same bits whatever the batch. If programs of few rows change bits, every step runs all rows. If a row's place or
+neighbours change bits, nothing can be done. Each case is logged as a warning of the logger `xla_engine.self_check`;
+not with `warnings`, because the machine is at fault, not the calling code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
 _logger = logging.getLogger("xla_engine.self_check")
-# Samples of each probe, and whether it has neighbours: less where a pool of blocks holds no more.
+# Samples of each probe, and whether it has neighbours; the later attempts are for small pools of blocks.
 _ATTEMPTS = ((8, True), (3, True), (8, False), (3, False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """What the check saw.
+    """The result of the check.
 
     row_invariant: the probe's samples are the same alone and in a crowd, in the first, a middle and the last slot.
     few_invariant: and the same through the decode programs of few rows.
@@ -65,12 +65,12 @@ class SelfCheck:
 
     @property
     def ok(self) -> bool:
-        """Nothing that level A rests on differed."""
+        """Whether level A holds: no difference in rows, few rows, lanes or key buckets."""
         return self.row_invariant and self.few_invariant and self.lane_invariant and self.bucket_invariant
 
     @property
     def promise(self) -> str:
-        """What holds on this machine, in one sentence: by how it is made, by what was compared, by which code."""
+        """The guarantee on this machine in one sentence, with what was compared and by which code it runs."""
         by = "" if self.isa is None else f", by C++ that {self.library} ({self.isa})"
         if not self.row_invariant:
             return (
@@ -88,10 +88,11 @@ class SelfCheck:
 
 
 def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
-    """Check a runner with a blank cache, and restrict it to its largest graphs where sizes change bits.
+    """Check a runner with a blank cache, and restrict it to its largest programs if sizes change bits.
 
-    Nothing is compiled. Afterwards the runner is as it was, but for stale values in the cache. None, and the largest
-    graphs only, where a pool of blocks is too small for it; one that holds a single request is enough for one slot.
+    Compiles nothing, and leaves the runner as it was, except for stale values in the cache. If the pool of blocks is
+    too small for the check, restricts the runner to its largest programs and returns None. For an engine of one slot,
+    blocks for one request are enough.
     """
     began = time.perf_counter()
     choices = runner.lane_choices, runner.bucket_choices, runner.few_choices

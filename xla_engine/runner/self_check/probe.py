@@ -1,4 +1,4 @@
-"""The request that the start-up self-check runs, alone and in a crowd, through the engine's own executables."""
+"""The probe request of the self-check, which runs alone and among neighbours through the engine's executables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEIGHBOUR_PARAMS = (
 
 
 class TooFewBlocksError(Exception):
-    """The pool cannot hold a crowd."""
+    """The pool has too few blocks for the probe and its neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Prompt:
 
 
 class Found(NamedTuple):
-    """What a prompt brought: its samples, and by position the bits of the residual stream behind the last layer."""
+    """The results of a prompt: its samples, and by position the bits of the residual stream after the last layer."""
 
     samples: Sequence[Sample]
     hidden: Mapping[int, bytes]

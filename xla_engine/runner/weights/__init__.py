@@ -1,1 +1,1 @@
-"""What of the weights on the device may change while an engine runs."""
+"""The weights on the device, which may change while an engine runs."""

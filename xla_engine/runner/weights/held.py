@@ -1,4 +1,4 @@
-"""The weights that programs take, which may change between two steps: adapters come and go, the model may learn."""
+"""The weights on the device; adapters and the model's own weights may change between two steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from xla_engine.runner.weights.adapters import no_adapter, write_adapter
 
 
 class HeldWeights:
-    """Owner of the leaves of a model on its devices. Steps that were started keep those that they were given.
+    """Owns the leaves of a model on its devices. Steps in flight keep the leaves with which they were started.
 
-    leaves: as `ModelSpec.leaves` has them; programs are given this list.
+    leaves: in the order of `ModelSpec.leaves`; programs take this list.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class HeldWeights:
         write_adapter(self._inventory, self._spec, self.leaves, place, new)
 
     def replace(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Take these leaves of a checkpoint, by name, in place of those that there are. Nothing may be in flight.
+        """Replace leaves by those of a checkpoint, by name. Nothing may be in flight.
 
-        Old and new ones are on the device together for a while. Where one cannot be placed nothing is changed.
+        Old and new ones are on the device together for a while. If one cannot be loaded, nothing changes.
         """
         fresh: dict[str, jax.Array] = {}
         for name in weights:
