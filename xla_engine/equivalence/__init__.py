@@ -1,1 +1,1 @@
-"""The promise, checked: the same bits alone and in a batch."""
+"""Check the promise of equivalence: a request gets the same bits alone and in a batch."""

@@ -1,11 +1,11 @@
-"""Level B of the equivalence promise: other configurations of the engine give the same bits.
+"""Level B of the equivalence promise: different configurations of the engine give the same bits.
 
 The levels are: A, alone equals batched (`xla_engine.equivalence.verify`); B, this one; C, an external implementation
 chooses the same greedy tokens (`xla_engine.equivalence.transformers_oracle`).
 
-Compared are other batch widths, lane counts, chunk sizes and key buckets, and prefill in place of decode. On CPUs in
-bfloat16 no bit differs (findings/same_bits.md). The level is reported, not promised: beside each request's first
-difference stands the gap between the two largest logits at that token.
+It compares different batch widths, lane counts, chunk sizes and key buckets, and prefill instead of decode. On CPUs
+in bfloat16 no bit differs (findings/same_bits.md). The level is reported, not promised; each request's first
+difference is reported with the gap between the two largest logits at that token.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LevelResult:
     """How often the results of one configuration, or of another engine, differ from this engine's.
 
     level: "B" or "C". name: what this engine was compared with.
-    requests, tokens: how many were compared.
-    differing_tokens: tokens with another id.
-    differing_bits: equal tokens with other logprob bits; None where bits are not compared.
+    requests, tokens: compared ones.
+    differing_tokens: tokens whose ids differ.
+    differing_bits: equal tokens whose logprob bits differ; None if bits are not compared.
     notes: first differences, explained.
     """
 
@@ -47,9 +47,9 @@ class LevelResult:
 def across_configurations(
     engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
 ) -> list[LevelResult]:
-    """Run the same requests in engines of other configurations, and each decoded token as a prefill.
+    """Run the same requests in engines of other configurations, and each decoded token also as a prefill.
 
-    progress: called with the name of each configuration when it is done.
+    progress: called with the name of each finished configuration.
     """
     longest = min(_context(config, engine) for config in (engine.config, *_others(engine.config)))
     cases = [case for case in draw_cases(engine, requests, seed) if _length(case) <= longest]
@@ -67,7 +67,7 @@ def across_configurations(
 
 
 def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
-    """Run all cases at once. By level A each result is what the request gives alone."""
+    """Run all cases at once. By level A, each result equals that of the request alone."""
     for case in cases:
         engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
     return {output.request_id: output.outputs[0] for output in engine.drain()}
@@ -105,7 +105,7 @@ def compared(
     expected: dict[str, CompletionOutput],
     found: dict[str, CompletionOutput],
 ) -> tuple[LevelResult, VerifyReport]:
-    """What differs between two runs of the same requests, in figures and each first difference."""
+    """Compare two runs of the same requests: counts, and each request's first difference."""
     report = VerifyReport()
     for case in cases:
         compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
@@ -139,7 +139,7 @@ def _compare_all(
 def _decode_against_prefill(
     engine: XlaBatchEngine, cases: Sequence[Case], expected: dict[str, CompletionOutput]
 ) -> LevelResult:
-    """Compare each generated token with the first token of a prompt that holds all tokens before it."""
+    """Compare each generated token with the first token after a prompt of all tokens before it."""
     forced: list[Case] = []
     for case in cases:
         tokens = expected[case.request_id].token_ids
@@ -166,12 +166,12 @@ def _decode_against_prefill(
 
 
 def _seed(engine: XlaBatchEngine, case: Case) -> int:
-    """The seed the request ran with, for its copies under other ids to share."""
+    """The seed of a request, for copies of it under other ids."""
     return engine.seed_of(case.request_id, case.params)
 
 
 def table(results: Sequence[LevelResult]) -> list[str]:
-    """The results as aligned text, notes after the rows."""
+    """The results as an aligned table, followed by notes."""
     rows = [("level", "against", "requests", "tokens", "differing tokens", "differing bits")]
     for result in results:
         bits = "-" if result.differing_bits is None else str(result.differing_bits)

@@ -1,4 +1,4 @@
-"""Requests drawn at random, for a schedule to run."""
+"""Draw random requests for schedules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def draw_cases(
 ) -> list[Case]:
     """Draw requests: prompts of 1 token to the longest that fits, caps up to `max_new_tokens`, all kinds of sampling.
 
-    Half of the prompts are cut from text the model itself continues well, if it has a tokenizer; the rest are
-    random token ids, so that no two requests share a prefix by accident.
+    If the model has a tokenizer, half of the prompts are cut from a text that the model continues well. The rest
+    are random token ids, so that no two requests share a prefix by accident.
 
     every_field: most requests also have some of the fields that change logits, forbid tokens, end a text or ask for
         more log-probabilities (`draw_fields`).
@@ -63,7 +63,7 @@ def draw_cases(
 def draw_fields(
     draw: random.Random, engine: XlaBatchEngine, params: SamplingParams, corpus: Sequence[int]
 ) -> dict[str, Any]:
-    """Fields besides those of every request, each for one in eight; those of text where the engine has a tokenizer.
+    """Draw additional fields, each with probability 1/8; text fields only if the engine has a tokenizer.
 
     corpus: tokens of text that the model knows.
     """

@@ -1,4 +1,4 @@
-"""The external oracle, a process of its own: greedy continuations by transformers in float32.
+"""The external oracle, which runs in its own process: greedy continuations by transformers in float32.
 
 Reads one JSON object {"model", "prompts", "max_new_tokens"} from standard input, prints one JSON list of token id
 lists. Never imported by the engine; run by `xla-engine verify --against transformers`.

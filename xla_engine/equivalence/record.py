@@ -1,9 +1,9 @@
-"""Records: one schedule as it ran on one engine, to compare another run with.
+"""Records: one run of a schedule on one engine, for comparison with other runs.
 
-A record has the requests, the caller's actions turn by turn, what every step was planned to do, a hash of what was
-read from it, and tokens and logprob bits of each request, batched and, where known, alone. Steps and slot epochs
-count from the start of the schedule. `xla_engine.equivalence.recorder` makes them,
-`xla_engine.equivalence.record_file` is their file.
+A record has the requests, the caller's actions by turn, the plan of every step and a hash of its result, and the
+tokens and logprob bits of each request, batched and, if known, alone. Steps and slot epochs count from the start of
+the schedule. `xla_engine.equivalence.recorder` makes records, `xla_engine.equivalence.record_file` reads and writes
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xla_engine.outputs import CompletionOutput
 class Trace:
     """What one run generated for a request.
 
-    bits: float32 bits of each logprob; None where they were not asked for. end: the finish reason.
+    bits: float32 bits of each logprob; None if logprobs were not requested. end: the finish reason.
     """
 
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Trace:
     def first_difference(self, other: Trace) -> int | None:
         """The first generated position at which two runs of a request differ.
 
-        An aborted run is compared as far as it went.
+        An aborted run is compared up to its end.
         """
         mine, theirs = self._samples(), other._samples()
         for position, (a, b) in enumerate(zip(mine, theirs, strict=False)):
@@ -53,7 +53,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step: what it was planned to do, and what came of it.
+    """One step: its plan and its result.
 
     turn: the turn that started it.
     admitted: (request, slot, epoch) of requests that got a slot.
@@ -61,9 +61,9 @@ class Step:
     decode: slot indices in the plan's order.
     width: as in `Plan`.
     verify: (request, slot, width) of rows that might sample several tokens.
-    verified: of each of these, how many it sampled and how many drafts it had.
-    held: requests that sat out, as their masks were not there. is_late: as in `Plan`.
-    read: the turn that read it, None if none did.
+    verified: for each of these, the number of sampled tokens and of drafts.
+    held: requests that skipped the step because their masks were not ready. is_late: as in `Plan`.
+    read: the turn that read it; None if none did.
     hash: of the credited samples.
     """
 
@@ -86,13 +86,14 @@ class Record:
 
     identity: model, options, versions and device of the engine.
     model_path: None for the embedded model.
-    fresh: whether the engine's cache and row state were blank at the start, as in replays; where the law is broken, a
-        run that started otherwise may not repeat.
+    fresh: whether the engine's cache and row state were blank at the start, as in replays. Otherwise a run that
+    breaks
+        the law may not be reproducible.
     schedule: requests and actions.
     steps: in the order in which they were started.
     batched: what the schedule generated, by request id.
-    alone: what each request generated alone; requests that were not run alone are left out.
-    speculative_config: how the engine speculated, None if it did not.
+    alone: what each request generated alone, for those that were run alone.
+    speculative_config: the engine's; None without speculation.
     """
 
     identity: EngineIdentity
@@ -106,7 +107,7 @@ class Record:
 
     @property
     def first_difference(self) -> tuple[str, int] | None:
-        """The first request, in the order of the cases, that differs from its alone-run, and its position."""
+        """The first request, in the order of the cases, that differs from its run alone, and the position."""
         for case in self.schedule.cases:
             name = case.request_id
             if name in self.alone and name in self.batched:

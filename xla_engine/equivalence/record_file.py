@@ -1,6 +1,6 @@
-"""Records as small JSON files: one line per request and per step.
+"""Read and write records as small JSON files: one line per request and per step.
 
-What is not a record as this version writes it is refused by a RecordError that says where and why.
+A file that is not a record of this version is rejected with a RecordError that says where and why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_record(path: Path | str) -> Record:
 
 
 def to_json(record: Record) -> str:
-    """A record as text. Requests are named by their number from then on; defaults and empty lists are left out."""
+    """A record as text. Requests are referred to by number; defaults and empty lists are omitted."""
     schedule = record.schedule
     cases = (*schedule.cases, *schedule.neighbours)
     number = {case.request_id: index for index, case in enumerate(cases)}

@@ -1,4 +1,4 @@
-"""Making records: an engine is watched while it runs a schedule."""
+"""Record the run of a schedule on an engine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Credit:
 
 
 def _ignore(*_: object) -> None:
-    """What is not asked for."""
+    """A callback that does nothing."""
 
 
 class Recorder:
-    """Runs one schedule on an idle engine and notes its steps.
+    """Runs one schedule on an idle engine and records its steps.
 
-    on_planned: called with number and step when a step was started.
-    on_restarted: called with the id of a request that lost its slot and its tokens, which will come again.
-    on_read: called with number, step and what it credited when a step was read.
+    on_planned: called with number and step when a step is started.
+    on_restarted: called with the id of a preempted request whose tokens will be generated again.
+    on_read: called with number, step and credited tokens when a step is read.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Recorder:
         on_action: Callable[[Action, bool], None] | None = None,
         on_turn: Callable[[], None] | None = None,
     ) -> dict[str, CompletionOutput]:
-        """Run the schedule to its end, or until `on_turn` raises; then the engine may have live requests."""
+        """Run the schedule to its end, or until `on_turn` raises, after which the engine may have live requests."""
 
         def next_turn(turn: int, _: list[RequestOutput]) -> None:
             self.turn = turn + 1
@@ -100,7 +100,8 @@ class Recorder:
         parts: tuple[Chunk | Row | VerifyRow, ...] = (*plan.chunks, *plan.decode, *plan.verify)
         for part in parts:
             holders[part.request_id] = part.slot
-        if not holders.keys() >= set(plan.admitted):  # out of token budget: the first chunk comes later
+        # without token budget, the first chunk comes in a later step
+        if not holders.keys() >= set(plan.admitted):
             for view in self._engine.snapshot().slots:
                 if view.request is not None:
                     holders[view.request.request_id] = view.slot
@@ -137,9 +138,9 @@ def record_schedule(
     blank: bool = False,
     on_action: Callable[[Action, bool], None] | None = None,
 ) -> tuple[dict[str, CompletionOutput], Record]:
-    """Run a schedule and record it. `blank` clears cache and row state before.
+    """Run a schedule and record it. blank: clear cache and row state first.
 
-    The prefix cache is forgotten in any case, so that the plans repeat.
+    The prefix cache is always cleared, so that plans are reproducible.
     """
     engine.reset_prefix_cache()
     if blank:
@@ -161,7 +162,7 @@ def record_schedule(
 
 
 class RecordKeeper:
-    """Records schedule after schedule and keeps one: the first that differs from the alone-runs, else the last."""
+    """Records schedules and keeps one record: the first that differs from the runs alone, else the last."""
 
     def __init__(self) -> None:
         self.record: Record | None = None
@@ -174,7 +175,7 @@ class RecordKeeper:
         alone: Mapping[str, CompletionOutput],
         on_action: Callable[[Action, bool], None] | None = None,
     ) -> dict[str, CompletionOutput]:
-        """Run a schedule from a blank cache, so that it repeats, and record it until one that differs is kept."""
+        """Run a schedule from a blank cache, so that it is reproducible; record it unless a differing one is kept."""
         if self.record is not None and self.record.first_difference is not None:
             return run_schedule(engine, schedule, on_action=on_action)
         results, self.record = record_schedule(engine, schedule, alone=alone, blank=True, on_action=on_action)

@@ -1,6 +1,6 @@
-"""A plain forward pass to compare the engine with: one sequence, computed anew for every token.
+"""A plain forward pass as a reference for the engine: one sequence, recomputed for every token.
 
-Only the decoder is the engine's; there is no cache, batch, sampler or scheduler.
+It shares only the decoder with the engine; there is no cache, batch, sampler or scheduler.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PADDING = 64  # sequence lengths are padded to multiples of this, so that few s
 class Reference:
     """Computes logits of one checkpoint by whole forward passes.
 
-    max_model_len: of the engine to compare with, as rope scalings depend on it.
-    quantized: matrices, and the rows they multiply, are in int8.
+    max_model_len: of the engine to compare with, because some rope scalings depend on it.
+    quantized: whether weights and activations of matrix products are int8.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Reference:
 
         *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
         logits = model.logits(hidden, ROWS_LEFT)
-        assert not isinstance(logits, ByRow)  # they are of XLA's products
+        assert not isinstance(logits, ByRow)  # XLA's products never return it
         return logits
 
 

@@ -1,4 +1,4 @@
-"""Running a record again, step for step, up to the first difference of plan or results."""
+"""Run a record again, step by step, up to the first difference in plans or results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Difference:
 
     what: the difference in words.
     step, turn: where in the schedule it is.
-    slot, request_id: of the request concerned; None where it is not one request alone.
+    slot, request_id: of the request concerned; None if it is not a single request.
     position: of the generated token.
-    recorded: what was sampled there, None past the end of the request.
+    recorded: the token sampled there; None past the end of the request.
     found: the same in the replay.
-    gap: the two largest logits there by the reference, in words; None where they were not computed.
+    gap: the two largest reference logits there, in words; None if not computed.
     """
 
     what: str
@@ -101,8 +101,8 @@ def sampled(sample: Sampled | None) -> str:
 def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
     """The configuration to replay a record with.
 
-    Raises RecordMismatchError where this version's options are not those of the record; `force` takes what is
-    known to both. Raises ConfigError for values that no engine can have.
+    Raises RecordMismatchError if this version has other options than the record, unless `force` is given; then only
+    options known to both are used. Raises ConfigError for invalid values.
     """
     known = {option.name for option in fields(EngineConfig)}
     recorded, expected = record.identity.config, EngineConfig().bit_options()
@@ -135,8 +135,8 @@ def _refusal(differences: Sequence[str]) -> str:
 def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> ReplayReport:
     """Run a record's schedule on an idle engine with a blank cache and compare plan by plan, step by step.
 
-    Raises RecordMismatchError for another engine than the record's, unless `force` is given; ScheduleError where the
-    engine refuses a request of the record; EngineFaultError when a step failed.
+    Raises RecordMismatchError if the engine is not the record's, unless `force` is given; ScheduleError if the
+    engine rejects a request of the record; EngineFaultError if a step fails.
     """
     if not force:
         check_identity(engine, record)
@@ -189,7 +189,7 @@ class _Check:
             raise _Stop
 
     def held(self) -> Collection[str]:
-        """The requests that sit out the next step, as recorded; all, where no step was planned in this turn then."""
+        """The requests that skip the next step, as recorded; all requests if no step was planned in this turn."""
         number, steps = len(self._recorder.steps), self._record.steps
         if number >= len(steps):
             return ()
@@ -226,7 +226,7 @@ class _Check:
         self.same_tokens += len(credits)
 
     def compare_ends(self, results: Mapping[str, CompletionOutput]) -> None:
-        """After the last turn, find what the record has and the replay has not."""
+        """After the last turn, find results in the record that the replay lacks."""
         if self.difference is None and len(self._recorder.steps) < len(self._record.steps):
             what = f"plan: the replay ends after {len(self._recorder.steps)} steps, the record goes on"
             self.difference = Difference(what=what, step=len(self._recorder.steps))
@@ -303,7 +303,7 @@ def _first_pair(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any] | No
 
 
 def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
-    """Where a request was last admitted to."""
+    """The slot to which a request was last admitted."""
     for step in reversed(steps):
         for name, slot, _ in step.admitted:
             if name == request_id:

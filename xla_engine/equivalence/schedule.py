@@ -1,4 +1,4 @@
-"""Schedules: which actions happen before which turn of the engine. A schedule is data; running it is deterministic."""
+"""Schedules: the caller's actions before each turn. A schedule is data, and running it is deterministic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Actions in order of their turns, over requests by id. `neighbours` only disturb, and may be aborted."""
+    """Actions in the order of their turns. `neighbours` are requests that only disturb others, and may be aborted."""
 
     lag: int
     cases: tuple[Case, ...]
@@ -37,9 +37,9 @@ class Schedule:
 def draw_schedule(
     cases: Sequence[Case], seed: int | str, *, lag: int, preempts: Sequence[str] = ()
 ) -> Schedule:
-    """Let cases arrive in random order at random turns, among neighbours most of which are aborted.
+    """Draw a schedule: cases arrive in random order at random turns, with neighbours, most of which are aborted.
 
-    preempts: ways in which requests lose their slots at random turns, about one request in three.
+    preempts: ways to preempt requests at random turns, about one request in three.
     """
     draw = random.Random(seed)
     pace = draw.choice((0.3, 1.0, 4.0))  # arrivals per turn
@@ -72,7 +72,7 @@ def draw_schedule(
 
 
 def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
-    """Run a request by itself through the same executables, with nothing of it in the prefix cache."""
+    """Run a request alone through the same executables, after clearing the prefix cache."""
     engine.reset_prefix_cache()
     engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
     (output,) = engine.drain()
@@ -89,10 +89,9 @@ def run_schedule(
     """Run a schedule to its end; returns the final output of every request, neighbours included.
 
     on_action: called with each action and whether it took effect (an abort may come too late).
-    on_turn: called with each turn's number and outputs; turns before which the engine waits for the next arrival are
-        passed over but for the last.
+    on_turn: called with each turn's number and outputs; of the idle turns before an arrival, only the last counts.
 
-    The engine must be idle, and is idle again however this ends. Raises ScheduleError where it refuses a request.
+    The engine must be idle, and is idle again afterwards in any case. Raises ScheduleError if it rejects a request.
     """
     requests: Mapping[str, Case] = {case.request_id: case for case in (*schedule.cases, *schedule.neighbours)}
     results: dict[str, CompletionOutput] = {}

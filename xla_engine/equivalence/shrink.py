@@ -1,7 +1,7 @@
-"""From a record that breaks law 1 to a small one that still does.
+"""Shrink a record that breaks law 1 to a small one that still breaks it.
 
-A schedule fails when some request's batched run differs from its alone-run. Every run starts from a blank cache, so
-failing is a property of the schedule alone and shrinking is deterministic.
+A schedule fails if any request's batched run differs from its run alone. Every run starts from a blank cache, so
+failing is a property of the schedule alone, and shrinking is deterministic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def ddmin(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """A part of `items`, in order, that still fails and of which no single item can be left out.
+    """A subsequence of `items` that still fails and from which no single item can be removed.
 
     Delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002, figure 5), with
     the empty part tried first. `fails(tuple(items))` must be true.
@@ -40,7 +40,7 @@ def ddmin(items: Sequence[T], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T
             rest, pieces = smaller, 2
             continue
         others = [rest[:low] + rest[high:] for low, high in pairwise(edges)]
-        # Two parts are each other's complement: both were tried.
+        # With two parts, each is the other's complement, and both were already tried.
         smaller = next((other for other in others if fails(other)), None) if pieces > 2 else None
         if smaller is not None:
             rest, pieces = smaller, pieces - 1
@@ -56,7 +56,7 @@ class ShrinkReport:
     """The result of shrinking a schedule.
 
     record: of the smallest schedule that fails; None when `before` does not fail.
-    runs: batched runs made. exhausted: whether there were as many as allowed.
+    runs: number of batched runs. exhausted: whether the limit on runs was reached.
     """
 
     record: Record | None
@@ -88,7 +88,7 @@ def shrink(
 ) -> ShrinkReport:
     """Reduce a failing schedule: fewer requests, actions, turns, shorter prompts, lower caps, plainer sampling.
 
-    max_runs: batched runs at most; alone-runs are made once per request and do not count. The engine must be idle.
+    max_runs: limit on batched runs; runs alone do not count. The engine must be idle.
     """
     trials = Trials(engine, max_runs, progress)
     if not trials.fails(schedule):
@@ -109,7 +109,7 @@ def shrink(
 
 
 class _OutOfRuns(Exception):
-    """`max_runs` runs were made."""
+    """The limit `max_runs` was reached."""
 
 
 class Trials:
@@ -136,7 +136,7 @@ class Trials:
         return self._seen[schedule]
 
     def first_failing(self, candidates: Iterable[Schedule]) -> bool:
-        """Take the first candidate that fails; False when none does."""
+        """Keep the first candidate that fails. Returns false if none does."""
         return any(self.fails(candidate) for candidate in candidates)
 
     def alone(self, case: Case) -> Trace:
@@ -166,7 +166,7 @@ class Trials:
         )
 
 
-# The reductions follow. Each leaves `trials.smallest` at what it could not reduce further.
+# The reductions follow. Each one reduces `trials.smallest` as far as it can.
 
 
 def _requests(trials: Trials) -> None:
@@ -198,7 +198,7 @@ def _aborts(trials: Trials) -> None:
 
 
 def _turns(trials: Trials) -> None:
-    """A smaller lag, and everything as early as it goes."""
+    """A smaller lag, and all actions as early as possible."""
     trials.first_failing(replace(trials.smallest, lag=lag) for lag in range(trials.smallest.lag))
     actions = trials.smallest.actions
     trials.first_failing([_all_at_once(trials.smallest), _shifted(trials.smallest, 0, actions[0].turn)])
@@ -250,7 +250,7 @@ def _caps(trials: Trials) -> None:
 
 
 def _sampling(trials: Trials) -> None:
-    """Greedy sampling without other fields, or else each sampling field at its default."""
+    """Greedy sampling without other fields; if that does not fail, each sampling field at its default."""
     plain = SamplingParams()
     others = [
         each.name for each in fields(plain) if each.name not in ("temperature", "max_tokens", "logprobs")
@@ -270,7 +270,7 @@ def _sampling(trials: Trials) -> None:
 
 
 def _each_case(trials: Trials, smaller: Callable[[Case], Iterator[Case]]) -> None:
-    """Reduce request by request, each as long as the schedule fails with a smaller form of it."""
+    """Reduce each request as long as the schedule still fails with the smaller form."""
     schedule = trials.smallest
     for name in [case.request_id for case in (*schedule.cases, *schedule.neighbours)]:
         while True:

@@ -1,5 +1,7 @@
-"""Level B for speculation: whatever is guessed, requests get the bits that they get without. And its replay: guesses
-that are right and wrong where those of a record were, whoever made them."""
+"""Level B for speculation: whatever the drafts, requests get the same bits as without speculation.
+
+Also replays speculation: drafts that are right and wrong in the same places as those of a record.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from xla_engine.speculative_config import ON_DEVICE, SpeculativeConfig
 def across_speculation(
     engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
 ) -> list[LevelResult]:
-    """Run the same requests without speculation, and with drafts that are right, half right and wrong, at all lags.
+    """Run the same requests without speculation, and with right, half right and wrong drafts, at all lags.
 
-    The engine's own `speculative_config` is checked, else three widths. progress: called with the name of each
-    comparison when it is done. Raises ConfigError where this machine cannot speculate.
+    Checks the engine's own `speculative_config`, or three widths if it has none. progress: called with the name of
+    each finished comparison. Raises ConfigError if this machine cannot speculate.
     """
     cases = draw_cases(engine, requests, seed, every_field=True)
     with XlaBatchEngine(
@@ -70,7 +72,7 @@ def _proposers(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterato
 
 @contextlib.contextmanager
 def guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[None]:
-    """Let an engine make the plans of a record again, and guess so that its rows sample as many tokens."""
+    """Make an engine repeat the plans of a record, with drafts such that its rows sample as many tokens."""
     speculator = engine.speculator
     if speculator is None or record.speculative_config is None:
         yield
@@ -83,13 +85,13 @@ def guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[Non
 
 
 class _AsRecorded:
-    """The `ReplayControl` of a record. What a row samples is in the record, and how many of its drafts were right."""
+    """The `ReplayControl` of a record, which has each row's samples and its number of right drafts."""
 
     def __init__(self, record: Record, first_step: int) -> None:
         self._widths = [step.width for step in record.steps]
         self._first_step = first_step
         self._next = 0
-        # of each step: where drafts stand, and the drafts
+        # for each step, the position of the drafts and the drafts, by request
         self._rows: list[dict[str, tuple[int, list[int]]]] = []
         cases = (*record.schedule.cases, *record.schedule.neighbours)
         prompts = {case.request_id: len(case.prompt_token_ids) for case in cases}
@@ -97,7 +99,7 @@ class _AsRecorded:
         holder: dict[int, str] = {}
         for step in record.steps:
             holder.update((slot, name) for name, slot, _ in step.admitted)
-            # The last chunk of a prompt samples a token, behind those that were prefilled with it again.
+            # The last chunk of a prompt samples a token, after those that were prefilled again with it.
             sampled.update(
                 (name, max(start + length - prompts[name] + 1, 0)) for name, _, start, length in step.chunks
             )
@@ -123,7 +125,7 @@ class _AsRecorded:
         return self._row(plan, request_id)[0]
 
     def planned(self, plan: Plan) -> None:
-        """A plan was made."""
+        """Called after a plan was made."""
         self._next = plan.step - self._first_step + 1
 
     def _row(self, plan: Plan, name: str) -> tuple[int, list[int]]:
@@ -132,5 +134,5 @@ class _AsRecorded:
 
 
 def _drafts(ahead: Sequence[int], right: int, count: int) -> list[int]:
-    """`count` drafts of which the first `right` are what comes, as far as that is known."""
+    """`count` drafts, of which the first `right` match the coming tokens, as far as these are known."""
     return [token if place < right else token ^ 1 for place, token in enumerate(ahead[:count])]

@@ -23,9 +23,10 @@ ORACLE_TOKENS = 48  # greedy tokens compared per prompt
 def against_transformers(
     engine: XlaBatchEngine, *, requests: int, seed: int, python: str | None = None
 ) -> LevelResult:
-    """Compare greedy tokens in float32 with those of transformers, run by the interpreter `python` (None: this one).
+    """Compare greedy tokens with transformers' in float32. python: the interpreter for transformers (default: this
+    one).
 
-    Raises ConfigError when the worker cannot run.
+    Raises ConfigError if the worker cannot run.
     """
     if engine.checkpoint.path.is_file():
         raise ConfigError(
@@ -60,7 +61,7 @@ def against_transformers(
 
 
 def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations by transformers in its own process: JSON in, JSON out."""
+    """Greedy continuations by transformers, in a separate process that reads and writes JSON."""
     script = Path(__file__).parent / "oracle_worker.py"
     question = json.dumps(
         {"model": str(model.resolve()), "prompts": prompts, "max_new_tokens": ORACLE_TOKENS}

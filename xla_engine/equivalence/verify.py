@@ -1,7 +1,7 @@
-"""Level A of the equivalence promise: among peers a request has the tokens and logprob bits that it has alone.
+"""Level A of the equivalence promise: a request in a batch has the same tokens and logprob bits as alone.
 
-The alone-run goes through the same engine, executables and batch width, with every other row inactive. The batched
-run draws arrival steps, neighbours that are aborted, slots (by arrival) and lags at random.
+The run alone uses the same engine, executables and batch width, with all other rows inactive. In the batched run,
+arrival steps, slots (by arrival), lags and aborted neighbours are random.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where a request first differs between its alone-run and a batched run; a sample is (token id, logprob)."""
+    """The first difference between a request's runs alone and batched; a sample is (token id, logprob)."""
 
     request_id: str
     schedule: int
@@ -49,13 +49,13 @@ class VerifyReport:
     aborted_neighbours: requests aborted to disturb the others.
     preempted: slots taken away.
     cached_tokens: prompt tokens found in the prefix cache.
-    admitted_mid_stream: requests that came while others ran.
-    finish_reasons: of the alone-runs, counted.
-    differing_tokens: tokens with another id than alone.
+    admitted_mid_stream: requests that were admitted while others ran.
+    finish_reasons: counts over the runs alone.
+    differing_tokens: tokens whose id differs from the run alone.
     differing_bits: equal tokens whose logprobs differ in their float32 bits.
-    compiled: what the calling thread compiled after warm-up; must be nothing.
-    failed_steps: steps that failed and were run again.
-    start_up_check: what the engine's own check promises.
+    compiled: programs that the calling thread compiled after warm-up; must be empty.
+    failed_steps: steps that failed and were rerun.
+    start_up_check: the result of the engine's start-up check.
     divergences: the first difference of each request that differs.
     """
 
@@ -191,9 +191,9 @@ def compare(
 
 
 def _pairs(output: CompletionOutput) -> list[tuple[Any, Any]]:
-    """(token id, logprob bits, and those of the most likely tokens by id where asked for) per generated token.
+    """For each generated token: (token id, logprob bits and, if requested, bits of the most likely tokens by id).
 
-    None stands for what an output has too few of: that differs as well.
+    Missing values are None, which also counts as a difference.
     """
     bits = _bits(output.logprobs or ())
     top = [

@@ -1,6 +1,6 @@
-"""How the times and sizes of requests and steps are spread, over the life of an engine.
+"""Distributions of the times and sizes of requests and steps over the life of an engine.
 
-Nothing here is done for a token of a row that decodes in every step: such rows are counted together, once a step.
+Rows that decode in every step cost nothing per token here: they are counted together, once a step.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ EMPTY = Distribution()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributions:
-    """What was counted so far. A sequence is one of a request's n; it is counted where it comes to the point named.
+    """The distributions so far. A request has n sequences; each is counted when the named event happens.
 
-    queue_seconds: of sequences that got a slot, from their arrival to their first one.
-    first_token_seconds: of sequences with a token, from their arrival to it.
-    inter_token_seconds: between consecutive tokens of a sequence, as the host read them. Tokens of one step have 0
-        between them: the first two of a sequence, and those that speculation brings.
-    request_seconds: of sequences that ended, from arrival to end.
-    output_tokens: of sequences that ended, the tokens they had.
-    tokens_per_second: of sequences that ended with two tokens or more, between the first and the last.
-    preemptions: of sequences that ended, how often each had lost its slot.
-    failed_steps: of sequences that ended, how many failed steps each was in.
-    prefix_hit_tokens: of prompts that began with cached tokens, how many these were.
-    prefill_padding: of prefill calls, the share of their positions that held no prompt token.
-    decode_rows: of steps with a row that decodes, how many there were.
-    blocks_used: of the same steps, KV blocks that requests held; without values where slots have memory of their own.
-    accepted_drafts: of rows that had drafts checked, how many of these were right in a step.
+    queue_seconds: from a sequence's arrival to its first slot.
+    first_token_seconds: from a sequence's arrival to its first token.
+    inter_token_seconds: between consecutive tokens of a sequence, as read by the host. Tokens of the same step are 0
+        apart: the first two of a sequence, and accepted drafts.
+    request_seconds: from a sequence's arrival to its end.
+    output_tokens: tokens of each ended sequence.
+    tokens_per_second: of ended sequences with at least two tokens, from the first to the last.
+    preemptions: how often each ended sequence was preempted.
+    failed_steps: how many failed steps each ended sequence was in.
+    prefix_hit_tokens: cached tokens of each prompt that began with any.
+    prefill_padding: fraction of each prefill call's positions that are padding.
+    decode_rows: decoding rows of each step with any.
+    blocks_used: KV blocks held in these steps; empty if slots have their own memory.
+    accepted_drafts: accepted drafts of each row and step in which drafts were verified.
     """
 
     queue_seconds: Distribution = EMPTY
@@ -58,7 +58,7 @@ class Distributions:
 
 
 class Histograms:
-    """Where an engine counts. Attributes as in `Distributions`."""
+    """The histograms in which an engine counts. Attributes as in `Distributions`."""
 
     def __init__(self) -> None:
         self.queue_seconds = Histogram(LONG_TIMES)
@@ -76,7 +76,7 @@ class Histograms:
         self.accepted_drafts = Histogram(FEW)
 
     def count_end(self, seconds: float, token_times: Sequence[float], preemptions: int, faults: int) -> None:
-        """Count a sequence at its end: how long it took, when its tokens were read, what it met."""
+        """Count a sequence at its end: its time, when its tokens were read, its preemptions and failed steps."""
         self.request_seconds.add(seconds)
         self.output_tokens.add(len(token_times))
         self.preemptions.add(preemptions)
@@ -85,5 +85,5 @@ class Histograms:
             self.tokens_per_second.add((len(token_times) - 1) / (token_times[-1] - token_times[0]))
 
     def now(self) -> Distributions:
-        """What was counted so far."""
+        """The distributions so far."""
         return Distributions(**{each.name: getattr(self, each.name).now() for each in fields(Distributions)})

@@ -1,4 +1,4 @@
-"""Counts of values in fixed buckets: what an operator's tools add up over time and over machines."""
+"""Histograms with fixed buckets, which operators' tools can sum over time and machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-# Upper bounds, ascending; the shorter times are vLLM's, so that dashboards for it fit.
+# Upper bounds, ascending; the shorter times are vLLM's, so that its dashboards work.
 SHORT_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 LONG_TIMES = (
     0.01,
@@ -37,10 +37,10 @@ SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A histogram as it stood at one moment.
+    """A snapshot of a histogram.
 
     bounds: upper bounds of the buckets, ascending; a value equal to one is in its bucket.
-    counts: values in each bucket, and one more: of those above the last bound.
+    counts: number of values in each bucket; the last entry counts values above the last bound.
     total: the sum of all values.
     """
 
@@ -59,13 +59,13 @@ class Distribution:
         return self.total / self.count if self.count else None
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """(bound, values up to it), but for those above the last bound."""
+        """Yield (bound, number of values up to it) for each bound."""
         return zip(self.bounds, accumulate(self.counts), strict=False)
 
     def quantile(self, share: float) -> float | None:
-        """The bound of the bucket in which `share` in [0, 1] of the values end; None without values.
+        """The bound of the bucket that contains the quantile `share` in [0, 1]; None without values.
 
-        For values above the last bound, that one.
+        For values above the last bound, the last bound.
         """
         count = self.count
         if not count:
@@ -82,7 +82,7 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, or as many equal ones."""
+        """Count a value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 

@@ -1,4 +1,4 @@
-"""A file that is written again and again while an engine runs, for others to read."""
+"""A file that is rewritten regularly while an engine runs, for others to read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ INTERVAL = 1.0  # seconds between writes
 
 
 class LiveFile:
-    """Writes `path` every `INTERVAL` seconds, at once and whole: a reader sees the last state or the one before.
+    """Writes `path` atomically every `INTERVAL` seconds: a reader sees the latest state or the one before.
 
-    content: what to write now. failure: the last write that failed; a full disk must not end the run.
+    content: returns the current content. failure: error of the last failed write, because a full disk must not end
+    the run.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class LiveFile:
         self._last = -math.inf
 
     def update(self, *, force: bool = False) -> None:
-        """Write the state if it is time to, or in any case with `force`."""
+        """Write the state if it is due, or always with `force`."""
         if not force and self._clock() - self._last < INTERVAL:
             return
         try:

@@ -1,7 +1,7 @@
-"""The lines that an engine logs under `xla_engine.engine`.
+"""The engine's log under `xla_engine.engine`.
 
-A program that configures no logging sees none of them. `logging.basicConfig(level=logging.INFO)` shows them, and
-`xla-engine run -v`.
+It is hidden unless the program configures logging, for example with `logging.basicConfig(level=logging.INFO)`.
+`xla-engine run -v` shows it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import logging
 
 from xla_engine.observability.stats import EngineStats
 
-LOG_STEPS = 1000  # steps from one line of progress to the next
+LOG_STEPS = 1000  # steps between lines of progress
 
 engine_log = logging.getLogger("xla_engine.engine")
 engine_log.addHandler(logging.NullHandler())  # else Python itself would print warnings
 
 
 class ProgressLog:
-    """What happened since the last line."""
+    """Progress since the last line."""
 
     def __init__(self, now: float) -> None:
-        """now: seconds, on the clock of `line`."""
+        """now: seconds on the same clock as in `line`."""
         self._before, self._at = EngineStats(), now
 
     def line(self, stats: EngineStats, now: float) -> str:
-        """Where the engine stands, and how fast it went since the last line, or since the start."""
+        """The engine's state, and its rates since the last line or the start."""
         before, seconds = self._before, max(now - self._at, 1e-9)
         self._before, self._at = stats, now
         text = (

@@ -1,7 +1,7 @@
 """The metrics of an engine: one list, for files, for `LLM.metrics_text` and for the server.
 
-Names are vLLM's where vLLM has one for the same thing, so that its dashboards fit. docs/operators.md says what each
-means; a test holds the two against each other.
+Names are vLLM's if it has the same metric, so that its dashboards work. docs/operators.md documents each metric; a
+test compares the two.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ ByLabel = dict[str, Value]
 
 
 class Metric(NamedTuple):
-    """A metric: how it is called, what it is, and where its value stands in `EngineStats`.
+    """A metric: its name, its description, and its field of `EngineStats`.
 
-    label: what tells its values apart, None where there is one.
+    label: the label that distinguishes its values; None for a single value.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What does not change while an engine lives. num_blocks: slots of their own count as so many blocks."""
+    """Constants of an engine. num_blocks: if slots have their own memory, counted as blocks."""
 
     model_name: str
     block_size: int
@@ -236,7 +236,7 @@ CACHE_CONFIG = "vllm:cache_config_info"
 
 
 def engine_metrics(stats: EngineStats, facts: EngineFacts) -> list[Family]:
-    """Every metric with its value; those of `METRICS`, and the sizes of the KV cache."""
+    """All metrics with their values: those of `METRICS` and the sizes of the KV cache."""
     labels = {"model_name": facts.model_name}
     found = []
     for name, kind, about, read, label in METRICS:
@@ -256,7 +256,7 @@ def engine_metrics(stats: EngineStats, facts: EngineFacts) -> list[Family]:
 
 
 def gauge(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> Family:
-    """A metric that goes up and down."""
+    """A metric that can go up and down."""
     return Family(name=name, kind="gauge", about=about, samples=tuple(Sample(*each) for each in values))
 
 

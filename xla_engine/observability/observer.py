@@ -1,4 +1,4 @@
-"""What others are told of an engine while it runs."""
+"""Callbacks for events of an engine while it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xla_engine.scheduler import Events, FinishReason, Plan, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observer:
-    """Functions that an engine calls with its lock held, so they should be short; None is not called.
+    """Callbacks of an engine. They run with its lock held, so they should be short. None disables one.
 
-    queued: with each sequence as it is queued.
-    started: with each plan as its step is started.
-    read: with the plan of each step that was read, and what came of it.
-    ended: with the id of each sequence that ends, and why.
+    queued: called with each sequence that is queued.
+    started: called with each plan when its step is started.
+    read: called with the plan and the events of each step that was read.
+    ended: called with the id and the finish reason of each sequence that ends.
     """
 
     queued: Callable[[Request], object] | None = None
@@ -26,7 +26,7 @@ class Observer:
 
 
 class Observers:
-    """Those of one engine, told in the order in which they came."""
+    """The observers of one engine, called in the order in which they were added."""
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
@@ -35,16 +35,16 @@ class Observers:
         return bool(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Tell it from now on."""
+        """Add an observer."""
         self._all = (*self._all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Tell it no more."""
+        """Remove an observer."""
         self._all = tuple(each for each in self._all if each is not observer)
 
     @contextmanager
     def having(self, observer: Observer) -> Iterator[None]:
-        """Tell it what happens inside the block."""
+        """Add an observer within the context."""
         self.add(observer)
         try:
             yield

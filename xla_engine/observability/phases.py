@@ -1,4 +1,4 @@
-"""Where the host's time goes in a turn of the loop: plan, dispatch, wait, commit, deliver."""
+"""Measure the host's time in each phase of a turn: plan, dispatch, wait, commit, deliver."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 PHASES = ("plan", "dispatch", "wait", "commit", "deliver")
 _PLAN, _DISPATCH, _WAIT, _COMMIT, _DELIVER, _BETWEEN = range(6)
-_MOST = 64  # started steps that are remembered without being read; a failed step is never read
+_MOST = 64  # limit on remembered unread steps, because a failed step is never read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """Nanoseconds of wall time by phase. The five phases of a turn sum to its wall time, and with `between` to all
-    the time in which requests were there.
+    """Nanoseconds of wall time by phase.
 
-    turns: how many came to their end.
-    plan: ending what is out of time, deciding the next step, and noting what was started.
+    The five phases of a turn sum to its wall time. With `between` they sum to all time in which there were requests.
+
+    turns: number of finished turns.
+    plan: ending expired requests, planning the next step, and recording what was started.
     dispatch: starting the step on the device.
-    wait: for the device, and for the lock where threads share an engine.
+    wait: for the device, and for the lock if threads share an engine.
     commit: crediting the tokens of a step that was read.
-    deliver: giving requests their tokens and text, or running them again after a failed step.
-    between: from one turn to the next, while requests were there: the caller's own time, and taking the
-        lock. It is no part of a turn.
+    deliver: giving requests their tokens and text, or rerunning them after a failed step.
+    between: between turns while there are requests: the caller's time, and taking the lock.
     """
 
     turns: int = 0
@@ -41,21 +41,21 @@ class PhaseTimes:
 
 
 class PhaseTimer:
-    """Looks at the clock where one phase of a turn becomes the next, as the loop tells it.
+    """Reads the clock at each change of phase, which the loop announces by a call.
 
-    on_step: called with the number of each step that was read and the nanoseconds of its phases, in the order of
-    `PHASES`: of its own planning and dispatch, and of the turn that read it. What a turn without a step of its own
-    took to plan counts for the step that it reads.
+    on_step: called with the number of each step that was read and the nanoseconds of its phases in the order of
+    `PHASES`: its own planning and dispatch, and the rest of the turn that read it. If a turn starts no step, its
+    planning counts for the step that it reads.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """clock: nanoseconds."""
         self.on_step: Callable[[int, tuple[int, ...]], None] | None = None
         self._clock = clock
-        self._last: int | None = None  # when the latest phase ended; None while there is nothing to do
+        self._last: int | None = None  # end of the latest phase; None while idle
         self._turns = 0
         self._all = [0] * 6  # by phase, and between turns
-        self._turn = [0] * 6  # the same, of what no step was told yet
+        self._turn = [0] * 6  # the same, not yet reported for a step
         self._started: dict[int, tuple[int, int]] = {}  # by step: planning and dispatch, until it is read
         self._starting: int | None = None  # the step that this turn starts
         self._read: int | None = None  # the step that this turn reads
@@ -67,20 +67,20 @@ class PhaseTimer:
         return PhaseTimes(turns=self._turns, **by_name)
 
     def begin(self) -> None:
-        """A turn begins."""
+        """Call at the beginning of a turn."""
         self._mark(_BETWEEN)
 
     def dispatches(self) -> None:
-        """A step is planned, and is started now."""
+        """Call when a step was planned, before it is started."""
         self._mark(_PLAN)
 
     def dispatched(self, step: int) -> None:
-        """The device has taken it."""
+        """Call when the device has accepted the step."""
         self._mark(_DISPATCH)
         self._starting = step
 
     def planned(self, *, is_over: bool, has_work: bool) -> None:
-        """The first half of a turn is over; is_over: it has no other."""
+        """Call after the first half of a turn. is_over: there is no second half."""
         self._mark(_PLAN)
         if self._starting is not None:
             turn = self._turn
@@ -91,21 +91,21 @@ class PhaseTimer:
             self._end_of_turn(has_work=has_work)
 
     def answered(self) -> None:
-        """The device has answered, and the lock was taken."""
+        """Call when the device has answered and the lock was taken."""
         self._mark(_WAIT)
 
     def committed(self, step: int) -> None:
-        """The tokens of a step are credited."""
+        """Call when the tokens of a step were credited."""
         self._mark(_COMMIT)
         self._read = step
 
     def ended(self, *, has_work: bool) -> None:
-        """Requests have their tokens, or run again after a failed step."""
+        """Call when requests got their tokens, or rerun after a failed step."""
         self._mark(_DELIVER)
         self._end_of_turn(has_work=has_work)
 
     def _mark(self, phase: int) -> None:
-        """The time since the last mark was spent in a phase."""
+        """Add the time since the last mark to a phase."""
         now = self._clock()
         if self._last is not None:
             spent = now - self._last

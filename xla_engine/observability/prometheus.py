@@ -1,7 +1,7 @@
 """Metrics as text, in Prometheus' text format, version 0.0.4.
 
-Source: https://prometheus.io/docs/instrumenting/exposition_formats/. The few lines are our own, so that metrics need
-no further package; the tests read them with prometheus-client.
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/. Written here so that metrics need no dependency;
+tests read the result with prometheus-client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Sample(NamedTuple):
-    """One value of a metric, and the labels that tell it from the others."""
+    """One value of a metric with its labels."""
 
     value: float | Distribution
     labels: Mapping[str, str]
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 class Family:
     """A metric with its values.
 
-    name: as it is shown; that of a counter ends in _total. kind: "counter", "gauge" or "histogram". about: one line.
+    name: a counter's ends in _total. kind: "counter", "gauge" or "histogram". about: a description of one line.
     """
 
     name: str

@@ -14,7 +14,7 @@ from xla_engine.utils.html import table
 
 @dataclass(slots=True)
 class WorkCounters:
-    """Counts of what a loop has started. Fields as in `EngineStats`; decode_steps: steps with a row that decodes."""
+    """Counts of started work. Fields as in `EngineStats`; decode_steps: steps with a decoding row."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -22,7 +22,7 @@ class WorkCounters:
     slot_steps_busy: int = 0
 
     def started(self, plan: Plan, histograms: Histograms, blocks_used: int | None) -> None:
-        """Count a plan. blocks_used: KV blocks that requests hold, None where slots have memory of their own."""
+        """Count a plan. blocks_used: KV blocks that requests hold; None if slots have their own memory."""
         self.steps += 1
         if plan.chunks:
             self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -38,37 +38,37 @@ class WorkCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine started, and where it stands now.
+    """Counters since the engine started, and its current state.
 
-    A request is what a caller submits: `n` sequences, each in a slot of its own. Each field says which it counts.
+    A request is what a caller submits: `n` sequences, each in its own slot. Each field says which it counts.
 
     steps: turns that dispatched device work.
-    prefill_calls: prefill programs run.
-    prompt_tokens: prompt tokens that were prefilled.
-    generation_tokens: sampled tokens that were credited to sequences.
+    prefill_calls: calls of prefill programs.
+    prompt_tokens: prefilled prompt tokens.
+    generation_tokens: sampled tokens credited to sequences.
     finished: sequences that ended, by finish reason.
-    recoveries: failed steps after which the live sequences were run again, or one of them was ended.
-    cached_tokens: prompt tokens that were not prefilled, as a slot held them.
-    preemptions: slots taken away from sequences.
-    drafted_tokens: guesses that were checked by steps that may sample several tokens.
-    accepted_tokens: those of them that were right.
-    shadow_requests: requests that ran a second time, alone and by plain decode.
-    shadow_mismatches: those of them that did not get the same bits.
-    slot_steps_busy: rows scheduled in decode steps.
-    slot_steps_total: rows there were in decode steps.
+    recoveries: failed steps after which live sequences were rerun, or one of them was ended.
+    cached_tokens: prompt tokens found in the prefix cache instead of being prefilled.
+    preemptions: preempted sequences.
+    drafted_tokens: verified draft tokens.
+    accepted_tokens: accepted draft tokens.
+    shadow_requests: requests that were rerun alone and by plain decode, as a check.
+    shadow_mismatches: shadow requests whose bits differed.
+    slot_steps_busy: scheduled rows, summed over decode steps.
+    slot_steps_total: all rows, summed over decode steps.
     compiles_warmup: XLA compilations of the whole process before the engine was ready.
     compiles_after_warmup: XLA compilations of the whole process since; the engine itself makes none.
     load_seconds: wall time of loading the weights.
     compile_seconds: wall time of compiling and warming up.
-    last_step_age_s: how long the engine, with requests, has waited for the device to answer; 0 where it has none.
-    submitted: requests that were taken.
-    waiting: sequences in the queue now, those that lost their slot among them.
-    running: sequences past the queue now: in a slot, or with all their tokens planned and the last of them in flight.
-    slots_used: sequences that hold a slot now, `slots` at most.
-    slots: slots there are.
-    kv_usage: share of the KV cache that sequences hold now, 0 to 1: of the blocks, or of the positions of all slots.
-    phases: where the host's time went, with `EngineConfig.phase_timers`; else None.
-    distributions: how times and sizes are spread.
+    last_step_age_s: how long the engine has waited for the device to answer; 0 without requests.
+    submitted: accepted requests.
+    waiting: sequences now in the queue, including preempted ones.
+    running: sequences now past the queue: in a slot, or with all tokens planned and the last ones in flight.
+    slots_used: sequences that now hold a slot; at most `slots`.
+    slots: number of slots.
+    kv_usage: fraction of the KV cache now held, 0 to 1: of the blocks, or of the positions of all slots.
+    phases: the host's time by phase, with `EngineConfig.phase_timers`; else None.
+    distributions: distributions of times and sizes.
     """
 
     steps: int = 0
@@ -101,7 +101,7 @@ class EngineStats:
 
     @property
     def occupancy(self) -> float:
-        """Share of decode row-steps that were scheduled."""
+        """Fraction of row-steps of decode steps that were scheduled."""
         return self.slot_steps_busy / self.slot_steps_total if self.slot_steps_total else 0.0
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""A JSON file that says what an engine is doing, written while it runs. Touches no device."""
+"""A JSON file with the state of a running engine. Touches no device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from xla_engine.observability.live_file import LiveFile
 from xla_engine.observability.stats import EngineStats
 from xla_engine.scheduler import Snapshot
 
-SHOWN_WAITING = 1000  # requests of the queue that are listed; `num_waiting` counts all
+SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
 
 
 class Seen(Protocol):
-    """What is read of an engine."""
+    """The part of an engine that the file reads."""
 
     def snapshot(self) -> Snapshot: ...
     def stats(self) -> EngineStats: ...
@@ -36,9 +36,9 @@ def status_file(
 ) -> LiveFile:
     """The state of an engine and of the run that uses it, as one JSON object.
 
-    engine: where slots, queue, reasons and counters come from.
-    names: the caller's id of an engine request, None where it has none.
-    run: what the run itself counts, as JSON values.
+    engine: gives slots, queue, reasons and counters.
+    names: returns the custom_id of an engine request, or None.
+    run: returns the run's own counts as JSON values.
     """
 
     def request(view: Any) -> dict[str, Any]:

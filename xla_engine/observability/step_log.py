@@ -1,8 +1,8 @@
-"""Step logs: what a scheduler was asked, planned and got back, with times; one JSON line per event.
+"""Step logs: a scheduler's requests, plans and results with times; one JSON line per event.
 
 `xla-engine run --step-log` and `simulate --step-log` write them while they run, `timeline` and `simulate` read them.
-Unlike the records of `xla_engine.equivalence.record` a step log has no prompts and no tokens, only how many, and it
-is written as it happens, in bounded memory.
+Unlike the records of `xla_engine.equivalence.record`, a step log has only the numbers of tokens, not prompts and
+tokens, and it is written continuously in bounded memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLOURS = {"prefill": "#e8833a", "decode": "#4c78c8"}  # as in a timeline
 
 
 class Moment(NamedTuple):
-    """How many steps had been started, how many read, and how many requests had ended."""
+    """A point in a run: the numbers of steps started, of steps read, and of requests ended."""
 
     started: int
     read: int
@@ -36,13 +36,13 @@ class LoggedRequest:
     prompt_tokens: length of its prompt.
     max_tokens, priority, constrained, max_cached_tokens: as in `Request`.
     submitted: when it was submitted. came: the same in steps.
-    like: an earlier request, and how many tokens both prompts begin with; None if none is known. What prompts have in
-        common with answers is not known.
-    custom_id: the caller's name for it, None where that is not known.
-    end: the reason of its end, None if it did not end.
-    ended: when. over: the same in steps.
-    taken_back: as `over`, where its caller, its time or its text ended it; None where a token did.
-    tokens: new tokens it had then; after a preemption that made it begin anew, those since.
+    like: an earlier request, and the length of the common prefix of both prompts; None if none is known. Prefixes
+        shared with answers are not known.
+    custom_id: the caller's name for it; None if unknown.
+    end: the finish reason; None if it did not end.
+    ended: time of the end. over: the same in steps.
+    taken_back: as `over`, if its caller, its deadline or its text ended it; None if a token did.
+    tokens: new tokens at its end; after a preemption that restarted it, only those since.
     """
 
     name: str
@@ -70,18 +70,18 @@ class LoggedStep:
     admitted: requests that got a slot.
     chunks: (request, slot, start, length, whether it ends the prompt).
     decode: the slots that decoded.
-    parks: (request, slot, KV entries) that went to the host.
-    resumes: (request, slot, KV entries) that came back.
-    reuses: (request, slot, source, KV entries) of prompts that were taken from what slots held.
-    copies: (source, target) of blocks that were copied.
+    parks: (request, slot, KV entries) moved to the host.
+    resumes: (request, slot, KV entries) moved back.
+    reuses: (request, slot, source, KV entries) of prefixes reused from slots.
+    copies: (source, target) of copied blocks.
     width: as in `Plan`.
     verify: (request, slot, width) of rows that may have sampled several tokens.
-    verified: of each of these, how many it sampled and how many drafts it had; empty before it is read.
-    held: requests that sat out, as their masks were not there. is_late: as in `Plan`.
-    read: when its tokens were on the host, None if they were never read.
-    read_after: how many steps had been started by then.
-    phases: nanoseconds of the host's time, in the order of `xla_engine.observability.phases.PHASES`; None where they
-        were not measured.
+    verified: for each of these, the number of sampled tokens and of drafts; empty until the step is read.
+    held: requests that skipped the step because their masks were not ready. is_late: as in `Plan`.
+    read: when its tokens were on the host; None if they were never read.
+    read_after: number of steps started by then.
+    phases: nanoseconds of the host's time, in the order of `xla_engine.observability.phases.PHASES`; None if not
+        measured.
     """
 
     started: float
@@ -106,7 +106,7 @@ class LoggedStep:
 class StepLog:
     """A step log as read from a file.
 
-    scheduler: fields of `SchedulerConfig`. engine: what else shapes a step, see `describe_engine`.
+    scheduler: fields of `SchedulerConfig`. engine: other properties that affect steps; see `describe_engine`.
     """
 
     scheduler: Mapping[str, Any]
@@ -116,11 +116,11 @@ class StepLog:
 
     @property
     def speculated(self) -> list[LoggedStep] | None:
-        """All steps, where some may have given a row several tokens; else None."""
+        """All steps if some of them may have sampled several tokens for a row; else None."""
         return self.steps if any(step.width for step in self.steps) else None
 
     def _repr_html_(self) -> str:
-        """Slots by steps as a picture for notebooks; `xla-engine timeline` draws a larger one."""
+        """A picture of slots by steps for notebooks; `xla-engine timeline` draws a larger one."""
         slots = int(self.scheduler["max_num_seqs"])
         caption = (
             f"{len(self.requests)} requests, {len(self.steps)} steps of {slots} slots: prefill, then decode"
@@ -129,7 +129,7 @@ class StepLog:
 
 
 def read_step_log(path: Path | str) -> StepLog:
-    """Read a log; a last line that was cut off is left out. Raises RecordError and OSError."""
+    """Read a log; an incomplete last line is ignored. Raises RecordError and OSError."""
     with open(path, encoding="utf-8") as file:
         try:
             return _read(file)
@@ -139,7 +139,7 @@ def read_step_log(path: Path | str) -> StepLog:
 
 
 def is_step_log(path: Path | str) -> bool:
-    """Whether a file begins as a step log does. Raises OSError."""
+    """Whether a file begins like a step log. Raises OSError."""
     with open(path, "rb") as file:
         return f'"format":"{FORMAT}"'.encode() in file.readline(4096)
 
@@ -268,7 +268,7 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
 
 
 def _bars(log: StepLog) -> list[Bar]:
-    """What each slot did; neighbouring steps of one kind are one bar."""
+    """The activity of each slot; consecutive steps of one kind are one bar."""
     holders: dict[int, int] = {}
     latest: dict[int, Bar] = {}
     done: list[Bar] = []
@@ -291,7 +291,7 @@ def _bars(log: StepLog) -> list[Bar]:
 
 
 def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(leave, join): drop the slots of `leave` from `before` and append those of `join` to get `after`."""
+    """(leave, join): remove the slots `leave` from `before` and append `join` to get `after`."""
     kept = 0
     leave = []
     for slot in before:

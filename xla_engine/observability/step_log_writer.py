@@ -1,4 +1,4 @@
-"""Writing step logs, from an engine or from a simulation; `xla_engine.observability.step_log` says what one holds."""
+"""Write step logs of an engine or a simulation; `xla_engine.observability.step_log` describes their content."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.step_log import FORMAT, VERSION, delta
 from xla_engine.scheduler import Continuation, Events, FinishReason, Plan, Request, Swap
 
-SHORTEST = 16  # a common beginning of fewer tokens is told only if it is a block, or both whole prompts
+SHORTEST = 16  # a shorter common prefix is logged only if it is a whole block, or if the prompts are equal
 REMEMBERED = 1 << 20  # tokens of the latest prompts
 
 _Entry = tuple[tuple[str | int, ...], int]  # salt and tokens of a prompt, and its number
 
 
 class _Prefixes:
-    """Finds the earlier prompt that has the longest beginning in common with a new one.
+    """Finds the earlier prompt with the longest common prefix with a new one.
 
-    In lexicographic order the two are neighbours.
+    The two are neighbours in lexicographic order.
 
-    What any two prompts have in common follows from these pairs: it is the lesser of what each has with a third.
-    shortest: fewer tokens in common are told of equal prompts only.
+    The common prefix of any two prompts follows from these pairs, as the shorter of those that each shares with a
+    third. shortest: a shorter common prefix is reported only for equal prompts.
     """
 
     def __init__(self, shortest: int = SHORTEST) -> None:
@@ -39,9 +39,9 @@ class _Prefixes:
         self._tokens = 0
 
     def add(self, number: int, prompt: Sequence[int], salt: str = "") -> tuple[int, int] | None:
-        """Enter a prompt; returns the number of an earlier one that has most of it, and how many tokens that is.
+        """Add a prompt; returns the number of the earlier one with the longest common prefix, and its length.
 
-        Of prompts with another salt, nothing is told.
+        Prompts with different salts share nothing.
         """
         entry: _Entry = (salt, *prompt), number
         at = bisect.bisect(self._sorted, entry)
@@ -62,7 +62,7 @@ class _Prefixes:
 
 
 def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
-    """How many elements both begin with."""
+    """Length of the common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -74,7 +74,7 @@ def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
 
 
 class LoggedEngine(Protocol):
-    """What is written of an engine: `XlaBatchEngine` documents its parts."""
+    """The part of an engine that is logged; see `XlaBatchEngine`."""
 
     config: Any
     runner: Any
@@ -105,14 +105,14 @@ class StepLogWriter:
         self._tokens: dict[str, int] = {}  # same keys: tokens credited
         self._prefixes = _Prefixes(min(SHORTEST, scheduler.get("block_size", SHORTEST)))
         self._count = 0
-        self._first: int | None = None  # the log's step 0, in the scheduler's count
+        self._first: int | None = None  # the scheduler's number of the log's step 0
         self._decode: tuple[Any, ...] = ()
         self._slots: tuple[int, ...] = ()
         head = {"format": FORMAT, "version": VERSION, "scheduler": dict(scheduler), "engine": dict(engine)}
         self._write(head)
 
     def submitted(self, request: Request, now: float, custom_id: str | None = None) -> None:
-        """Write that a request was queued. custom_id: the caller's name for it, if any."""
+        """Log a queued request. custom_id: the caller's name for it, if any."""
         self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
         self._count += 1
         line: dict[str, Any] = {
@@ -127,13 +127,13 @@ class StepLogWriter:
         if request.constrained:
             line["lockstep"] = True
         if request.max_cached_tokens == 0:
-            line["reads_prefix_cache"] = False  # as logs have had it from the beginning
+            line["reads_prefix_cache"] = False  # the field's form since the first logs
         elif request.max_cached_tokens is not None:
             line["max_cached_tokens"] = request.max_cached_tokens
         self._write({**line, "at": self._at(now)})
 
     def started(self, plan: Plan, now: float) -> None:
-        """Write that a step was dispatched."""
+        """Log a dispatched step."""
         if plan.decode is not self._decode:
             self._decode, before = plan.decode, self._slots
             self._slots = tuple(row.slot.index for row in plan.decode)
@@ -141,7 +141,7 @@ class StepLogWriter:
         else:
             leave, join = [], []
         self._first = plan.step if self._first is None else self._first
-        self._tokens.update(dict.fromkeys(plan.replays, 0))  # they come again
+        self._tokens.update(dict.fromkeys(plan.replays, 0))  # their tokens are generated again
         returns: tuple[Swap | Continuation, ...] = (*plan.resumes, *plan.continues)
         line = {
             "step": plan.step - self._first,
@@ -177,7 +177,7 @@ class StepLogWriter:
         return [self._numbers[swap.request_id], swap.slot.index, swap.length]
 
     def read(self, plan: Plan, events: Events, now: float) -> None:
-        """Write that the tokens of a step were credited."""
+        """Log a step whose tokens were credited."""
         tokens, ends = self._tokens, []
         for name, _, reason in events:
             tokens[name] += 1
@@ -189,11 +189,11 @@ class StepLogWriter:
         self._write({**line, "end": ends} if ends else line)
 
     def phases(self, step: int, nanoseconds: Sequence[int], now: float) -> None:
-        """Write where the host's time went for a step that was read; see `LoggedStep`."""
+        """Log the host's time for a step that was read; see `LoggedStep`."""
         self._write({"phases": [step - (self._first or 0), *nanoseconds], "at": self._at(now)})
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """Write that a request was ended by its caller or by its time; nothing if a token ended it."""
+        """Log a request that its caller or a deadline ended; does nothing if a token ended it."""
         if request_id in self._numbers:
             number, tokens = self._numbers.pop(request_id), self._tokens.pop(request_id)
             self._write({"end": [[number, str(reason), tokens]], "at": self._at(now)})
@@ -209,11 +209,11 @@ class StepLogWriter:
 def logging_steps(
     engine: LoggedEngine, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
 ) -> Iterator[None]:
-    """Write everything an idle engine does inside the block to `path`. Raises OSError.
+    """Log everything that an idle engine does within the context to `path`. Raises OSError.
 
-    names: the caller's name for an engine request, None where it has none.
+    names: returns the custom_id of an engine request, or None.
 
-    The prefix cache is forgotten first, so that the plans follow from the log alone.
+    Clears the prefix cache first, so that the log alone determines the plans.
     """
     engine.reset_prefix_cache()
     with open(path, "w", encoding="utf-8") as file:
@@ -242,7 +242,7 @@ def logging_steps(
 
 
 def describe_engine(engine: LoggedEngine) -> dict[str, Any]:
-    """What the cost of a step depends on besides its plan: sizes of the programs, model and device."""
+    """Properties other than the plan on which the cost of a step depends: program sizes, model and device."""
     directory = engine.checkpoint.path
     return {
         "model": Path(directory).name,

@@ -26,12 +26,12 @@ _RANGE = np.float32(16)  # nats below the largest logit that the 16 bits cover
 
 
 def scored_per_window(window: int) -> int:
-    """How many tokens of a window are scored: those behind its middle."""
+    """The number of scored tokens in a window: those after its middle."""
     return window - 1 - window // 2
 
 
 class BaseRow(NamedTuple):
-    """What was saved of one position. log_probs: f64 `[V]`. nll: of the text's token. top: the most likely token."""
+    """The saved data of one position. log_probs: f64 `[V]`. nll: of the text's token. top: the most likely token."""
 
     log_probs: np.ndarray
     nll: float
@@ -39,7 +39,7 @@ class BaseRow(NamedTuple):
 
 
 class _Layout:
-    """Where things lie in a file. tokens: i32 `[C, T]`."""
+    """The offsets in a file. tokens: i32 `[C, T]`."""
 
     def __init__(self, windows: int, window: int, vocab_size: int) -> None:
         self.scored = scored_per_window(window)
@@ -53,7 +53,7 @@ class _Layout:
 
 
 class LogitsWriter:
-    """Writes a file under a name of its own, and gives it its name at the end: a run that fails leaves none.
+    """Writes a file under a temporary name and renames it at the end, so that a failed run leaves none.
 
     Rows may come in any order. Raises OSError.
     """
@@ -100,7 +100,7 @@ class LogitsWriter:
 class LogitsFile:
     """Saved logits, read row by row.
 
-    tokens: of the text they belong to, i32 `[C, T]`. Raises LogitsFileError for what is no such file, and OSError.
+    tokens: of the text, i32 `[C, T]`. Raises LogitsFileError if it is not a logits file, and OSError.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -163,9 +163,9 @@ class LogitsFile:
             )
 
     def row(self, window: int, place: int, token: int) -> BaseRow:
-        """What was saved at scored position `place` of a window, behind which `token` came.
+        """The saved data at scored position `place` of a window; `token` is the text's next token.
 
-        Raises LogitsFileError if it holds what is no number.
+        Raises LogitsFileError if a value is not a number.
         """
         raw = os.pread(self._file.fileno(), self._layout.row_bytes, self._layout.row_at(window, place))
         scale, least = np.frombuffer(raw, "<f4", 2).astype(np.float64).tolist()

@@ -1,8 +1,9 @@
-"""Measuring a text with an engine: its windows run as requests, and their logits become a few numbers a token.
+"""Measure a text with an engine: windows of it run as requests, and their logits are reduced to a few numbers a
+token.
 
-The convention is llama-perplexity's: the text is cut into windows of T tokens that share nothing, and the rest at its
-end is left out. In each window the tokens in its second half are scored, so that each has at least T / 2 tokens of
-context. If the tokenizer adds a begin token, it stands in place of each window's first token.
+As in llama-perplexity, the text is cut into disjoint windows of T tokens, and the rest at its end is ignored. Only
+the tokens in the second half of each window are scored, so that each has at least T / 2 tokens of context. If the
+tokenizer adds a begin token, it replaces each window's first token.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _Scores:
         self._first = tokens.shape[1] // 2
 
     def take(self, name: str, start: int, logits: np.ndarray) -> None:
-        """The engine would take what is raised here for a fault of the device, so it is kept for later."""
+        """Add logits. Keeps an exception for later, because the engine would take it for a device fault."""
         window = self._names.get(name)
         if window is None or self.error is not None:
             return

@@ -1,4 +1,4 @@
-"""What was measured of one text, for people and for scripts."""
+"""The report of one measurement, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class PerplexityReport:
         return hashlib.sha256(self.tokens.astype("<i4").tobytes()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Only what text, model and precision decide: not how many requests ran at once."""
+        """Only values that depend on text, model and precision; not, for example, the number of concurrent
+        requests."""
         windows, window = self.tokens.shape
         return {
             "ctx_size": window,

@@ -1,4 +1,4 @@
-"""Rows of a Ray dataset to requests, and outputs to the columns that `ray.data.llm` gives them."""
+"""Convert rows of a Ray dataset to requests, and outputs to the columns of `ray.data.llm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_engine.batch.datasets.rows import without_nulls
 from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_record
 from xla_engine.outputs import Logprob, RequestOutput
 
-ERROR = "__inference_error__"  # "" where there is a result
+ERROR = "__inference_error__"  # column; "" if there is a result
 
 
 PROMPTS = (("messages", "messages"), ("tokenized_prompt", "prompt"), ("prompt", "prompt"))  # column, field
@@ -19,18 +19,18 @@ SAMPLING = "sampling_params"
 
 
 def columns_read(id_column: str | None) -> set[str]:
-    """The columns that make a request."""
+    """The columns that form a request."""
     return {*(column for column, _ in PROMPTS), SAMPLING} | ({id_column} if id_column is not None else set())
 
 
 def request_of(
     row: Mapping[str, Any], defaults: Mapping[str, Any], id_column: str | None, seed_of: Callable[[str], int]
 ) -> LineRequest | LineError:
-    """The request of a row, or why it has none.
+    """The request of a row, or its error.
 
-    row: with `messages`, `prompt` or `tokenized_prompt`, and perhaps `sampling_params`.
-    id_column: its value is the row's id; without one the request itself is, so that equal rows get equal texts.
-    seed_of: the seed that an id stands for, of rows that have none.
+    row: has `messages`, `prompt` or `tokenized_prompt`, and optionally `sampling_params`.
+    id_column: the column of row ids. Without one the request itself is the id, so that equal rows get equal texts.
+    seed_of: returns the seed for an id, for rows without a seed.
     """
     given = row.get(SAMPLING)
     record: dict[str, Any] = dict(without_nulls(given)) if isinstance(given, Mapping) else {}
@@ -79,7 +79,7 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
 
 
 def error_of(message: str) -> dict[str, Any]:
-    """The columns of a row without a result: those of a result, empty, and why."""
+    """The columns of a failed row: empty results, and the error."""
     return {
         "generated_text": "",
         "generated_tokens": [],
@@ -93,7 +93,7 @@ def error_of(message: str) -> dict[str, Any]:
 
 
 def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    """Of one token: it and the likeliest others. rank is null where only the token itself was asked for."""
+    """The token and the likeliest others. rank: null if only the token's own logprob was requested."""
     return [
         {
             "token_id": token,
@@ -106,7 +106,7 @@ def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
 
 
 def columns_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrow arrays of what `result_of` and `error_of` made; their types are the same in every batch."""
+    """Arrow arrays from the values of `result_of` and `error_of`, with the same types in every batch."""
     import pyarrow as pa
 
     logprob = pa.struct(

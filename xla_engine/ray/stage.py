@@ -39,17 +39,17 @@ RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 class ModelStage:
     """A model, and the actors that run it.
 
-    model: as in `LLM`; a path must be there on every node.
-    engine: options of the engine of each actor; a mapping holds fields of `EngineConfig`, also by vLLM's names.
-    sampling: sampling fields of rows that do not say otherwise in `sampling_params`.
-    batch_size: rows that an actor gets at a time.
-    concurrency: actors; (least, most) scales between the two.
-    max_concurrent_batches: batches that an actor works on at a time, so that slots do not wait for the slowest row of
-        one: `batch_size` times this should be twice `max_num_seqs` or more.
-    num_cpus, num_gpus: of each actor, for Ray's placement; the other stages of a pipeline need CPUs as well.
-    id_column: names a row, and keys its noise where it has no seed. Without it, rows that ask for the same get the
-        same.
-    should_continue_on_error: a row that cannot run has the reason in `__inference_error__`; else it ends the job.
+    model: as in `LLM`; a path must exist on every node.
+    engine: engine options of each actor; a mapping has fields of `EngineConfig`, or vLLM's names of them.
+    sampling: sampling fields for rows that do not set them in `sampling_params`.
+    batch_size: rows in a batch for an actor.
+    concurrency: number of actors; (least, most) scales between the two.
+    max_concurrent_batches: concurrent batches of an actor, so that slots do not wait for the slowest row of a batch:
+        `batch_size` times this should be at least twice `max_num_seqs`.
+    num_cpus, num_gpus: of each actor, for Ray's placement; other stages of a pipeline also need CPUs.
+    id_column: the column of row ids, which determine the noise of rows without a seed. Without it, equal requests get
+        equal results.
+    should_continue_on_error: a failed row has its error in `__inference_error__`; otherwise it ends the job.
     ray_remote_args: further arguments of the actors, such as `runtime_env`.
     """
 
@@ -81,7 +81,7 @@ class ModelStage:
 
 
 class Processor:
-    """What `build_processor` returns: a function from datasets to datasets, which run when they are read."""
+    """The result of `build_processor`: a function from datasets to lazy datasets."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Processor:
         self._after, self._after_kwargs = postprocess, postprocess_map_kwargs
 
     def __call__(self, dataset: Any) -> Any:
-        """The dataset with the stage after it; nothing runs yet."""
+        """Append the stage to a dataset; nothing runs yet."""
         data = _ray_data()
         stage = self.stage
         if self._before is not None:
             dataset = dataset.map(_Before(self._before), **self._before_kwargs)
         sizes = stage.concurrency
         pool = {"size": sizes} if isinstance(sizes, int) else {"min_size": sizes[0], "max_size": sizes[1]}
-        # As `ray.data.llm` does: since Ray 2.60 the public method warns of actors' arguments such as max_concurrency.
+        # As in `ray.data.llm`: since Ray 2.60 the public method warns about actor arguments such as max_concurrency.
         map_batches = getattr(dataset, "map_batches_internal", dataset.map_batches)
         dataset = map_batches(
             EngineActor,
@@ -133,7 +133,7 @@ def build_processor(
     preprocess_map_kwargs: Mapping[str, Any] | None = None,
     postprocess_map_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
-    """A processor as `ray.data.llm.build_processor` makes, around this engine.
+    """The counterpart of `ray.data.llm.build_processor` for this engine.
 
     preprocess: from a row to columns that are added to it: `messages`, `prompt` or `tokenized_prompt`, and
         `sampling_params`. Without it the rows have them.
@@ -171,7 +171,7 @@ def _settings(stage: ModelStage) -> dict[str, Any]:
 
 
 class _Before:
-    """Adds what a function makes of a row to the row."""
+    """Adds the columns that a function computes to a row."""
 
     def __init__(self, function: RowFunction) -> None:
         self._function = function
@@ -181,7 +181,7 @@ class _Before:
 
 
 class _After:
-    """Makes the row that the dataset gets. kept: columns of a row without a result that the function fails at."""
+    """Computes the output row. kept: columns of a failed row if the function raises for it."""
 
     def __init__(self, function: RowFunction, kept: tuple[str, ...] = ()) -> None:
         self._function, self._kept = function, kept
@@ -191,26 +191,26 @@ class _After:
             return {**self._function(row), ERROR: ""}
         try:
             return {**self._function(row), ERROR: error}
-        except Exception:  # of a text that is not there
+        except Exception:  # raised because the row has no text
             return {name: row[name] for name in self._kept if name in row} | {ERROR: error}
 
 
 class _Ends(OutputCollector):
-    """Collects the ends of a batch's requests. tell: called when all are there."""
+    """Collects the results of a batch's requests. tell: called when all have ended."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         super().__init__(every_token=False)
         self._tell = tell
-        self._missing = 0  # requests, once it is known how many there are; below zero before
+        self._missing = 0  # unfinished requests; negative until their number is known
 
     def expect(self, count: int) -> None:
-        """Wait for so many requests, some of which may have ended already. The engine's lock must be held."""
+        """Set the number of requests, some of which may have ended already. The engine's lock must be held."""
         self._missing += count
         if not self._missing:
             self._tell()
 
     def put(self, request: Readable) -> None:
-        """A request has ended."""
+        """Take a request that has ended."""
         super().put(request)
         self._missing -= 1
         if not self._missing:
@@ -218,7 +218,7 @@ class _Ends(OutputCollector):
 
 
 class EngineActor:
-    """One actor of the pool: an engine, and the batches that are under way in it.
+    """One actor of the pool: an engine and its live batches.
 
     A thread runs the engine, so that only the ends of requests reach the event loop of the batches.
     """
@@ -241,7 +241,7 @@ class EngineActor:
                 while self._engine.has_work:
                     self._engine.advance()
             except EngineClosedError:
-                pass  # every request has been told
+                pass  # every request got the error
             except Exception:
                 log.exception("the engine's loop failed, and its actor ends")
                 os._exit(1)
@@ -257,8 +257,11 @@ class EngineActor:
         yield table
 
     async def _results(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The columns of each row's result. The event loop hears of the batch once, when all its requests have ended:
-        every time it runs, the engine's thread has to wait."""
+        """The columns of each row's result.
+
+        The event loop is notified once, when all requests of the batch have ended, because the engine's
+        thread waits whenever the loop runs.
+        """
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def tell() -> None:
@@ -289,7 +292,7 @@ class EngineActor:
         return [results[place] for place in range(len(rows))]
 
     def _submit(self, row: dict[str, Any], collector: OutputCollector) -> str:
-        """Queue the request of a row; returns its id. Raises for a row that has none."""
+        """Queue the request of a row; returns its id. Raises for an invalid row."""
         request = request_of(row, self._sampling, self._id_column, self._seed_of)
         if isinstance(request, LineError):
             raise ValueError(f"{request.code}: {request.message}")
@@ -302,10 +305,10 @@ class EngineActor:
         return self._engine.seed_of(name, _NO_SEED)
 
     def _failed(self, error: Exception) -> dict[str, Any]:
-        """The columns of a row without a result, if the job is to go on without it."""
+        """The columns of a failed row, if the job continues on errors; otherwise raises."""
         if self._engine.closed_because is not None or isinstance(error, EngineClosedError):
-            # Ray runs the batch again, on another actor or on this one made anew. An orderly exit of the actor
-            # would end its tasks instead: ray-project/ray#59522.
+            # Ray reruns the batch on another actor or on this one restarted. An orderly exit of the actor would
+            # end its tasks instead: ray-project/ray#59522.
             log.error("the engine ended, and so does its actor: %s", self._engine.closed_because)
             os._exit(1)
         if not self._goes_on:

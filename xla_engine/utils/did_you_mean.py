@@ -1,4 +1,4 @@
-"""Names that were misspelt."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST = 64
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where `name` is nearly one of the known names, else nothing."""
+    """`; did you mean ...?` if `name` is similar to a known name, else an empty string."""
     if not isinstance(name, str) or len(name) > _LONGEST:
         return ""
     close = get_close_matches(name, list(known), 1, 0.75)

@@ -1,8 +1,8 @@
-"""How to get the packages of an extra."""
+"""How to install an extra."""
 
 from __future__ import annotations
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra; xla-engine is on no package index, so it names a checkout."""
+    """The command that installs an extra from a checkout, because xla-engine is not on a package index."""
     return f"pip install '.[{extra}]' in the checkout of xla-engine"

@@ -1,10 +1,11 @@
-"""One line of bytes as one JSON object, strictly.
+"""Parse one line of bytes strictly as one JSON object.
 
 A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no NaN or Infinity, no lone surrogates;
-integers within 64 bits) nested at most `MAX_NESTING` deep: what other readers might read differently is refused.
+integers within 64 bits) nested at most `MAX_NESTING` deep. Anything that other parsers might read differently is an
+error.
 
-Lines are bounded in bytes before they come here, and in values before they are parsed: parsing holds the interpreter
-for a few milliseconds at a time, and memory of a few times the line's.
+Callers limit the bytes of a line, and the number of values is checked before parsing. Parsing thus holds the
+interpreter lock for at most a few milliseconds, and takes a few times the line's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 def load_object(raw: bytes) -> dict[str, Any]:
-    """The object that `raw` spells. Raises ValueError with a message for people, and nothing else."""
+    """Parse the object in `raw`. Raises only ValueError, with a readable message."""
     try:
         check_structure(raw)
         value = json.loads(raw.decode("utf-8"), **_HOOKS)
@@ -40,11 +41,11 @@ def check_structure(raw: bytes) -> None:
 
 
 def _values(raw: bytes) -> Iterator[int]:
-    """How many strings, names, lists and objects begin in each part of the line, by quotes and brackets only.
+    """The number of strings, names, lists and objects in each part of the line, counted by quotes and brackets only.
 
-    NumPy's loops let other threads run meanwhile.
+    NumPy's loops release the interpreter lock.
     """
-    import numpy as np  # a command's --help does not wait for it
+    import numpy as np  # imported here to keep `--help` fast
 
     quoted, escape = False, False  # at the beginning of the part: within a string; behind an odd backslash
     for begin in range(0, len(raw), _SCANNED):
@@ -65,12 +66,12 @@ def _values(raw: bytes) -> Iterator[int]:
 
 
 def dump_line(record: object) -> bytes:
-    """A record as one line. ASCII only: U+2028 and the like in text would end a line for some readers."""
+    """A record as one line of ASCII, because some readers end lines at characters such as U+2028."""
     return json.dumps(record, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, in words."""
     if value is None:
         return "null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
@@ -106,7 +107,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-# Functions in Python for numbers, too: the interpreter may serve other threads between them.
+# Hooks in Python also for numbers, because the interpreter can switch threads between their calls.
 _HOOKS: dict[str, Any] = {
     "parse_constant": _no_constant,
     "parse_int": _integer,

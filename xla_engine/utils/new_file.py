@@ -1,4 +1,4 @@
-"""Helper files whose names can be guessed."""
+"""Safely create temporary files with predictable names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 
 def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file for writing, in place of what a run that died, or another user, left under its name.
+    """Create a file for writing, replacing whatever a dead run or another user left under its name.
 
-    A link that was put there is removed, never followed. Raises OSError, also where the name is taken again meanwhile.
+    A link is removed, never followed. Raises OSError, also if the name is taken again meanwhile.
     """
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")

@@ -1,4 +1,4 @@
-"""Values of numpy, torch, pandas and their like, in Python's own types. None of these has to be installed."""
+"""Convert values of numpy, torch, pandas etc. to Python types. None of these has to be installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _OWN = frozenset({str, int, float, bool, bytes, list, tuple, dict, type(None)})
 
 
 def plain(value: Any) -> Any:
-    """A scalar or array of another library as a Python number or list; everything else as it is.
+    """Convert a scalar or array of another library to a Python number or list; return other values unchanged.
 
-    What is in a list is left as it is.
+    Items of a list are not converted.
     """
     if type(value) in _OWN:
         return value

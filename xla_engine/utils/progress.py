@@ -1,4 +1,4 @@
-"""Progress bars on a terminal, and lines now and then elsewhere."""
+"""Progress bars on a terminal, and occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BAR_FORMAT_OPEN_END = "{desc}{n_fmt} requests [{elapsed}{postfix}]"
 
 
 class Progress:
-    """Requests done, tokens per second and slots busy: a live bar on a terminal, else a line now and then.
+    """Shows finished requests, tokens per second and busy slots: as a bar on a terminal, else as occasional lines.
 
-    total: lines to do, None when that is not known. slots: `max_num_seqs`. stream: None shows nothing.
-    Calls between redraws cost one look at the clock.
+    total: number of lines; None if unknown. slots: `max_num_seqs`. stream: None shows nothing. Calls between
+    redraws only read the clock.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether the last redraw is long enough ago."""
+        """Whether it is time to redraw."""
         if self._stream is None:
             return False
         return self._clock() - self._last >= (BAR_SECONDS if self._bar is not None else LINE_SECONDS)
 
     def show(self, *, done: int, tokens: int, busy: int) -> None:
-        """Redraw: requests done, tokens generated since the start, slots busy now."""
+        """Redraw. done: finished requests. tokens: generated since the start. busy: slots busy now."""
         self._last = self._clock()
         rate = tokens / max(self._last - self._start, 1e-9)
         state = f"{rate:.0f} tok/s, {busy}/{self._slots} slots busy"
@@ -69,7 +69,7 @@ class Progress:
 
 @contextlib.contextmanager
 def counting(verb: str, stream: TextIO, total: int | None = None) -> Iterator[Callable[[str], None] | None]:
-    """A callback that counts the names it is given, on a terminal and gone afterwards; None elsewhere."""
+    """A callback that counts names in a bar, which disappears at the end; None if there is no terminal."""
     if not stream.isatty():
         yield None
         return

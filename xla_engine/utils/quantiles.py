@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-WIDTH = 0.01  # a bucket's relative width, and so the resolution of a quantile
+WIDTH = 0.01  # relative width of a bucket: the resolution of quantiles
 _SCALE = 1 / math.log1p(WIDTH)
-_FLOOR = 1e-9  # what is smaller counts as nothing
+_FLOOR = 1e-9  # smaller values count as zero
 
 
 class Quantiles:
-    """Counts of values >= 0 in buckets of one hundredth of their size. Total and largest value are exact."""
+    """Counts values >= 0 in buckets with a relative width of 1%. Total and largest value are exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -20,7 +20,7 @@ class Quantiles:
         self._buckets: dict[int, int] = {}
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, in seconds or whatever all of them are in."""
+        """Count a value `times` times. All values must have the same unit."""
         self.count += times
         self.total += value * times
         if value > self.largest:
@@ -29,7 +29,7 @@ class Quantiles:
         self._buckets[bucket] = self._buckets.get(bucket, 0) + times
 
     def merge(self, other: Quantiles) -> None:
-        """Count all values of another."""
+        """Add all values of `other`."""
         self.count += other.count
         self.total += other.total
         self.largest = max(self.largest, other.largest)
@@ -38,11 +38,11 @@ class Quantiles:
 
     @property
     def mean(self) -> float:
-        """Zero without values."""
+        """The mean; zero without values."""
         return self.total / self.count if self.count else 0.0
 
     def at(self, share: float) -> float:
-        """The value that `share` in [0, 1] of all do not exceed, to within a bucket; zero without values."""
+        """The quantile `share` in [0, 1], to within a bucket; zero without values."""
         wanted = min(int(share * self.count), self.count - 1)
         for value, below in self.steps():
             if below > wanted:
@@ -50,7 +50,7 @@ class Quantiles:
         return 0.0
 
     def steps(self) -> Iterator[tuple[float, int]]:
-        """(middle of a bucket, values up to its end), ascending: the cumulative distribution."""
+        """The cumulative distribution: (middle of a bucket, number of values up to its end), ascending."""
         below = 0
         for bucket in sorted(self._buckets):
             below += self._buckets[bucket]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
-    """What a process holds that is not paged out; None if the system does not tell. process: its number."""
+    """Resident memory of a process in bytes; None if the system does not tell. process: its id."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except OSError:

@@ -1,4 +1,4 @@
-"""What an engine does before it serves, on one line that is gone when it is ready."""
+"""Show an engine's start on one line, which disappears when it is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REDRAW_SECONDS = 0.25
 
 
 class StartupStep(NamedTuple):
-    """What is being done, and how much of it is done: bytes of weights, programs, or 0 of 1."""
+    """A part of the start and its progress: bytes of weights, programs, or 0 of 1."""
 
     doing: str
     done: int = 0
@@ -30,9 +30,9 @@ def silent(step: StartupStep) -> None:
 
 
 class StartTimes:
-    """Seconds of each part of a start, by what the start-up line shows; passes each step on.
+    """Measures the seconds of each part of a start, by its name in the start-up line.
 
-    began: when the process began, on the clock.
+    began: start of the process on the clock.
     """
 
     def __init__(self, began: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class StartTimes:
         self._since, self._doing, self._clock = began, "imports and model files", clock
 
     def following(self, progress: StartupProgress) -> StartupProgress:
-        """Progress that is shown by `progress`, and timed."""
+        """A progress callback that measures times and calls `progress`."""
 
         def step(step: StartupStep) -> None:
             self.next(step.doing)
@@ -49,7 +49,7 @@ class StartTimes:
         return step
 
     def next(self, doing: str, at: float | None = None) -> None:
-        """What was done ends, now or at a time on the clock, and `doing` begins."""
+        """End the current part, now or at time `at`, and begin `doing`."""
         now = self._clock() if at is None else at
         self.parts[self._doing] = self.parts.get(self._doing, 0.0) + now - self._since
         name = doing.partition(" (")[0]  # programs are compiled one by one
@@ -61,7 +61,7 @@ class StartTimes:
 
 @contextlib.contextmanager
 def startup_line(stream: TextIO) -> Iterator[StartupProgress]:
-    """Show each step and a clock that ticks, on a terminal or in a notebook; elsewhere nothing."""
+    """Show each step and the elapsed time on a terminal or in a notebook; nothing elsewhere."""
     if not (stream.isatty() or _in_notebook()):
         yield silent
         return

@@ -6,16 +6,16 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """One line per row, its cells padded so that columns line up, two spaces apart.
+    """One line per row, with cells padded to aligned columns, two spaces apart.
 
-    rows: all of the same length, at least one. right: columns, from 0, that line up on the right.
+    rows: at least one, all of the same length. right: columns (from 0) to align right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(pad(row, widths, right)).rstrip() for row in rows]
 
 
 def figure(value: float) -> str:
-    """A number in three digits, or all before the point: 0.0123, 12.3, 1240."""
+    """A number with three significant digits, or all digits before the point: 0.0123, 12.3, 1240."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 

@@ -1,6 +1,6 @@
-"""vLLM's names and shapes on this engine: `from vllm... import X` in a script becomes `from xla_engine.vllm import X`.
+"""vLLM's API on this engine: `from vllm... import X` in a script becomes `from xla_engine.vllm import X`.
 
-`xla_engine.LLM` differs in form: parameters and outputs there cannot be changed, and log-probabilities are numbers.
+`xla_engine.LLM` differs: its parameters and outputs are immutable, and its log-probabilities are plain numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from xla_engine.vllm.outputs import CompletionOutput, Logprob, PoolingOutput, Re
 from xla_engine.vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 AsyncLLMEngine = AsyncLLM  # its name before vLLM's second engine
-PoolerConfig = ProfilerConfig = CompilationConfig = dict  # options that are made of options
+PoolerConfig = ProfilerConfig = CompilationConfig = dict  # options that group options
 
 __all__ = [
     "LLM",

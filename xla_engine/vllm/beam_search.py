@@ -1,7 +1,7 @@
-"""Beam search over an engine that knows only requests: each step is a request of one token for each beam.
+"""Beam search on top of requests: each step submits a request for one token for each beam.
 
-After each step the `2 * width` likeliest continuations of a prompt are looked at: those that end are kept aside, and
-the `width` best others go on, as in transformers. The prefix cache finds a beam's earlier tokens, if it has room.
+As in transformers, each step considers the `2 * width` likeliest continuations of a prompt: those that end are set
+aside, and the `width` best others continue. The prefix cache holds the beams' earlier tokens if it has room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xla_engine.vllm.sampling_params import BeamSearchParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One sequence. tokens: of the prompt, too. logprobs: of each new token, as `CompletionOutput.logprobs`."""
+    """One sequence. tokens: including the prompt. logprobs: of each new token, as in `CompletionOutput.logprobs`."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]
@@ -30,7 +30,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
     def score(self, length_penalty: float) -> float:
-        """What beams are ordered by."""
+        """The score by which beams are ordered."""
         return self.cum_logprob / max(len(self.logprobs), 1) ** length_penalty
 
 
@@ -91,7 +91,7 @@ def beam_search(
 
 
 def _continuations(beam: BeamSearchSequence, output: outputs.RequestOutput) -> list[BeamSearchSequence]:
-    """The beam with each of the likeliest next tokens; the beam itself, ended, where none came."""
+    """The beam extended by each of the likeliest next tokens; the ended beam itself if there is none."""
     completion = output.outputs[0]
     if not completion.token_ids or completion.top_logprobs is None:
         return [replace(beam, finish_reason=completion.finish_reason or "abort")]

@@ -1,4 +1,4 @@
-"""vLLM's engines: one that its caller steps, one for event loops."""
+"""vLLM's engines: `LLMEngine`, stepped by its caller, and `AsyncLLM` for event loops."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from xla_engine.vllm.tokenizer import Tokenizer
 
 
 class LLMEngine:
-    """Requests are added, and each `step` gives what is new of them.
+    """An engine to which requests are added, and whose `step` returns their new output.
 
-    A request whose adapter finds no room waits here, and those that come after it, until others have ended.
+    A request waits here if there is no room for its adapter, and so do all later ones, until others have ended.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -54,11 +54,11 @@ class LLMEngine:
         return shown
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request has not ended."""
+        """Whether there are unfinished requests."""
         return self._engine.has_unfinished or bool(self._held)
 
     def abort_request(self, request_id: str | list[str]) -> None:
-        """End requests now; the next step tells of it."""
+        """Abort requests; the next step returns their last outputs."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self._held = deque(one for one in self._held if one[0] != each)
             self._engine.abort(each)
@@ -104,7 +104,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as tokens arrive, as its `output_kind` wants them."""
+        """Yield outputs of one request as tokens arrive, in the form of its `output_kind`."""
         engine = self._llm.engine
         stream = Stream(sampling_params.output_kind, engine.tokenizer, options.get("lora_request"))
         found = self._llm.generate(prompt, sampling_params.fixed, request_id=request_id, **given(options))
@@ -116,15 +116,15 @@ class AsyncLLM:
             await found.aclose()  # type: ignore[attr-defined]
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its reader gets a last output."""
+        """Abort a request; its reader gets a last output."""
         self._llm.abort(request_id)
 
     async def pause_generation(
         self, *, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True
     ) -> None:
-        """Run nothing until `resume_generation`; requests that are added meanwhile wait.
+        """Pause until `resume_generation`; requests added meanwhile wait.
 
-        mode: "keep" holds the requests there are, "abort" ends them. clear_cache: forget what prompts left.
+        mode: "keep" pauses live requests, "abort" ends them. clear_cache: clear the prefix cache.
         """
         if mode not in ("abort", "keep"):
             raise InvalidRequestError(f'mode must be "abort" or "keep", not {mode!r}: let requests end first')
@@ -135,7 +135,7 @@ class AsyncLLM:
             self._llm.engine.reset_prefix_cache()
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume after `pause_generation`."""
         self._llm.resume()
 
     async def get_tokenizer(self) -> Tokenizer:
@@ -147,9 +147,9 @@ class AsyncLLM:
         self._llm.engine.reset_prefix_cache()
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` holds the requests."""
+        """Whether generation is paused."""
         return self._llm.is_paused
 
     def shutdown(self) -> None:
-        """End what runs and free device memory."""
+        """Abort live requests and free device memory."""
         self._llm.engine.close()

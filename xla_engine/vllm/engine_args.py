@@ -20,14 +20,14 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class EngineArgs:
-    """A model and the options of `xla_engine.LLM`, kept until an engine is made of them."""
+    """A model and the options of `xla_engine.LLM`, from which an engine can be created."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.model = model
         self.options = options
 
     def __getattr__(self, name: str) -> Any:
-        """An option's value, also of one that was not given."""
+        """An option's value; the default if it was not given."""
         if name in self.__dict__.get("options", ()):
             return self.options[name]
         if name in _DEFAULTS:
@@ -36,7 +36,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag for each option; what is not given on the command line is no option."""
+        """Add a flag for each option; flags that are not given stay unset."""
         group = parser.add_argument_group("engine")
         group.add_argument("--model", default=argparse.SUPPRESS, help="directory, .gguf file or hub id")
         for name in sorted(_DEFAULTS):
@@ -58,7 +58,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """The options that were given; other attributes of `args` are left alone."""
+        """The options that were given; other attributes of `args` are ignored."""
         given = {name: value for name, value in vars(args).items() if name in _DEFAULTS}
         return cls(getattr(args, "model", None), **given)
 
@@ -68,7 +68,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser to which `--max_tokens` and `--max-tokens` are one flag."""
+    """A parser that accepts `--max_tokens` for `--max-tokens`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -85,7 +85,7 @@ def _dashed(word: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """A number, true or false, or JSON where it reads as that, else the text."""
+    """Parse a number, true, false or other JSON; any other text is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:

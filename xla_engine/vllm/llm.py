@@ -1,4 +1,4 @@
-"""vLLM's `LLM`: the same engine, with parameters that can be changed and outputs of lists."""
+"""vLLM's `LLM` on this engine, with mutable parameters and with lists in outputs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model ready to generate; arguments, and errors, are those of `xla_engine.LLM`.
 
-    chat_template: jinja2 source, or a file with it, for conversations that bring none.
-    profiler_config: `torch_profiler_dir` is where `start_profile` writes.
+    chat_template: jinja2 source or a file of it, the default for conversations.
+    profiler_config: `torch_profiler_dir` is the directory to which `start_profile` writes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts; results in their order.
 
-        tokenization_kwargs: how texts become token ids, see `tokenised`; what is cut off is a prompt's beginning.
+        tokenization_kwargs: how to tokenise texts, see `tokenised`; truncation removes a prompt's beginning.
         """
         many = tokenised(prompt_list(prompts), self._llm.tokenizer, tokenization_kwargs, side="left")
         shared = {"use_tqdm": use_tqdm, "lora_request": lora_request, **given(options)}
@@ -97,10 +97,11 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; results in their order. As in vLLM, answers without parameters
-        end after 16 tokens.
+        """Answer one conversation or a list of them; results in their order.
 
-        chat_template_content_format: content is text, or parts of text, whatever it says.
+        As in vLLM, answers without parameters end after 16 tokens.
+
+        chat_template_content_format: ignored; content may be text or parts of text.
         """
         if tokenization_kwargs:
             raise InvalidRequestError(
@@ -162,7 +163,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences after each prompt; results in their order.
 
-        use_tqdm, concurrency_limit: change nothing, requests wait in the queue. Raises InvalidRequestError.
+        use_tqdm, concurrency_limit: ignored, because requests wait in the queue. Raises InvalidRequestError.
         """
         many = prompt_list(prompts)
         lora = per_prompt("lora_requests", lora_request, LoRARequest, len(many))
@@ -171,7 +172,7 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, **options: Any
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt; options as for `generate`, but what `tokenization_kwargs` cut off is an end."""
+        """The embedding of each prompt. Options as in `generate`, but truncation removes the end of a prompt."""
         return self._llm.embed(self._prompts(prompts, options), use_tqdm=use_tqdm, **given(options))
 
     def classify(
@@ -189,7 +190,7 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
-        """How well each document of `data_2` fits its query; `xla_engine.LLM.score` is another thing."""
+        """The relevance of each document in `data_2` to its query. Not related to `xla_engine.LLM.score`."""
         return self._llm.score_documents(data_1, data_2, use_tqdm=use_tqdm, **given(options))
 
     def encode(
@@ -201,9 +202,9 @@ class LLM:
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The numbers of each prompt as an array. pooling_task: "embed" for its vector, "classify" for its classes.
+        """The pooled output of each prompt as an array. pooling_task: "embed" for embeddings, "classify" for classes.
 
-        Raises InvalidRequestError for another task: there are no numbers of each token.
+        Raises InvalidRequestError for other tasks, such as those with outputs for each token.
         """
         if pooling_task not in ("embed", "classify"):
             raise InvalidRequestError(
@@ -230,7 +231,7 @@ class LLM:
         return Tokenizer(self._llm.engine)
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Devices that the engine, or with `include_dp` all of several, run on."""
+        """The number of devices of an engine, or with `include_dp` of all engines."""
         engines = len(getattr(self._llm.engine, "engines", ())) if include_dp else 1
         return self._llm.engine.config.tensor_parallel_size * max(engines, 1)
 
@@ -257,7 +258,7 @@ class LLM:
         self.collective_rpc(func)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of what prompts without parameters get."""
+        """A copy of the default parameters."""
         return SamplingParams.of(self._llm.get_default_sampling_params())
 
     def get_metrics(self) -> list[Metric]:
@@ -265,11 +266,11 @@ class LLM:
         return metrics(self._llm.engine)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
-        """Forget what earlier prompts left in the cache; requests that run keep theirs."""
+        """Clear the prefix cache; running requests keep their entries."""
         self._llm.engine.reset_prefix_cache()
 
     def start_profile(self) -> None:
-        """Write down what XLA does until `stop_profile`. Raises ConfigError without a directory for it."""
+        """Profile XLA until `stop_profile`. Raises ConfigError without a directory for the profile."""
         if self._profile_directory is None:
             raise ConfigError('say where: LLM(profiler_config={"torch_profiler_dir": "DIRECTORY"})')
         self._llm.engine.start_profile(self._profile_directory)
@@ -299,7 +300,7 @@ class LLM:
 
 
 def fixed(params: Params) -> FixedParams | list[FixedParams] | None:
-    """The parameters as the engine takes them."""
+    """Convert parameters to the engine's type."""
     if params is None or isinstance(params, SamplingParams):
         return None if params is None else params.fixed
     return [each.fixed for each in params]
@@ -316,5 +317,5 @@ def _template(source: str | Path) -> str:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Without those that are None, which is how vLLM's callers leave one out."""
+    """Drop options that are None, by which vLLM's callers mean the default."""
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`LLM.get_metrics()`: the engine's metrics under vLLM's names; and small things that scripts call."""
+"""`LLM.get_metrics()`: the engine's metrics under vLLM's names; and small utilities that scripts call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counter(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """A number of now."""
+    """A current value."""
 
     value: float
 
@@ -49,7 +49,7 @@ class Vector(Metric):
 
 
 def metrics(engine: EngineClient) -> list[Metric]:
-    """Those of the engine's metrics that vLLM has names for."""
+    """The engine's metrics that vLLM also has."""
     found: list[Metric] = []
     for family in engine.metrics():
         name = family.name.removesuffix("_total")
@@ -71,11 +71,11 @@ def metrics(engine: EngineClient) -> list[Metric]:
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
-    """Print the first numbers of a vector, and how many it has."""
+    """Print the first numbers of a vector, and its length."""
     shown = ", ".join(map(str, embeds[:4]))
     print(f"{prefix}: [{shown}{', ...' if len(embeds) > 4 else ''}] (size={len(embeds)})")
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free what engines that were let go still hold. There is no process group to leave, and Ray is left alone."""
+    """Free memory of discarded engines. There is no process group to leave, and Ray is left alone."""
     gc.collect()

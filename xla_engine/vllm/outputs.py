@@ -15,7 +15,7 @@ from xla_engine.vllm.sampling_params import RequestOutputKind
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability; its rank among all tokens, None where only its own was asked for; and its text."""
+    """A token's log-probability, its rank (None if only its own logprob was requested), and its text."""
 
     logprob: float
     rank: int | None
@@ -23,7 +23,7 @@ class Logprob(NamedTuple):
 
 
 class PoolingOutput(NamedTuple):
-    """The numbers of a text, float32."""
+    """The pooled output of a text, float32."""
 
     data: np.ndarray[Any, Any]
 
@@ -32,8 +32,8 @@ class PoolingOutput(NamedTuple):
 class CompletionOutput:
     """One generated sequence.
 
-    logprobs: per token the sampled one and the n likeliest by id, as `SamplingParams.logprobs` asks; else None.
-    token_logprobs: the numbers of the sampled tokens alone.
+    logprobs: for each token, the sampled one and the n likeliest by id if `SamplingParams.logprobs` is n; else None.
+    token_logprobs: log-probabilities of the sampled tokens only.
     The other fields are those of `xla_engine.CompletionOutput`.
     """
 
@@ -76,7 +76,7 @@ def vllm_output(
 ) -> RequestOutput:
     """`output` in vLLM's shape.
 
-    lora: the request's adapter. since: an earlier output; each sequence holds only what is new after it.
+    lora: the request's adapter. since: an earlier output; sequences then have only the part after it.
     """
     before = {} if since is None else {each.index: each for each in since.outputs}
     return RequestOutput(
@@ -96,7 +96,7 @@ def vllm_output(
 
 
 class Stream:
-    """Makes the outputs of one request what an output kind wants."""
+    """Converts the cumulative outputs of one request to an output kind."""
 
     def __init__(
         self, kind: RequestOutputKind, tokenizer: Tokenizer | None, lora: LoRARequest | None = None

@@ -1,4 +1,4 @@
-"""Sampling parameters that can be changed."""
+"""Mutable sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from xla_engine.sampling_params import check_finite, check_integer
 
 
 class RequestOutputKind(Enum):
-    """What an output of a stream holds: all so far, only what is new, or all, in one output at the end."""
+    """The content of streamed outputs: everything so far, only new tokens, or a single output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
-# vLLM's fields that have nothing to change here: their defaults, which are taken. None always leaves a field out.
+# vLLM's fields without an effect here: only these defaults are accepted. None always means the default.
 _DEFAULTS: dict[str, Any] = {
     "spaces_between_special_tokens": True, "flat_logprobs": False, "skip_clone": False, "stream_interval": 1,
     "watermarking": False, "routed_experts_prompt_start": 0, "output_text_buffer_length": 0, "extra_args": {},
@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class SamplingParams:
-    """`xla_engine.SamplingParams` whose fields can be set; each change is checked as all are.
+    """A mutable `xla_engine.SamplingParams`; every change is validated.
 
     output_kind: of streams.
 
@@ -48,20 +48,20 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: FixedParams) -> SamplingParams:
-        """The same parameters, which can be changed."""
+        """A mutable copy of the parameters."""
         made = cls()
         object.__setattr__(made, "fixed", params)
         return made
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """Parameters of the fields that are not None; only `max_tokens` None means itself: as many as fit."""
+        """Parameters from the fields that are not None, except `max_tokens`, where None means as many as fit."""
         return cls(
             **{name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         )
 
     def clone(self) -> SamplingParams:
-        """A copy that can be changed by itself."""
+        """An independent copy."""
         made = self.of(self.fixed)
         made.output_kind = self.output_kind
         return made
@@ -89,7 +89,7 @@ class SamplingParams:
 
 
 class BeamSearchParams:
-    """What `LLM.beam_search` does: fields and defaults are vLLM's.
+    """Parameters of `LLM.beam_search`, with vLLM's fields and defaults.
 
     beam_width: sequences that are kept at each step and returned, at most half of MAX_LOGPROBS.
     length_penalty: a beam's sum of log-probabilities is divided by its number of tokens to this power.
@@ -119,7 +119,7 @@ class BeamSearchParams:
 
 
 def _own(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields by their names here, without vLLM's that are at their defaults."""
+    """Translate vLLM's fields to ours, and drop those without an effect."""
     found = {
         name: value
         for name, value in fields.items()

@@ -1,4 +1,4 @@
-"""The tokenizer of `LLM.get_tokenizer()`, with the methods that scripts call on transformers' ones."""
+"""The tokenizer of `LLM.get_tokenizer()`, with the methods of transformers' tokenizers that scripts call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tokenizer:
         return self.vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine's tokenizer has beside this: `incremental`, `to_json`, ..."""
+        """Other attributes of the engine's tokenizer: `incremental`, `to_json`, ..."""
         if name.startswith("_"):  # while a copy is made
             raise AttributeError(name)
         return getattr(self._own, name)
