@@ -86,8 +86,7 @@ class Record:
 
     identity: model, options, versions and device of the engine.
     model_path: None for the embedded model.
-    fresh: whether the engine's cache and row state were blank at the start, as in replays. Otherwise a run that
-    breaks
+    fresh: whether the engine's cache and row state were blank at the start, as in replays. If not, a run that breaks
         the law may not be reproducible.
     schedule: requests and actions.
     steps: in the order in which they were started.

@@ -1,5 +1,4 @@
-"""Measure a text with an engine: windows of it run as requests, and their logits are reduced to a few numbers a
-token.
+"""Measure a text with an engine: run windows of it as requests, and reduce their logits to a few numbers a token.
 
 As in llama-perplexity, the text is cut into disjoint windows of T tokens, and the rest at its end is ignored. Only
 the tokens in the second half of each window are scored, so that each has at least T / 2 tokens of context. If the
