@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Unpack
 
 from xla_engine.engine.identity import EngineIdentity
@@ -88,6 +89,7 @@ class FakeEngine:
         self.max_num_seqs = max_num_seqs
         self.tokenizer = None
         self.chat_template: Any = "that of render_chat"
+        self.validator = SimpleNamespace(labels=())  # it is no classifier
         self.live: dict[str, FakeRequest] = {}
         self.submitted: list[str] = []
         self.as_they_are: list[bool] = []  # of the same: whether special tokens were added
