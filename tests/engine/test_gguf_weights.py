@@ -61,6 +61,8 @@ def results(path: Path | str, config: EngineConfig, loras: Any = (None,)) -> dic
             engine.submit(prompt, PARAMS, request_id=str(number), lora_request=loras[number % len(loras)])
             found.update({each.request_id: each for each in engine.step() if each.finished})
         found.update({each.request_id: each for each in engine.drain()})
+        likelihoods = {each.outputs[0].cumulative_logprob for each in found.values()}
+        assert len(likelihoods) == 10, "all tokens are as likely: nothing of the products is tested"
         return {name: bits(each.outputs[0]) for name, each in found.items()}
 
 

@@ -138,7 +138,30 @@ def _quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:  # the library only reads it
-        return random_blocks(values.shape, kind, values.size)
+        return _like(values, kind)
+
+
+# Where the half-precision scales of a block are, which all its values are multiples of.
+_SCALES = {
+    Kind.Q2_K: slice(-4, None),
+    Kind.Q3_K: slice(-2, None),
+    Kind.Q4_K: slice(0, 4),
+    Kind.Q5_K: slice(0, 4),
+    Kind.Q6_K: slice(-2, None),
+}
+
+
+def _like(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Random blocks of the shape and deviation of `values`; with scales of any size, logits would overflow."""
+    data = random_blocks(values.shape, kind, values.size)
+    if kind in _SCALES:
+        blocks = data.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+        scales = blocks[:, _SCALES[kind]]
+        drawn = np.random.default_rng(values.size).uniform(-1, 1, (len(blocks), scales.shape[1] // 2))
+        scales[...] = drawn.astype(np.float16).view(np.uint8)
+        deviation = gguf.quants.dequantize(blocks, kind).std()
+        scales[...] = (drawn * values.std() / deviation).astype(np.float16).view(np.uint8)
+    return data
 
 
 def rewrite_gguf(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
