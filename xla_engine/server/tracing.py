@@ -1,5 +1,5 @@
 """OpenTelemetry traces, sent to a collector in the background: one span for each prompt of a POST, with vLLM's name
-and attributes, as a child of the span in the client's `traceparent`. Imported only if traces are asked for."""
+and attributes, as a child of the span in the client's `traceparent`. Imported only when traces are on."""
 
 from __future__ import annotations
 
