@@ -2,8 +2,9 @@
 
     python -m tests.judges --sources DIR [NAME ...]
 
-DIR holds a checkout of each project; what is missing there is cloned. Without names all judges run; those that need no
-checkout are `openai` and `schemas`. Needs `pip install -e '.[test,judges]'`, and for openresponses node and npm.
+DIR holds the sources of each project. Missing ones are fetched: the source archives of vLLM and llama-cpp-python
+(which contains llama.cpp) by pip, the others by git. Without names all judges run; `openai` and `schemas` need no
+sources. Needs `pip install -e '.[test,judges]'`, and for openresponses node and npm.
 
 The server has the embedded model under the names that the tests ask for. Tests that ask for more than that, or for
 what this server does not offer, are listed in `skips.py` with the reason; all others must pass.
@@ -31,6 +32,7 @@ import httpx
 
 from tests.judges.schemas import write_schemas
 from tests.judges.skips import SKIPS
+from tests.support.source_archives import unpack_archive
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -202,48 +204,60 @@ def _schemathesis(context: Context, specification: Path, judge: str) -> Verdict:
 
 
 @dataclass(frozen=True)
+class Clone:
+    """A repository, and the folders that are needed of it (default: all)."""
+
+    repository: str
+    paths: tuple[str, ...] = ()
+
+    def fetch(self, sources: Path) -> Path:
+        folder = sources / self.repository.partition("/")[2]
+        if not folder.exists():
+            git = ["git", "clone", "--quiet", "--depth=1", "--filter=blob:none", "--sparse"]
+            address = f"https://github.com/{self.repository}.git"
+            subprocess.run([*git, address, str(folder)], check=True, capture_output=True, timeout=300)
+            if self.paths:
+                command = ["git", "sparse-checkout", "set", *self.paths]
+                subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+        return folder
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A project's source archive, and the folder in it that has the tests."""
+
+    project: str
+    inside: str = "."
+
+    def fetch(self, sources: Path) -> Path:
+        return unpack_archive(self.project, sources) / self.inside
+
+
+@dataclass(frozen=True)
 class Judge:
-    """A suite, the repository that has it and the folders that are needed of it, and options of its server."""
+    """A suite, where its sources come from, and options of its server."""
 
     run: Callable[[Context], Verdict]
-    repository: str = ""
-    paths: tuple[str, ...] = ()
+    source: Clone | Archive | None = None
     options: tuple[str, ...] = ()
     key: str = ""
 
 
+_LLAMA_CPP = Archive("llama-cpp-python", "vendor/llama.cpp")
 JUDGES = {
     "openai": Judge(judge_openai),
     "schemas": Judge(judge_schemas, options=("--max-tokens", "4")),
-    "openapi": Judge(judge_openapi, "openai/openai-openapi", options=("--max-tokens", "4")),
+    "openapi": Judge(judge_openapi, Clone("openai/openai-openapi"), options=("--max-tokens", "4")),
     "openresponses": Judge(
         judge_openresponses,
-        "openresponses/openresponses",
-        ("bin", "src", "public"),
+        Clone("openresponses/openresponses", ("bin", "src", "public")),
         options=("--temperature", "0"),
     ),
-    "ogx": Judge(judge_ogx, "ogx-ai/ogx", ("tests/integration/batches",)),
-    "vllm": Judge(judge_vllm, "vllm-project/vllm", ("tests/entrypoints",)),
-    "llama.cpp": Judge(judge_llama_cpp, "ggml-org/llama.cpp", ("tools/server/tests",)),
-    "llama.cpp-keys": Judge(
-        judge_llama_cpp_keys, "ggml-org/llama.cpp", ("tools/server/tests",), key="sk-this-is-the-secret-key"
-    ),
+    "ogx": Judge(judge_ogx, Clone("ogx-ai/ogx", ("tests/integration/batches",))),
+    "vllm": Judge(judge_vllm, Archive("vllm")),
+    "llama.cpp": Judge(judge_llama_cpp, _LLAMA_CPP),
+    "llama.cpp-keys": Judge(judge_llama_cpp_keys, _LLAMA_CPP, key="sk-this-is-the-secret-key"),
 }
-
-
-def checkout(judge: Judge, sources: Path) -> Path:
-    """The project's folder, cloned where it is not there. Raises CalledProcessError."""
-    if not judge.repository:
-        return sources
-    folder = sources / judge.repository.partition("/")[2]
-    if not folder.exists():
-        git = ["git", "clone", "--quiet", "--depth=1", "--filter=blob:none", "--sparse"]
-        address = f"https://github.com/{judge.repository}.git"
-        subprocess.run([*git, address, str(folder)], check=True, capture_output=True, timeout=300)
-        if judge.paths:
-            command = ["git", "sparse-checkout", "set", *judge.paths]
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-    return folder
 
 
 @contextmanager
@@ -276,13 +290,13 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def run(name: str, sources: Path, work: Path) -> Verdict:
-    """One judge's verdict; where its tests can't be had, why."""
+    """One judge's verdict. If its sources cannot be fetched, that is its failure."""
     judge = JUDGES[name]
     work.mkdir(parents=True)
     try:
-        source = checkout(judge, sources)
-    except (subprocess.SubprocessError, OSError) as error:
-        return Verdict(note=f"{judge.repository} could not be cloned ({type(error).__name__})")
+        source = judge.source.fetch(sources) if judge.source else sources
+    except (subprocess.SubprocessError, OSError, LookupError) as error:
+        return Verdict(failed=[("its sources could not be fetched", str(error))])
     with serving(judge, work) as url:
         return judge.run(Context(source=source, url=url, work=work))
 

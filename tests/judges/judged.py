@@ -105,7 +105,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.OpenAIFilePurpose = types.SimpleNamespace(BATCH="batch")  # type: ignore[attr-defined]
 
 
-sys.meta_path.append(_StandIns(("vllm", "torch", "transformers", "ogx_api", "fastapi")))
+# First, because an archive's top folder, from which tests run, contains the package itself.
+sys.meta_path.insert(0, _StandIns(("vllm", "torch", "transformers", "ogx_api", "fastapi")))
 _helpers = types.ModuleType("tests.utils")
 _helpers.RemoteOpenAIServer = RemoteServer  # type: ignore[attr-defined]
 _helpers.__getattr__ = lambda _: MagicMock()  # type: ignore[method-assign]

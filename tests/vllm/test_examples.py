@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -15,13 +14,13 @@ import pytest
 import xla_engine
 from tests.support.adapters import write_adapter
 from tests.support.pooling_models import qwen3_tensors, write_model
+from tests.support.source_archives import unpack_archive
 from xla_engine.config import EngineConfig, own_options
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.vllm_options import VLLM_OPTIONS
 
 pytestmark = pytest.mark.full
 
-VERSION = "0.33.0"
 EMBEDDED = Path(xla_engine.__file__).parent / "embedded"
 
 # Scripts by the model that stands for theirs: the embedded one, the same with a longer context, random ones.
@@ -46,19 +45,11 @@ CASES = [(model, script) for model, scripts in SCRIPTS.items() for script in scr
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vLLM's unpacked source archive: pip leaves it where it prepares to build, which fails without torch."""
-    folder = tmp_path_factory.mktemp("vllm")
-    command = [sys.executable, "-m", "pip", "download", "--no-clean", "--no-deps", "--no-build-isolation"]
-    subprocess.run(
-        [*command, "--no-binary", ":all:", "-d", str(folder), f"vllm=={VERSION}"],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        timeout=300,
-    )
-    found = [each.parent for each in folder.glob("*/vllm*/examples")]
-    if not found:
-        pytest.skip("pip cannot bring vLLM's source archive")
-    return found[0]
+    """vLLM's unpacked source archive."""
+    try:
+        return unpack_archive("vllm", tmp_path_factory.mktemp("sources"))
+    except LookupError as error:
+        pytest.skip(str(error))
 
 
 def test_every_engine_argument_has_an_answer(source: Path) -> None:
