@@ -44,12 +44,15 @@ def test_options_of_vllm_are_taken() -> None:
     [
         (
             {"pipeline_parallel_size": 2},
-            r"pipeline_parallel_size=2 is not possible here \(1 is\): `tensor_parallel_size` is how",
+            r"pipeline_parallel_size=2 is not possible here \(1 is\): use `tensor_parallel_size` to split",
         ),
-        ({"lora_dtype": "float32"}, "the type of the weights"),
-        ({"revision": "v2"}, "give the directory of another one"),
-        ({"kv_transfer_config": {"kv_connector": "X"}}, "is not possible here: an engine computes"),
-        ({"watermark": 0.5}, "the scheduler is this engine's"),
+        ({"lora_dtype": "float32"}, "the dtype of the weights"),
+        ({"revision": "v2"}, "OWNER/NAME@REVISION"),
+        (
+            {"kv_transfer_config": {"kv_connector": "X"}},
+            "is not possible here: KV caches are not transferred",
+        ),
+        ({"watermark": 0.5}, "this engine has its own scheduler"),
         ({"max_logprobs": 100}, "0 to 20"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
         ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.5}, "give it once"),
