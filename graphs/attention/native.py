@@ -57,7 +57,7 @@ class NativeAttention:
         return LayerCache(*(self._zeros(shape, dtype) for shape in (keys, values)))
 
     def _zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-        """Zeros that take no memory before they are written (`zeros.cc`)."""
+        """Zeros that take no memory before they are written (`zeros.h`)."""
         made: jax.Array = jax.ffi.ffi_call(f"{ZEROS}_{self.isa}", jax.ShapeDtypeStruct(shape, dtype))()
         return made
 

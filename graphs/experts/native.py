@@ -1,4 +1,4 @@
-"""Routed experts on CPUs, in bf16 or int8: one C++ call per layer (`native/experts.cc`).
+"""Routed experts on CPUs, in bf16 or int8: one C++ call per layer (`native/experts_layer.h`).
 
 `xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
@@ -20,7 +20,9 @@ def native_experts(
     experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, *, isa: str
 ) -> jax.Array:
     """As `graphs.experts.routing.blocked_experts`. D and F must be multiples of 32. isa: selects the library."""
-    call = jax.ffi.ffi_call(f"{EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
+    call = jax.ffi.ffi_call(
+        f"{EXPERTS}_{_kind(experts.down)}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32)
+    )
     biases = (_or_nothing(bias) for bias in (experts.gate_up_bias, experts.down_bias))
     weights = (*_parts(experts.gate_up), *_parts(experts.down), *biases)
     result: jax.Array = call(
@@ -39,7 +41,7 @@ def shared_native_experts(
     gate_up, down, gate_up_bias, down_bias, limit = experts
     count, inner = routed.expert.size, _parts(gate_up)[0].shape[1] // 2
     gated = jax.ffi.ffi_call(
-        f"{GATED_EXPERTS}_{isa}", jax.ShapeDtypeStruct((count, inner), experts.row_dtype)
+        f"{GATED_EXPERTS}_{_kind(gate_up)}_{isa}", jax.ShapeDtypeStruct((count, inner), experts.row_dtype)
     )
     hidden: jax.Array = gated(
         x.astype(experts.row_dtype),
@@ -48,9 +50,15 @@ def shared_native_experts(
         _or_nothing(gate_up_bias),
         limit=np.float32(limit or 0),
     )
-    call = jax.ffi.ffi_call(f"{DOWN_EXPERTS}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32))
+    call = jax.ffi.ffi_call(
+        f"{DOWN_EXPERTS}_{_kind(down)}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32)
+    )
     result: jax.Array = call(gather(hidden), *routed, *_parts(down), _or_nothing(down_bias), residual)
     return result
+
+
+def _kind(weight: jax.Array | Quantized) -> str:
+    return "int8" if isinstance(weight, Quantized) else "bf16"
 
 
 def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,7 @@
 Weights are packed when they are loaded (`pack`), in the order in which the kernels take them; where the head's are the
 embedding too, its rows are gathered out of that order. On tiles the head's stay rows.
 
-The library (`native/linear.cc`) is built and registered outside (`xla_engine.runner.native_library.build`), once for
+The library (`native/linear.h`) is built and registered outside (`xla_engine.runner.native_library.build`), once for
 each instruction set; a graph only names its targets.
 """
 
@@ -69,7 +69,7 @@ class NativeProducts:
         if features % _WHOLE:  # a router of few experts
             return finished(self.head(weight, norm, x).values, None, residual)
         in_place = {} if residual is None else {5: 0}
-        call = self._call(LINEAR, (len(x), features), jnp.float32, in_place)
+        call = self._call(LINEAR, (len(x), features), jnp.float32, in_place, weight=weight)
         return call(x, self._live(), norm_weight(norm), values, scale, or_nothing(residual), eps=eps_of(norm))
 
     def gated(
@@ -85,7 +85,8 @@ class NativeProducts:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(kept_dtype(weight))
         values, scale = parts_of(weight)
-        call = self._call(GATED_LINEAR, (len(x), features_of(weight) // 2), kept_dtype(weight))
+        shape = (len(x), features_of(weight) // 2)
+        call = self._call(GATED_LINEAR, shape, kept_dtype(weight), weight=weight)
         gelu = activation == "gelu_tanh"
         return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm), gelu=gelu)
 
@@ -116,7 +117,7 @@ class NativeProducts:
         self, weight: Weight, norm: Norm | None, x: jax.Array, sharding: Sharding | None = None
     ) -> ByRow:
         values, scale = parts_of(weight)
-        call = self._call(HEAD, (len(x), features_of(weight)), jnp.float32)
+        call = self._call(HEAD, (len(x), features_of(weight)), jnp.float32, weight=weight)
         out = call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm))
         return ByRow(out if sharding is None else sharding.gather(out, "vocabulary", axis=1))
 
@@ -137,11 +138,18 @@ class NativeProducts:
         return or_nothing(self.live, bool)
 
     def _call(
-        self, target: str, shape: tuple[int, ...], dtype: DTypeLike, in_place: Mapping[int, int] | None = None
+        self,
+        target: str,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        in_place: Mapping[int, int] | None = None,
+        weight: Weight | None = None,
     ) -> Callable[..., jax.Array]:
-        """in_place: the argument whose memory the result takes, if any, by `ffi_call`."""
+        """in_place: the argument whose memory the result takes, if any, by `ffi_call`. weight: its kind chooses the
+        target."""
         result = jax.ShapeDtypeStruct(shape, dtype)
-        return jax.ffi.ffi_call(f"{target}_{self.isa}", result, input_output_aliases=dict(in_place or {}))
+        name = target if weight is None else f"{target}_{kind_of(weight)}"
+        return jax.ffi.ffi_call(f"{name}_{self.isa}", result, input_output_aliases=dict(in_place or {}))
 
 
 def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
@@ -183,6 +191,11 @@ def _unpacked(values: jax.Array, rows: jax.Array, word: int) -> jax.Array:
     packed = row < _packed_rows(values)
     at = jnp.where(packed, row // 16 * 16 + within // width, row), jnp.where(packed, within % width, column)
     return values.at[at].get(mode="promise_in_bounds")
+
+
+def kind_of(weight: Weight) -> str:
+    """The kind of a weight, by which targets are named."""
+    return "coded" if isinstance(weight, Coded) else "int8" if isinstance(weight, Quantized) else "bf16"
 
 
 def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:

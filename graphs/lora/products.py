@@ -79,10 +79,11 @@ class NativeLora(NativeProducts):
         shape, ends = (len(x), features), np.array(self.matrices.ends)
         if features % self.task:
             out = NativeProducts.linear(self, weight, x, norm=norm, residual=residual)
-            call = self._call(LORA, shape, jnp.float32, {7: 0})
+            call = self._call(LORA, shape, jnp.float32, {7: 0}, weight)
             adapted, *rest = self._adapters(x)
             return call(x, adapted, norm_weight(norm), *rest, out, eps=eps_of(norm), ends=ends)
-        call = self._call(LINEAR_LORA, shape, jnp.float32, {} if residual is None else {5: 0})
+        in_place = {} if residual is None else {5: 0}
+        call = self._call(LINEAR_LORA, shape, jnp.float32, in_place, weight)
         given = x, self._live(), norm_weight(norm), values, scale, or_nothing(residual)
         return call(*given, *self._adapters(x), eps=eps_of(norm), ends=ends)
 
@@ -98,7 +99,8 @@ class NativeLora(NativeProducts):
         if self.matrices is None or bias is not None:
             return NativeProducts.gated(self, weight, x, norm=norm, bias=bias, activation=activation)
         values, scale = parts_of(weight)
-        call = self._call(GATED_LORA, (len(x), features_of(weight) // 2), kept_dtype(weight))
+        shape = (len(x), features_of(weight) // 2)
+        call = self._call(GATED_LORA, shape, kept_dtype(weight), weight=weight)
         gelu, ends = activation == "gelu_tanh", np.array(self.matrices.ends)
         given = x, self._live(), norm_weight(norm), values, scale
         return call(*given, *self._adapters(x), eps=eps_of(norm), ends=ends, gelu=gelu)

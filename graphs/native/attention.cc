@@ -10,6 +10,7 @@
 #include "attention_vectors.h"
 #include "buffers.h"
 #include "parallel.h"
+#include "zeros.h"
 
 namespace xla_engine {
 namespace {
@@ -204,10 +205,10 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   static const bool granted = RequestTiles();
   tiles = granted;
 #endif
-  if (keys.element_type() == ffi::DataType::BF16) {
+  if (keys.element_type() == ffi::BF16) {
     Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()) + before,
         reinterpret_cast<BFloat16*>(values.untyped_data()) + before, reinterpret_cast<BFloat16*>(out->untyped_data()));
-  } else if (keys.element_type() == ffi::DataType::F32) {
+  } else if (keys.element_type() == ffi::F32) {
     Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()) + before,
         reinterpret_cast<float*>(values.untyped_data()) + before, reinterpret_cast<float*>(out->untyped_data()));
   } else {
@@ -218,6 +219,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineAttend, Attend, Attributes({"layer", "window", "scale", "softcap", "eps"}));
+XLA_ENGINE_HANDLER(XlaEngineAttend, Attend, "layer", "window", "scale", "softcap", "eps")
+XLA_ENGINE_HANDLER(XlaEngineZeros, Zeros)
 
 }  // namespace xla_engine

@@ -347,9 +347,4 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask ta
   Kernel::Multiply(blocks, count, width, {one, other}, {one, other}, take);
 }
 
-template <typename Kernel, typename Take>
-void MultiplyTask(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
-  Kernel::Multiply(blocks, count, width, weights, next, take);
-}
-
 }  // namespace xla_engine

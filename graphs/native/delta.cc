@@ -147,7 +147,7 @@ ffi::Error DeltaOutputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineDeltaRule, DeltaRule, Attributes());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineDeltaOutputs, DeltaOutputs, Attributes());
+XLA_ENGINE_HANDLER(XlaEngineDeltaRule, DeltaRule)
+XLA_ENGINE_HANDLER(XlaEngineDeltaOutputs, DeltaOutputs)
 
 }  // namespace xla_engine

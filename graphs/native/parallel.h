@@ -15,11 +15,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "buffers.h"
 
 namespace xla_engine {
-
-namespace ffi = xla::ffi;
 
 // Tasks body(0) .. body(count - 1), in any order and on any worker.
 template <typename Body>

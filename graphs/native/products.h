@@ -2,59 +2,67 @@
 
 #pragma once
 
-#include "coded_weights.h"
 #include "grouped_dots.h"
-#include "lora.h"
 #include "operand.h"
+#include "packed_dots.h"
 #include "packed_tiles.h"
 #include "parallel.h"
 
 namespace xla_engine {
 
 #ifdef XLA_ENGINE_AMX
-template <typename T>
-using Kernel = std::conditional_t<std::is_same_v<T, int8_t>, GroupKernel, TileKernel>;
+using HalvesKernel = TileKernel;
 #else
-template <typename T>
-using Kernel = std::conditional_t<std::is_same_v<T, int8_t>, GroupKernel, DotKernel<BFloat16>>;
+using HalvesKernel = DotKernel<BFloat16>;
 #endif
 
-// Live rows of a source times packed weights of type T. `pick(task)` names two blocks of features, and fetching them ahead is
+// A product to which no adapters add.
+struct NoAdapters {};
+template <typename Added>
+constexpr bool kAdds = !std::is_same_v<Added, NoAdapters>;
+
+template <typename Kernel, typename Take>
+void MultiplyTask(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
+  Kernel::Multiply(blocks, count, width, weights, next, take);
+}
+
+// Live rows of a source times weights, by a kernel. `pick(task)` names two blocks of features, and fetching them ahead is
 // of use for the first `whole` of the tasks; `finish(task, n, rows, sums)` takes the sums of rows n .. n + rows away. `clear` is what
 // else there is to do. What `adapters` add is known in `finish`, if any.
-template <typename T, typename Clear, typename Pick, typename Finish>
+template <typename Kernel, typename Clear, typename Pick, typename Finish, typename Added>
 void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, int64_t whole, const Phase<Clear>& clear,
-                   const Pick& pick, const Finish& finish, Adapters* adapters) {
+                   const Pick& pick, const Finish& finish, [[maybe_unused]] Added* adapters) {
   thread_local Lines prepared;
   const int64_t count = source.count, width = source.width;
-  const int64_t group = Kernel<T>::GroupRows(count), groups = (count + group - 1) / group;
-  const int64_t bytes = Kernel<T>::GroupBytes(width);
+  const int64_t group = Kernel::GroupRows(count), groups = (count + group - 1) / group;
+  const int64_t bytes = Kernel::GroupBytes(width);
   char* blocks = prepared.Bytes(groups * bytes);
   const auto fill = [&](int64_t g) {
-    Kernel<T>::Fill(source, g * group, std::min(group, count - g * group), blocks + g * bytes);
+    Kernel::Fill(source, g * group, std::min(group, count - g * group), blocks + g * bytes);
   };
   const auto multiply = [&](int64_t task) {
     const auto weights = pick(task);
-    MultiplyTask<Kernel<T>>(blocks, count, width, weights, task + 1 < whole ? pick(task + 1) : weights,
+    MultiplyTask<Kernel>(blocks, count, width, weights, task + 1 < whole ? pick(task + 1) : weights,
                             [&](int64_t n, int64_t rows, const auto& sums) { finish(task, n, rows, sums); });
   };
-  if (!adapters) {
-    InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
-    return;
+  if constexpr (kAdds<Added>) {
+    if (adapters) {
+      const auto prepare = [&](int64_t task) { task < groups ? fill(task) : adapters->Read(task - groups); };
+      const auto shrink = [&](int64_t task) { adapters->Shrink(task); };
+      return InPhases(pool, clear, Phase{groups + adapters->Rows(), prepare}, Phase{adapters->Shrinks(), shrink},
+                      Phase{count ? tasks : 0, multiply});
+    }
   }
-  const auto prepare = [&](int64_t task) { task < groups ? fill(task) : adapters->Read(task - groups); };
-  const auto shrink = [&](int64_t task) { adapters->Shrink(task); };
-  InPhases(pool, clear, Phase{groups + adapters->Rows(), prepare}, Phase{adapters->Shrinks(), shrink},
-           Phase{count ? tasks : 0, multiply});
+  InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
 }
 
-// Live rows of a source times `features` rows of weights, packed as far as they fill tasks, those behind as in a checkpoint (coded
+// Live rows of a source times weights of a kind (linear.h), packed as far as they fill tasks, those behind as in a checkpoint (coded
 // ones are whole tasks), to their places in out [N, features]. `clear` is what else there is to do.
-template <typename Weights, typename Clear>
-void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Weights& weights, int64_t features,
-                 const Phase<Clear>& clear, float* out) {
-  using T = typename Weights::Element;
-  const int64_t width = source.width, words = width * sizeof(T) / 4, block = words * 64, groups_of_k = width / kScaleGroup;
+template <typename Kind, typename Clear>
+void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Kind& kind, const Phase<Clear>& clear, float* out) {
+  using T = typename Kind::Element;
+  const auto& weights = kind.weights;
+  const int64_t features = kind.features, width = source.width, words = width * sizeof(T) / 4, block = words * 64, groups_of_k = width / kScaleGroup;
   const int64_t tasks = (features + kFeatures - 1) / kFeatures;
   const auto at = [&](int64_t task) { return weights.At(task * kFeatures, task * kFeatures + 16); };
   const auto packed = [&](auto task, int64_t left) {  // the last ones, which fill no task
@@ -74,7 +82,7 @@ void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Weights& wei
     return stream;
   };
   const auto pick = [&](int64_t task) {
-    if constexpr (std::is_same_v<Weights, CodedWeights>) {
+    if constexpr (Kind::kWholeTasks) {
       return at(task);
     } else {
       const int64_t left = features - task * kFeatures;
@@ -93,7 +101,7 @@ void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Weights& wei
       }
     }
   };
-  PackedProduct<T>(pool, source, tasks, features / kFeatures, clear, pick, take, nullptr);
+  PackedProduct<typename Kind::Kernel>(pool, source, tasks, features / kFeatures, clear, pick, take, static_cast<NoAdapters*>(nullptr));
 }
 
 }  // namespace xla_engine

@@ -229,7 +229,7 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats given, Integers token, Intege
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineSample, Sample, Attributes({"processed", "adjusts", "stops", "by_row"}));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineLogprobs, LogprobsOf, Attributes({"by_row"}));
+XLA_ENGINE_HANDLER(XlaEngineSample, Sample, "processed", "adjusts", "stops", "by_row")
+XLA_ENGINE_HANDLER(XlaEngineLogprobs, LogprobsOf, "by_row")
 
 }  // namespace xla_engine

@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 def attention(request: pytest.FixtureRequest) -> NativeAttention:
     """By each instruction set of this machine."""
     try:
-        return NativeAttention(native.register(request.param))
+        return NativeAttention(native.register(request.param, {"attention"}))
     except native.NativeBuildError as error:
         pytest.skip(str(error))
 
@@ -318,6 +318,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
     make_engine: Callable[..., XlaBatchEngine],
 ) -> None:
     native._register.cache_clear()
+    monkeypatch.setattr(native, "_bound", set())
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert choose_attention("auto").name == "xla"
     (record,) = caplog.records
@@ -326,7 +327,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
         make_engine(replace(TINY_ENGINE, attention_backend="native"))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(native.NativeBuildError, match="false failed"):
-        native.build(available()[0])
+        native.build(available()[0], ["attention"])
 
 
 def _resident() -> int:

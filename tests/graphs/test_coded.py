@@ -44,7 +44,7 @@ def rows_of(products: NativeProducts, weight: Coded) -> np.ndarray:
 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> None:
-    products = NativeProducts(str(registered(isa)))
+    products = NativeProducts(str(registered(isa, "linear_coded", "linear_bf16")))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((29, WIDTH)), jnp.float32)
     norm = Norm(jnp.linspace(0.5, 2, WIDTH), 1e-5)
     for seed, kind in enumerate(KINDS):
@@ -67,7 +67,7 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
 def best() -> NativeProducts:
     if not NAMES:
         pytest.skip("no C++ products on this platform")
-    return NativeProducts(str(registered(NAMES[0])))
+    return NativeProducts(str(registered(NAMES[0], "linear_coded", "linear_bf16")))
 
 
 def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:

@@ -45,7 +45,7 @@ def forms(request: pytest.FixtureRequest) -> Forms:
     native = None if request.param == "pure JAX" else request.param
     if native:
         try:
-            register(native)
+            register(native, {"delta"})
         except NativeBuildError as error:
             pytest.skip(str(error))
     return Forms(*(jax.jit(functools.partial(f, FORM, native=native)) for f in (delta_decode, delta_prefill)))
@@ -191,7 +191,7 @@ def test_what_is_not_named_keeps_its_bytes(forms: Forms) -> None:
 def test_the_native_form_gives_the_bits_of_decode_by_prefill(isa: str) -> None:
     forms = Forms(*(jax.jit(functools.partial(f, FORM, native=isa)) for f in (delta_decode, delta_prefill)))
     try:
-        register(isa)
+        register(isa, {"delta"})
     except NativeBuildError as error:
         pytest.skip(str(error))
     projected = sequence(40, seed=6)

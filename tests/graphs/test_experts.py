@@ -96,7 +96,9 @@ def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
     if kind != "native":
         return blocked_experts if kind == "blocked" else ON_GPU, jnp.dtype(dtype)
     try:
-        return functools.partial(native_experts, isa=register(dtype)), jnp.dtype(jnp.bfloat16)
+        return functools.partial(native_experts, isa=register(dtype, {"experts_bf16"})), jnp.dtype(
+            jnp.bfloat16
+        )
     except NativeBuildError as error:
         pytest.skip(str(error))
 
@@ -132,7 +134,7 @@ def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
     form: Form = blocked_experts
     if kind != "blocked":
         try:
-            form = functools.partial(native_experts, isa=register(kind))
+            form = functools.partial(native_experts, isa=register(kind, {"experts_int8"}))
         except NativeBuildError as error:
             pytest.skip(str(error))
     rng = np.random.default_rng(2)

@@ -98,7 +98,7 @@ def test_law_1_holds_in_eight_bits(
     """By XLA's products, and by C++, for which all widths but TINY's are whole groups."""
     config = replace(TINY_ENGINE, quantization="int8", attention_backend=backend, linear_backend=backend)
     engine = make_engine(config, model=model)
-    products = choose_products(backend, model, jnp.dtype(jnp.int8))
+    products = choose_products(backend, model, jnp.dtype(jnp.int8), parts=("linear_int8",))
     assert engine.runner.spec.products == products and (backend == "auto") == (products is not None)
     # files of other forms are refused
     assert engine.runner.platform["int8"] == f"groups of {GROUP}, rotated whole"

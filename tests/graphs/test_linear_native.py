@@ -24,6 +24,7 @@ from xla_engine.runner.native_library.instruction_sets import available
 VOCABULARY = 199  # the head ends within a tile
 PLAIN = 2  # of the products of `layer`, the one without norm, bias and residual; those behind it add to it
 BF16, INT8 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
+PARTS = ("linear_bf16", "linear_int8")
 WIDTHS = {BF16: (352, 672), INT8: (704, 1344)}  # whole tiles, odd numbers of them; more than one part of K
 MODEL = replace(TINY, hidden_size=192, intermediate_size=320, num_attention_heads=12, num_key_value_heads=4)
 
@@ -42,7 +43,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def products(dtype: Any, isa: str) -> NativeProducts:
     try:
-        found = choose_products("native", MODEL, dtype, isa)
+        found = choose_products("native", MODEL, dtype, isa, PARTS)
     except ConfigError as error:
         pytest.skip(str(error))
     assert isinstance(found, NativeProducts)
@@ -131,7 +132,7 @@ def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts, dtype: Any)
 
 def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     """Where nothing is normalised or activated: sums are exact, and rows are rounded alike, tiny ones to zero."""
-    products = choose_products("native", MODEL, INT8, isa)
+    products = choose_products("native", MODEL, INT8, isa, PARTS)
     assert isinstance(products, NativeProducts)
     x = rows(21, INT8, 4)
     x[3], x[4, 5:], x[5, 2], x[6] = 0, 0, 1e30, x[6] * 1e-34

@@ -112,7 +112,7 @@ device_adjust = jax.jit(adjust)
 
 @functools.cache
 def device_sample(isa: str | None) -> Callable[..., sampling.Sampled]:
-    sample = functools.partial(sampling.sample, native=registered(isa))
+    sample = functools.partial(sampling.sample, native=registered(isa, "sampler"))
     return jax.jit(sample, static_argnames="processed_logprobs")
 
 

@@ -20,6 +20,7 @@ from xla_engine.runner.backends import choose_products
 
 WIDTH, ENDS, SLOTS, RANK = 320, (192, 240, 320), 3, 12
 BF16 = jnp.dtype(jnp.bfloat16)
+PARTS = ("linear_bf16", "lora_bf16")
 FORMS = [*HERE, "decode", "prefill"]
 
 
@@ -28,7 +29,7 @@ def form(request: pytest.FixtureRequest) -> Any:
     if request.param in ("decode", "prefill"):
         return WEIGHT_LEFT if request.param == "decode" else ROWS_LEFT
     try:
-        return choose_products("native", TINY, BF16, request.param)
+        return choose_products("native", TINY, BF16, request.param, PARTS)
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -126,7 +127,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
     names = [name for name in ("avx512_bf16", "avx512", "avx2") if name in FORMS]
     found = []
     for name in names:
-        form = choose_products("native", TINY, BF16, name)
+        form = choose_products("native", TINY, BF16, name, PARTS)
         assert form is not None
         drawn = Drawn(form)
         results = drawn.run(form, np.arange(64), drawn.adapter)
@@ -135,7 +136,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
 
 
 def test_int8_weights_take_adapters_too() -> None:
-    form = choose_products("auto", TINY, jnp.dtype(jnp.int8))
+    form = choose_products("auto", TINY, jnp.dtype(jnp.int8), parts=("linear_int8", "lora_int8"))
     if form is None:
         form = ROWS_LEFT
     drawn = Drawn(form, jnp.dtype(jnp.int8))

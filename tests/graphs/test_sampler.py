@@ -51,7 +51,7 @@ def random_logits(vocabulary: int, seed: int, spread: float = 3.0) -> np.ndarray
 @pytest.fixture(scope="module", params=ISAS, ids=str)
 def sample(request: pytest.FixtureRequest) -> Sample:
     """The sampler in JAX, and in C++ for each instruction set of this machine."""
-    return jax.jit(functools.partial(sampling.sample, native=registered(request.param)))
+    return jax.jit(functools.partial(sampling.sample, native=registered(request.param, "sampler")))
 
 
 def test_one_column_gets_the_bits_it_has_among_eight(sample: Sample) -> None:
@@ -157,7 +157,7 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
     if isa is None:
         logits = np.ascontiguousarray(feature_major(jnp.asarray(head), hidden).T)  # [N, V]
     else:
-        products = NativeProducts(registered(isa))
+        products = NativeProducts(registered(isa, "sampler", "linear_bf16"))
         packed = jnp.asarray(products.pack_head(head))
 
     @jax.jit

@@ -25,7 +25,7 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
     """Tokens, ranks and the most likely tokens; log-probabilities to rounding."""
     in_jax, in_cpp = (
         jax.jit(functools.partial(sampling.sample, processed_logprobs=processed, native=native))
-        for native in (None, registered(isa))
+        for native in (None, registered(isa, "sampler"))
     )
     draw = np.random.default_rng(vocabulary)
     for spread in (1.0, 3.0, 8.0):
@@ -61,7 +61,7 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
 )
 def test_greedy_tokens_in_cpp_at_every_width(isa: str, widths: tuple[int, ...]) -> None:
     """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
-    choose = jax.jit(functools.partial(sampling.sample, native=registered(isa)))
+    choose = jax.jit(functools.partial(sampling.sample, native=registered(isa, "sampler")))
     for width in widths:
         for size in (5, 511, 1100, 8200):
             logits = np.round(np.random.default_rng(size).standard_normal((size, width)) * 2).astype(
@@ -141,7 +141,7 @@ def test_what_shifts_logits_is_the_same_in_cpp_and_in_jax(isa: str, form: tuple[
     """Bias, penalties in a window, DRY, stop ids and masks that forbid, of slots and of blocks, behind drafts."""
     in_jax, in_cpp = (
         jax.jit(functools.partial(sampling.sample, processed_logprobs=True, native=native))
-        for native in (None, registered(isa))
+        for native in (None, registered(isa, "sampler"))
     )
     draw = np.random.default_rng(len(form))
     for width in (1, 12):

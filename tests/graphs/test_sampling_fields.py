@@ -116,7 +116,7 @@ def test_each_stage_and_each_pair_of_stages_is_the_same_in_cpp_and_in_jax(isa: s
         jax.jit(functools.partial(sampler.sample, processed_logprobs=True, native=native))(
             logits, rows, context.length, context
         )
-        for native in (None, registered(isa))
+        for native in (None, registered(isa, "sampler"))
     )
     np.testing.assert_array_equal(in_cpp.token, in_jax.token)
     np.testing.assert_allclose(in_cpp.logprob, in_jax.logprob, rtol=1e-5, atol=1e-5)

@@ -40,8 +40,11 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     """What is loaded, in order; nothing really is."""
     loaded: list[Path] = []
     monkeypatch.setattr(build, "_BUNDLE", tmp_path / "libraries")
-    monkeypatch.setattr(build, "_bind", lambda isa, path: loaded.append(path) is None)
-    monkeypatch.setattr(build, "build", lambda isa: Path("compiled"))
+    monkeypatch.setattr(build, "_bind", lambda isa, parts, path: loaded.append(path))
+    monkeypatch.setattr(build, "build", lambda isa, parts: {part: Path("compiled", part) for part in parts})
+    for name in ("_origins", "_digests"):
+        monkeypatch.setattr(build, name, {})
+    monkeypatch.setattr(build, "_bound", set())
     build._register.cache_clear()
     yield loaded
     build._register.cache_clear()
@@ -63,6 +66,8 @@ def test_a_processor_gets_the_variant_of_its_extras(tmp_path: Path, bound: list[
     assert bound == [folder / file_name(each.here().name) for each in available()]
     plain = {each.name: "" for each in available()}
     bound.clear()
+    build._origins.clear()
+    build._bound.clear()
     build._register.cache_clear()
     made(folder, libraries={name: hashlib.sha256(name.encode()).hexdigest() for name in plain})
     for each in available():  # an older compiler knew no extras
@@ -110,9 +115,20 @@ def test_a_library_that_does_not_fit_is_left_alone_with_one_line(
     else:
         change(made(tmp_path / "libraries"))
     assert build.register() == build.register() == BEST.name and build.origin(BEST.name) == build.COMPILED
-    assert bound == [Path("compiled")]
+    assert bound == [Path("compiled", part) for part in sorted(build.PARTS)]
     (record,) = caplog.records
     assert words in record.getMessage() and record.levelno == logging.WARNING
+
+
+def test_a_process_compiles_the_parts_that_are_asked_for(bound: list[Path]) -> None:
+    for parts in ({"attention", "sampler"}, {"sampler"}, {"delta", "sampler"}):
+        assert build.register(None, parts) == BEST.name
+    assert [path.name for path in bound] == ["attention", "sampler", "delta"]
+    assert build.origin(BEST.name) == build.COMPILED
+
+
+def test_every_source_file_is_a_part_and_defines_its_handlers() -> None:
+    assert {path.stem for path in build._SOURCES.glob("*.cc")} == build.PARTS
 
 
 def test_an_older_interface_of_the_same_major_version_serves(tmp_path: Path, bound: list[Path]) -> None:
@@ -128,8 +144,9 @@ def test_a_library_that_cannot_be_loaded_gives_way_to_the_compiler(
     made(tmp_path / "libraries")
     really = build.ctypes.CDLL
 
-    def bind(isa: object, path: Path) -> bool:
-        return bool(path.name == "compiled" or really(str(path)))
+    def bind(isa: object, parts: object, path: Path) -> None:
+        if path.parent.name != "compiled":
+            really(str(path))
 
     monkeypatch.setattr(build, "_bind", bind)
     assert build.register() == BEST.name and build.origin(BEST.name) == build.COMPILED
@@ -145,7 +162,7 @@ def test_without_a_compiler_a_lesser_library_of_the_package_serves(
     lesser = available()[1]
     digests = {each.name: hashlib.sha256(each.name.encode()).hexdigest() for each in lesser.variants()}
 
-    def fails(isa: object) -> Path:
+    def fails(isa: object, parts: object) -> Path:
         raise build.NativeBuildError("no C++ compiler")
 
     monkeypatch.setattr(build, "build", fails)

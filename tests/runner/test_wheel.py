@@ -100,7 +100,9 @@ def test_without_a_compiler_a_wheel_for_every_platform_is_built(tmp_path: Path) 
     wheel = built(source, tmp_path / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "xla_engine/graphs/native/linear.cc" in names and not any(name.endswith(".so") for name in names)
+    assert "xla_engine/graphs/native/linear_bf16.cc" in names and not any(
+        name.endswith(".so") for name in names
+    )
     assert not any(
         name.startswith(("xla_engine/tools/soak/", "xla_engine/tools/bench/workers/peers/")) for name in names
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.build import PARTS, NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
 NAMES = [each.name for each in available()]
@@ -15,9 +15,9 @@ ISAS = [*HERE, _JAX] if jax.default_backend() == "cpu" and NAMES else [None]
 NATIVE_ISAS = HERE if jax.default_backend() == "cpu" else []
 
 
-def registered(isa: str | None) -> str | None:
-    """The instruction set, its library registered; None is what JAX does."""
+def registered(isa: str | None, *parts: str) -> str | None:
+    """The instruction set, these parts of its kernels registered, or all; None is what JAX does."""
     try:
-        return isa and register(isa)
+        return isa and register(isa, parts or PARTS)
     except NativeBuildError as error:
         pytest.skip(str(error))

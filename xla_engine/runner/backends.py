@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.int8 import GROUP
-from xla_engine.runner.native_library.build import NativeBuildError, origin, register
+from xla_engine.runner.native_library.build import PARTS, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.weights.adapters import lora_form
 
@@ -33,8 +34,8 @@ def serving_device() -> Any:
     return jax.devices()[0]
 
 
-def serving_isa(asked: str = AUTO) -> str | None:
-    """The instruction set of the C++ kernels to use on this CPU, built if necessary; None: pure JAX.
+def serving_isa(asked: str = AUTO, parts: Collection[str] = PARTS) -> str | None:
+    """The instruction set of the C++ kernels to use on this CPU, `parts` of them built if necessary; None: pure JAX.
 
     asked: as in `EngineConfig.isa`. Raises NativeBuildError if none can be built, and ConfigError if this machine does
     not have the one that was asked for.
@@ -43,23 +44,25 @@ def serving_isa(asked: str = AUTO) -> str | None:
     if asked == "none":
         return None
     if asked == AUTO:
-        return register()
+        return register(None, parts)
     names = [each.name for each in available()]
     if asked not in names:
         raise ConfigError(
             f"isa {asked!r} is not of this machine; use one of {', '.join(('auto', *names, 'none'))}"
         )
     try:
-        return register(asked)
+        return register(asked, parts)
     except NativeBuildError as error:
         raise ConfigError(f"isa {asked!r} cannot be built: {error}; use 'none' for pure JAX") from error
 
 
-def choose_attention(name: str, call_positions: int | None = None, isa: str = AUTO) -> Attention:
+def choose_attention(
+    name: str, call_positions: int | None = None, isa: str = AUTO, parts: Collection[str] = ("attention",)
+) -> Attention:
     """The attention backend for `EngineConfig.attention_backend` on this platform. Raises ConfigError.
 
     call_positions: the most positions of a call, so that layers with a sliding window can discard older positions
-        (`graphs.attention.backend.kept_positions`); None: they keep all.
+        (`graphs.attention.backend.kept_positions`); None: they keep all. parts: of the C++ kernels, that are built.
     """
     platform = jax.default_backend()
     if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
@@ -71,7 +74,7 @@ def choose_attention(name: str, call_positions: int | None = None, isa: str = AU
         raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform}; use 'auto'")
     if name == "native" or (name == "auto" and platform == "cpu"):
         try:
-            serving = serving_isa(isa)
+            serving = serving_isa(isa, parts)
         except NativeBuildError as error:
             if name == "native":
                 raise ConfigError(
@@ -100,9 +103,10 @@ def make_spec(
     """
     quantized, kept = config.quantization == "int8", config.quantization == GGUF
     held = jnp.dtype(jnp.int8) if quantized else dtype
-    isa = isa_of_model(config, model, held)
-    attention = choose_attention(config.attention_backend, config.call_positions, isa)
-    products = choose_products(config.linear_backend, model, held, isa)
+    parts = native_parts(config, model, held, kept=kept)
+    isa = isa_of_model(config, model, held, parts)
+    attention = choose_attention(config.attention_backend, config.call_positions, isa, parts)
+    products = choose_products(config.linear_backend, model, held, isa, parts)
     lora = lora_form(config, model, dtype, products)
     if kept and (products is None or dtype != jnp.bfloat16):
         raise ConfigError(
@@ -127,7 +131,31 @@ def make_spec(
     return spec
 
 
-def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) -> str:
+def native_parts(
+    config: EngineConfig, model: ModelConfig, held: jnp.dtype, *, kept: bool = False
+) -> frozenset[str]:
+    """The parts of the C++ kernels (`native_library.build`) that a model needs, which are compiled together.
+
+    held: the dtype of its matrices. kept: whether some keep the encoding of their file.
+    """
+    parts = {"attention", "sampler"}
+    if model.delta is not None:
+        parts.add("delta")
+    kinds = {"bf16"} if held == jnp.bfloat16 else {"int8"} if held == jnp.int8 else set()
+    if not kinds or config.linear_backend == "xla":
+        return frozenset(parts)
+    if model.experts is not None:
+        parts |= {f"experts_{kind}" for kind in kinds}
+        kinds.add("bf16")  # routers
+    if kept:
+        kinds.add("coded")
+    products = ("linear",) if config.enable_lora is False else ("linear", "lora")
+    return frozenset(parts | {f"{each}_{kind}" for each in products for kind in kinds})
+
+
+def isa_of_model(
+    config: EngineConfig, model: ModelConfig, stored: jnp.dtype, parts: Collection[str] = PARTS
+) -> str:
     """The instruction set for a model: by default the best one whose weight blocks match the model's widths.
 
     AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
@@ -140,7 +168,7 @@ def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype) ->
     if fitting in (None, names[0]):
         return AUTO
     try:
-        return register(fitting)
+        return register(fitting, parts)
     except NativeBuildError:
         return AUTO  # the caller reports the compiler's message
 
@@ -171,17 +199,19 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
     return words if spec.isa in (None, "amx") else {**words, "isa": spec.isa}
 
 
-def choose_products(name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO) -> Products | None:
+def choose_products(
+    name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO, parts: Collection[str] = PARTS
+) -> Products | None:
     """The products for `EngineConfig.linear_backend`; None: XLA's. Raises ConfigError.
 
-    dtype: of the weights, int8 if they are quantised.
+    dtype: of the weights, int8 if they are quantised. parts: of the C++ kernels, that are built.
     """
     if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
         return None
     missing = "a CPU"
     if jax.default_backend() == "cpu":
         try:
-            serving = serving_isa(isa)
+            serving = serving_isa(isa, parts)
         except NativeBuildError as error:
             missing = f"a C++ compiler: {error}"
         else:

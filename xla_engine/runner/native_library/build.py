@@ -1,7 +1,8 @@
-"""Finds or builds the library of C++ kernels (`graphs/native/`) and registers it.
+"""Finds or builds the libraries of C++ kernels (`graphs/native/`) and registers them.
 
-A library bundled with the package is used if it fits. Otherwise it is compiled at first use for one instruction set of
-this CPU (seconds), and kept with the compiled programs. Without a compiler the engine falls back to pure JAX.
+A library bundled with the package holds all kernels and is used if it fits. Otherwise each part that a model needs is
+compiled at first use for one instruction set of this CPU (seconds), several at a time, and kept with the compiled
+programs. Without a compiler the engine falls back to pure JAX.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import importlib.metadata
 import logging
 import os
 import shutil
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -31,40 +34,45 @@ from xla_engine.runner.native_library.instruction_sets import InstructionSet, av
 from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBuildError
 
 _log = logging.getLogger("xla_engine")
-_OPERATIONS = {
-    TARGET: "XlaEngineAttend",
-    ZEROS: "XlaEngineZeros",
-    DELTA_RULE: "XlaEngineDeltaRule",
-    DELTA_OUTPUTS: "XlaEngineDeltaOutputs",
-    LINEAR: "XlaEngineLinear",
-    HEAD: "XlaEngineHead",
-    ROWS: "XlaEngineRows",
-    GATED_LINEAR: "XlaEngineGatedLinear",
-    LORA: "XlaEngineLora",
-    LINEAR_LORA: "XlaEngineLinearLora",
-    GATED_LORA: "XlaEngineGatedLora",
-    EXPERTS: "XlaEngineExperts",
-    GATED_EXPERTS: "XlaEngineGatedExperts",
-    DOWN_EXPERTS: "XlaEngineDownExperts",
-    SAMPLE: "XlaEngineSample",
-    LOGPROBS: "XlaEngineLogprobs",
+_KINDS = ("bf16", "int8", "coded")  # of weights
+
+# What each source file defines: a part, which is compiled to a library of its own where a model needs it.
+_TARGETS: dict[str, tuple[str, ...]] = {
+    "attention": (TARGET, ZEROS),
+    "sampler": (SAMPLE, LOGPROBS),
+    "delta": (DELTA_RULE, DELTA_OUTPUTS),
+    **{
+        f"experts_{kind}": tuple(f"{each}_{kind}" for each in (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS))
+        for kind in _KINDS[:2]
+    },
+    **{
+        f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD))
+        + ((ROWS,) if kind == "coded" else ())
+        for kind in _KINDS
+    },
+    **{
+        f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS
+    },
 }
+PARTS = frozenset(_TARGETS)
 _SOURCES = Path(graphs.__file__).parent / "native"
 _BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
-_digests: dict[str, str] = {}  # digests of the libraries in use, by instruction set
+_origins: dict[str, str] = {}  # BUNDLED or COMPILED, by instruction set
+_digests: dict[str, str] = {}  # of what the kernels in use were made from, by instruction set
+_bound: set[tuple[str, str]] = set()  # parts that are registered, with their instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
 
 
-def register(isa: str | None = None) -> str:
-    """Register the kernels with XLA:CPU, once per process and instruction set; returns the instruction set's name.
+def register(isa: str | None = None, parts: Collection[str] = PARTS) -> str:
+    """Register parts of the kernels with XLA:CPU, once per process and instruction set; returns the latter's name.
 
-    None takes the best one that works here. Raises NativeBuildError, also if this machine lacks `isa`.
+    isa: None takes the best one that works here. Raises NativeBuildError, also if this machine lacks `isa`.
     """
     failed = None
     for each in available():
         if isa in (None, each.name):
             try:
-                if _register(each) is not None:
+                if _register(each, frozenset(parts)):
                     if failed is not None:
                         _log.warning("the C++ operations are for %s only: %s", each.name, failed)
                     return each.name
@@ -77,66 +85,88 @@ def register(isa: str | None = None) -> str:
 
 
 def library_digest(isa: str) -> str:
-    """The digest of the library of a registered instruction set."""
+    """A digest of what the kernels of a registered instruction set were made from."""
     return _digests[isa]
 
 
 def origin(isa: str) -> str:
-    """Where the library of a registered instruction set came from: BUNDLED or COMPILED."""
-    found = _register(next(each for each in available() if each.name == isa))
-    assert found is not None, f"{isa} is not registered"
-    return found
+    """Where the kernels of a registered instruction set came from: BUNDLED or COMPILED."""
+    return _origins[isa]
 
 
 @functools.cache
-def _register(isa: InstructionSet) -> str | None:
-    """Where the library came from; None if the operating system does not permit the instruction set."""
-    try:
-        headers = Path(jax.ffi.include_dir())
-        sources, ffi = recipe.source_digest(_SOURCES), recipe.ffi_version(headers)
-        if (found := bundled.library(_BUNDLE, isa, sources, ffi)) is not None:
-            return BUNDLED if _bind(isa, found) else None
-    except (bundled.Unfit, OSError, AttributeError, RuntimeError) as error:
-        _log.warning("the C++ library that came with the package is not used: %s", error)
-    return COMPILED if _bind(isa, build(isa)) else None
+def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
+    """Whether the operating system permits the instruction set; if so, these parts are registered."""
+    if not isa.is_permitted():
+        return False
+    if isa.name not in _origins:
+        try:
+            headers = Path(jax.ffi.include_dir())
+            sources, ffi = recipe.source_digest(_SOURCES), recipe.ffi_version(headers)
+            if (found := bundled.library(_BUNDLE, isa, sources, ffi)) is not None:
+                _bind(isa, PARTS, found)
+                _bound.update((isa.name, part) for part in PARTS)
+                _origins[isa.name] = BUNDLED
+                _digests[isa.name] = hashlib.sha256(found.read_bytes()).hexdigest()
+        except (bundled.Unfit, OSError, AttributeError, RuntimeError) as error:
+            _log.warning("the C++ library that came with the package is not used: %s", error)
+    missing = sorted(part for part in parts if (isa.name, part) not in _bound)
+    if missing:
+        for part, path in build(isa, missing).items():
+            _bind(isa, (part,), path)
+            _bound.add((isa.name, part))
+        _origins[isa.name], _digests[isa.name] = COMPILED, _identity(isa)
+    return True
 
 
-def _bind(isa: InstructionSet, path: Path) -> bool:
-    """Load a library and register its kernels; False if the operating system does not permit the instruction set.
+def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
+    """Load a library and register these parts of it.
 
     Raises OSError if it cannot be loaded, AttributeError if a kernel is missing, and RuntimeError if XLA refuses it.
     """
     library = ctypes.CDLL(str(path))
-    library.XlaEngineReady.restype = ctypes.c_bool
-    if not library.XlaEngineReady():
-        return False
-    for target, symbol in _OPERATIONS.items():
-        capsule = jax.ffi.pycapsule(getattr(library, symbol))
-        jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
-    _digests[isa.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return True
+    for part in parts:
+        for target in _TARGETS[part]:
+            symbol = "".join(word.capitalize() for word in target.split("_"))  # as in the source
+            capsule = jax.ffi.pycapsule(getattr(library, symbol))
+            jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
 
 
-def build(isa: InstructionSet, *flags: str) -> Path:
-    """The library for an instruction set, compiled if necessary with additional `flags`. Raises NativeBuildError."""
+def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
+    """The libraries of parts for an instruction set, compiled if necessary. Raises NativeBuildError."""
+    identity, headers = _identity(isa), Path(jax.ffi.include_dir())
+    directory = library_cache.private_directory(native_cache_directory())
+
+    def made(part: str) -> Path:
+        return library_cache.library(
+            directory,
+            f"native-{isa.name}-{part}-{identity[:16]}.so",
+            lambda path: recipe.compile_library(
+                _compiler(), isa.compiler_flags(), [_SOURCES / f"{part}.cc"], headers, path
+            ),
+        )
+
+    largest_first = sorted(
+        parts, key=lambda part: (part.endswith("coded"), part == "attention"), reverse=True
+    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
+        except OSError as error:
+            raise NativeBuildError(f"the library cannot be kept: {error}") from error
+
+
+def _identity(isa: InstructionSet) -> str:
+    """A digest of all that a compiled library depends on."""
+    version = recipe.run([_compiler(), "--version"])
+    jaxlib = importlib.metadata.version("jaxlib")  # its headers are compiled in
+    text = recipe.source_text(_SOURCES)
+    parts = (version, *recipe.FLAGS, *isa.compiler_flags(), text, jaxlib, processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _compiler() -> str:
     program = shutil.which(compiler())
     if program is None:
         raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
-    options = (*isa.compiler_flags(), *flags)
-    headers = Path(jax.ffi.include_dir())
-    version = recipe.run([program, "--version"])
-    jaxlib = importlib.metadata.version("jaxlib")  # its headers are compiled in
-    text = recipe.source_text(_SOURCES)
-    identity = "\0".join((version, *recipe.FLAGS, *options, text, jaxlib, processor()))
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    try:
-        name = f"native-{isa.name}-{digest}.so"
-        return library_cache.library(
-            native_cache_directory(),
-            name,
-            lambda made: recipe.compile_library(
-                program, options, _SOURCES, headers, made, threads=os.cpu_count() or 1
-            ),
-        )
-    except OSError as error:
-        raise NativeBuildError(f"the library cannot be kept: {error}") from error
+    return program

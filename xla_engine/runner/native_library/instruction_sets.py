@@ -5,6 +5,7 @@ The library is built once for each that is asked for. Operations bear its name: 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import platform
@@ -29,6 +30,13 @@ class InstructionSet:
     def is_available(self) -> bool:
         """Whether this machine can execute it."""
         return platform.machine().lower() in self.machines and self.needs <= features()
+
+    def is_permitted(self) -> bool:
+        """Whether the operating system lets this process execute it. Linux gives tiles to those who ask for them."""
+        if "amx_tile" not in self.needs:
+            return True
+        arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
     def compiler_flags(self) -> tuple[str, ...]:
         """For this machine."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC")
@@ -19,23 +17,11 @@ class NativeBuildError(Exception):
 
 
 def compile_library(
-    compiler: str, flags: Sequence[str], directory: Path, headers: Path, made: Path, *, threads: int
+    compiler: str, flags: Sequence[str], sources: Sequence[Path], headers: Path, made: Path
 ) -> None:
-    """Compile the sources of a directory, several at a time, and link them to the shared library `made`.
-
-    headers: XLA's, of foreign functions. Raises NativeBuildError.
-    """
-    words = [compiler, *FLAGS, *flags, f"-isystem{headers}"]
-    largest_first = sorted(directory.glob("*.cc"), key=lambda path: path.stat().st_size, reverse=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as scratch, ThreadPoolExecutor(threads) as pool:
-        objects = [str(Path(scratch, f"{path.stem}.o")) for path in largest_first]
-        compiles = [
-            pool.submit(run, [*words, "-c", str(source), "-o", target])
-            for source, target in zip(largest_first, objects, strict=True)
-        ]
-        for each in compiles:
-            each.result()
-        run([compiler, *flags, "-shared", *objects, "-o", str(made)])
+    """Compile sources to the shared library `made`. headers: XLA's, of foreign functions. Raises NativeBuildError."""
+    names = [str(source) for source in sources]
+    run([compiler, *FLAGS, *flags, f"-isystem{headers}", "-shared", *names, "-o", str(made)])
 
 
 def source_text(directory: Path) -> str:

@@ -115,7 +115,7 @@ def compile_libraries(sources: Path, folder: Path) -> list[str]:
     def compiled(variant: Any) -> Path | None:
         path = folder / file_name(variant.name)
         try:
-            recipe.compile_library(program, variant.flags, sources, headers, path, threads=1)
+            recipe.compile_library(program, variant.flags, sorted(sources.glob("*.cc")), headers, path)
         except recipe.NativeBuildError as error:
             _log.warning("no library for %s: %s", variant.name, error)
             return None

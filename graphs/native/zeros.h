@@ -1,5 +1,7 @@
 // Zeros that take no memory until they are written: a cache is made for the longest requests, and most are short.
 
+#pragma once
+
 #include <cstring>
 
 #ifdef __linux__
@@ -10,11 +12,10 @@
 #include "buffers.h"
 
 namespace xla_engine {
-namespace {
 
 // XLA's buffers are private anonymous memory: a page that is given back to the system reads as zeros, and is taken anew
 // when it is written.
-ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> out) {
+inline ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> out) {
   char* begin = static_cast<char*>(out->untyped_data());
   char* const end = begin + out->size_bytes();
 #ifdef __linux__
@@ -29,9 +30,5 @@ ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> out) {
   std::memset(begin, 0, static_cast<size_t>(end - begin));
   return ffi::Error::Success();
 }
-
-}  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(XlaEngineZeros, Zeros, Attributes());
 
 }  // namespace xla_engine

@@ -1,0 +1,119 @@
+// Routed experts, for XLA:CPU: one call per layer. Weights in bf16 and in eight bits are a library each.
+//
+// The rows of each expert in use are gathered, multiplied by its gates and ups, gated, and multiplied by its second matrix;
+// experts that no row takes are not read. A row adds up its experts in ascending order and each product runs over its width
+// in order: its bits depend on the row alone.
+
+#pragma once
+
+#include "buffers.h"
+#include "common.h"
+#include "experts_dots.h"
+#include "experts_tiles.h"
+
+namespace xla_engine {
+
+// What is wrong with a call's shapes and types for weights of type T, or an empty text. x: rows of the first product that there is.
+template <typename T>
+std::string Complaint(const ffi::AnyBuffer& x, int64_t width, int64_t inner) {
+  constexpr bool kEights = std::is_same_v<T, int8_t>;
+  const int64_t step = kEights ? kScaleGroup : kFeatures;
+  if (width % step || inner % step) return "features must come in multiples of " + std::to_string(step);
+  if (x.element_type() != (kEights ? ffi::F32 : ffi::BF16))
+    return "experts in bf16 take rows in bf16, those in eight bits float32";
+  return "";
+}
+
+template <typename T>
+void Set(const T*& pointer, const ffi::AnyBuffer& buffer) {
+  pointer = static_cast<const T*>(buffer.untyped_data());
+}
+
+// Of weights in eight bits, or null.
+inline const BFloat16* ScalesOf(const Halves& scales) {
+  return scales.element_count() ? reinterpret_cast<const BFloat16*>(scales.untyped_data()) : nullptr;
+}
+
+// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], their scales for every 64
+// columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
+template <typename T>
+ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
+                   Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
+                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
+  const int64_t width = x.dimensions()[1], inner = down.dimensions()[2];
+  if (const std::string complaint = Complaint<T>(x, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
+  ExpertLayer<T> layer{};
+  Set(layer.x, x);
+  Set(layer.gate_up, gate_up);
+  Set(layer.down, down);
+  layer.gate_up_scale = ScalesOf(gate_up_scale);
+  layer.down_scale = ScalesOf(down_scale);
+  layer.gate_up_bias = OrNull(gate_up_bias);
+  layer.down_bias = OrNull(down_bias);
+  layer.weight = weight.typed_data();
+  layer.residual = residual.typed_data();
+  layer.out = out->typed_data();
+  layer.count = x.dimensions()[0];
+  layer.width = width;
+  layer.per_row = expert.dimensions()[1];
+  layer.experts = gate_up.dimensions()[0];
+  layer.inner = inner;
+  layer.limit = limit;
+  RunExperts(pool, expert.typed_data(), layer);
+  return ffi::Error::Success();
+}
+
+// The two halves, where several devices share the features of each product. The first: what stands between the products of
+// every assignment, [N K, F], zero where there is no expert.
+template <typename T>
+ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
+                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit) {
+  const int64_t width = x.dimensions()[1], inner = gate_up.dimensions()[1] / 2;
+  if (const std::string complaint = Complaint<T>(x, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
+  ExpertLayer<T> layer{};
+  std::memset(out->untyped_data(), 0, out->size_bytes());
+  Set(layer.x, x);
+  Set(layer.gate_up, gate_up);
+  layer.gate_up_scale = ScalesOf(gate_up_scale);
+  layer.gate_up_bias = OrNull(gate_up_bias);
+  layer.count = x.dimensions()[0];
+  layer.width = width;
+  layer.per_row = expert.dimensions()[1];
+  layer.experts = gate_up.dimensions()[0];
+  layer.inner = inner;
+  layer.limit = limit;
+  layer.gated = static_cast<decltype(layer.gated)>(out->untyped_data());
+  RunExperts(pool, expert.typed_data(), layer);
+  return ffi::Error::Success();
+}
+
+// The second: hidden [N K, F], down [E, D, F] and residual [N, D], D being those of a device -> as of the whole, [N, D].
+template <typename T>
+ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers expert, Floats weight, ffi::AnyBuffer down,
+                       Halves down_scale, Floats down_bias, Floats residual, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t width = residual.dimensions()[1], inner = down.dimensions()[2];
+  if (const std::string complaint = Complaint<T>(hidden, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
+  ExpertLayer<T> layer{};
+  Set(layer.down, down);
+  layer.down_scale = ScalesOf(down_scale);
+  layer.down_bias = OrNull(down_bias);
+  layer.weight = weight.typed_data();
+  layer.residual = residual.typed_data();
+  layer.out = out->typed_data();
+  layer.count = residual.dimensions()[0];
+  layer.width = width;
+  layer.per_row = expert.dimensions()[1];
+  layer.experts = down.dimensions()[0];
+  layer.inner = inner;
+  Set(layer.given, hidden);
+  RunExperts(pool, expert.typed_data(), layer);
+  return ffi::Error::Success();
+}
+
+// The handlers of a library of weights of type T.
+#define XLA_ENGINE_EXPERTS(Name, T)                                         \
+  XLA_ENGINE_HANDLER(XlaEngineExperts##Name, Experts<T>, "limit")           \
+  XLA_ENGINE_HANDLER(XlaEngineGatedExperts##Name, GatedExperts<T>, "limit") \
+  XLA_ENGINE_HANDLER(XlaEngineDownExperts##Name, DownExperts<T>)
+
+}  // namespace xla_engine

@@ -1,0 +1,10 @@
+// Linear layers with adapters of weights as a quantised file has them.
+
+#include "linear_coded.h"
+#include "linear_lora.h"
+
+namespace xla_engine {
+
+XLA_ENGINE_LORA(Coded, Coded)
+
+}  // namespace xla_engine
