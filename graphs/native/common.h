@@ -1,4 +1,4 @@
-// What the native operations share: storage types, the exponential and matrix tiles.
+// What the native operations share: storage types, the treatment of denormals, the exponential and matrix tiles.
 
 #pragma once
 
@@ -25,6 +25,33 @@ namespace xla_engine {
 
 struct BFloat16 {
   uint16_t bits;
+};
+
+// Denormals are zeros while an object of this lives, as numbers that kernels read and as results; rounding is to nearest.
+// vdpbf16ps has no denormals, whatever the processor is told: only so has the same sum its bits on every instruction set.
+class WithoutDenormals {
+ public:
+  WithoutDenormals() : before_(Read()) { Write(kState); }
+  ~WithoutDenormals() { Write(before_); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+  WithoutDenormals& operator=(const WithoutDenormals&) = delete;
+
+ private:
+#ifdef __x86_64__
+  static constexpr uint32_t kState = 0x9FC0;  // MXCSR: no exceptions (0x1F80), results (0x8000) and operands (0x40) flushed
+  static uint32_t Read() { return __builtin_ia32_stmxcsr(); }
+  static void Write(uint32_t state) { __builtin_ia32_ldmxcsr(state); }
+  uint32_t before_;
+#else
+  static constexpr uint64_t kState = 1 << 24;  // FPCR.FZ: both flushed
+  static uint64_t Read() {
+    uint64_t state;
+    asm volatile("mrs %0, fpcr" : "=r"(state));
+    return state;
+  }
+  static void Write(uint64_t state) { asm volatile("msr fpcr, %0" : : "r"(state) : "memory"); }
+  uint64_t before_;
+#endif
 };
 
 // Storage types: words are 32 bits wide, `Part<w>` is element w of each word.

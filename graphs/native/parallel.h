@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "common.h"
 
 namespace xla_engine {
 
@@ -72,7 +73,7 @@ class Runs {
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// Runs the phases one after the other on the pool and the calling thread; returns when all tasks are done.
+// Runs the phases one after the other on the pool and the calling thread, without denormals; returns when all tasks are done.
 template <typename... Bodies>
 void InPhases(ffi::ThreadPool& pool, const Phase<Bodies>&... phases) {
   const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), std::max({phases.count...})));
@@ -80,6 +81,7 @@ void InPhases(ffi::ThreadPool& pool, const Phase<Bodies>&... phases) {
   using Progress = std::array<Runs, sizeof...(phases)>;
   std::shared_ptr<Progress> progress(new Progress{Runs(workers, phases.count)...});
   auto work = [progress, phases...](int64_t worker) {
+    const WithoutDenormals scope;
     Runs* runs = progress->data();
     const auto run = [&](const auto& phase) {
       for (int64_t task; (task = runs->Take(worker)) < phase.count; runs->Done()) phase.body(task);

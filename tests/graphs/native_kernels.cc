@@ -1,8 +1,8 @@
 // Kernels of graphs/native against sums in double precision, without XLA: also for machines that are emulated.
 //
 // Prints what failed and exits with 1; prints "ok" otherwise. `native_kernels time` and `attention` print how fast they are,
-// `native_kernels bits` hashes of what kernels make of fixed numbers: the same on all machines, but for sums of bf16 ("products")
-// where pairs are summed by bfdot.
+// `native_kernels bits` hashes of what kernels make of fixed numbers: the same on all machines, but for sums of bf16 ("products" and
+// "small") where pairs are summed by bfdot.
 
 #include <chrono>
 #include <cstdio>
@@ -410,6 +410,32 @@ void HashSampling(Hash& hash, int64_t count, RowFields params) {
   }
 }
 
+// Numbers around the least that is no denormal: products and sums of them, and numbers that are denormals themselves.
+void HashSmall(Hash& hash) {
+  const WithoutDenormals scope;
+  for (const auto [left, right] : {std::pair{-60, -60}, std::pair{-124, 0}, std::pair{0, -124}}) {
+    const auto small = [](int64_t count, int exponent) {
+      auto drawn = Fixed<float>(count);
+      for (float& each : drawn) each = std::ldexp(each, exponent);
+      return drawn;
+    };
+    const auto halves = [&](int64_t count, int exponent) {
+      std::vector<BFloat16> rounded;
+      for (float each : small(count, exponent)) rounded.push_back(Storage<BFloat16>::Round(each));
+      return rounded;
+    };
+    constexpr int64_t kWidth = 64;
+    const auto weights = halves(32 * kWidth, left), rows = halves(7 * kWidth, right);
+    const auto sums = Multiplied(Plain<BFloat16>{rows.data(), kWidth}, 0, 7, reinterpret_cast<const char*>(weights.data()));
+    hash.Add(sums.data(), sums.size());
+    Attention<BFloat16> attention(kWidth, halves(17 * kWidth, left), halves(17 * kWidth, right), halves(kWidth, right));
+    attention.Run();
+    hash.Add(attention.out.data(), kWidth);
+    const auto eights = Eights(7, kWidth, [&](int64_t count) { return small(count, left); }).Multiplied(0, 7);
+    hash.Add(eights.data(), eights.size());
+  }
+}
+
 void PrintBits() {
   Hash products, rest, groups;
   for (int64_t width : {16, 576}) {
@@ -439,7 +465,10 @@ void PrintBits() {
     const auto sums = eights.Multiplied(0, 7);
     groups.Add(sums.data(), sums.size());
   }
+  Hash small;
+  HashSmall(small);
   products.Print("products");
+  small.Print("small");
   rest.Print("rest");
   sampler.Print("sampler");
   groups.Print("groups");

@@ -130,6 +130,19 @@ def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts, dtype: Any)
         assert np.asarray(found)[others].tobytes() == np.asarray(expected)[others].tobytes()
 
 
+@pytest.mark.parametrize(("row", "weight"), [(-100, -30), (-130, 10), (10, -130)])
+def test_denormals_are_zeros(isa: str, row: int, weight: int) -> None:
+    """As results, in rows and in weights: vdpbf16ps has none, so no other instruction may have any."""
+    products = NativeProducts(isa)
+    width = WIDTHS[BF16][0]
+    weights = jnp.asarray(products.pack(np.full((32, width), 2.0**weight, jnp.bfloat16)))
+    x = np.zeros((4, width), np.float32)
+    x[0, 3], x[1, 3] = 2.0**row, 2.0 ** min(-weight, 100)
+    found = np.asarray(jax.jit(products.linear)(weights, x))
+    assert not found[[0, 2, 3]].any()
+    assert found[1].all() == (weight > -127)
+
+
 def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     """Where nothing is normalised or activated: sums are exact, and rows are rounded alike, tiny ones to zero."""
     products = choose_products("native", MODEL, INT8, isa, PARTS)
