@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 # XLA's rsqrt begins with the processor's estimate and refines it once on AMD and twice on Intel: with this option off
 # it is a division by a root, whose bits are IEEE's (findings/same_bits.md).
@@ -69,7 +70,9 @@ class GraphReport:
 class Inventory:
     """Compiled programs by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, audit: Callable[[str, Jaxpr], None] | None = None) -> None:
+        """audit: called with the name of each program and what was traced; an error keeps it from being compiled."""
+        self._audit = audit
         self._compiled: dict[str, Any] = {}
         self._reports: dict[str, GraphReport] = {}
 
@@ -89,7 +92,7 @@ class Inventory:
             return program, compiled, digest, lower_seconds, seconds
 
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            futures = [pool.submit(build, job) for job in _lower(programs)]
+            futures = [pool.submit(build, job) for job in self._lower(programs)]
             for future in futures:
                 program, compiled, digest, lower_seconds, compile_seconds = future.result()
                 memory = compiled.memory_analysis()
@@ -106,6 +109,14 @@ class Inventory:
                 )
                 if progress is not None:
                     progress(program.name)
+
+    def _lower(self, programs: list[Program]) -> Iterator[tuple[Program, Any, float]]:
+        for program in programs:
+            began = time.perf_counter()
+            traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
+            if self._audit is not None:
+                self._audit(program.name, traced.jaxpr.jaxpr)
+            yield program, traced.lower(), time.perf_counter() - began
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Run a program; an unknown name or a shape it was not compiled for is an error that says so."""
@@ -131,13 +142,6 @@ class Inventory:
     def clear(self) -> None:
         """Drop the executables."""
         self._compiled.clear()
-
-
-def _lower(programs: list[Program]) -> Iterator[tuple[Program, Any, float]]:
-    for program in programs:
-        began = time.perf_counter()
-        lowered = jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments)
-        yield program, lowered, time.perf_counter() - began
 
 
 def _describe(argument: Any) -> str:

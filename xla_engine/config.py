@@ -27,7 +27,9 @@ GGUF: Final = "gguf"
 QUANTIZATIONS = (None, "int8", GGUF)
 LINEAR_BACKENDS = ("auto", "native", "xla")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
+BITS = ("machine", "portable")
 _CHOICES = {
+    "bits": BITS,
     "attention_backend": ATTENTION_BACKENDS,
     "logprobs_mode": LOGPROBS_MODES,
     "linear_backend": LINEAR_BACKENDS,
@@ -54,6 +56,35 @@ _SWITCHES = (
     "enable_dry",
     "enable_lora",
 )
+# With bits "portable": options that change no bit; then those that results may depend on, and whose bits are known on
+# every processor. Whatever is in neither set must have its default.
+_PORTABLE_FREE = frozenset(
+    (
+        *(
+            "max_num_seqs",
+            "memory_utilization",
+            "lag",
+            "chunk_size",
+            "prefill_lanes",
+            "max_num_batched_tokens",
+        ),
+        *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
+        *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
+        *("kv_cache_memory_bytes", "preemption", "swap_space", "compile_cache", "self_check"),
+        *("speculative_config", "step_timeout_s", "phase_timers", "keep_finished", "shadow_rate", "runner"),
+    )
+)
+PORTABLE_OPTIONS = frozenset(
+    ("bits", "dtype", "seed", "max_model_len", "logprobs_mode", "generation_config", "quantization")
+)
+_PORTABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "quantization": (None, "int8"),
+    "attention_backend": ("auto", "native"),
+    "linear_backend": ("auto", "native"),
+    "isa": tuple(isa for isa in ISAS if isa != "none"),
+    "runner": ("auto", "generate"),
+}
+_PORTABLE_PROPOSERS = ("ngram", "suffix")
 # The fewest device rows: smaller products use other kernels with other bits (findings/same_bits.md).
 SMALLEST_BATCH = 8
 
@@ -132,6 +163,9 @@ class EngineConfig:
     compile_cache: keep compiled programs on disk between runs.
     self_check: check at start-up whether rows, lane counts or key buckets change bits on this machine. With
         `compile_cache`, later starts of the same model, options and programs reuse the result.
+    bits: "machine" takes what is fastest here. "portable" gives a request the same tokens and log-probability bits on
+        every processor with AVX2, AVX-512 or NEON, and refuses models and options for which that is not known
+        (docs/same_bits.md).
     isa: the instruction set of the C++ kernels, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16" or "neon"; "amx"
         and "neon_bf16" have their own bits, the others sum in the same order. "auto" takes `XLA_ENGINE_ISA` if it is
         set, otherwise the best of this machine; "none" is pure JAX.
@@ -188,6 +222,7 @@ class EngineConfig:
     swap_space: float = 4.0
     compile_cache: bool = True
     self_check: bool = True
+    bits: str = "machine"
     isa: str = AUTO
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
     step_timeout_s: float | None = None
@@ -263,9 +298,28 @@ class EngineConfig:
         of_text = ("speculative_config", "keep_finished", "shadow_rate", "enable_lora")
         if self.pools and (given := [name for name in of_text if getattr(self, name)]):
             raise ConfigError(f"{given[0]} is for requests that generate: leave it out")
+        if self.is_portable:
+            self._check_portable()
         check_ascending("prefill_lanes", self.prefill_lanes)
         if self.key_buckets is not None:
             check_ascending("key_buckets", self.key_buckets)
+
+    def _check_portable(self) -> None:
+        """Raise ConfigError for an option whose bits are not known on every processor: a new one, until it is."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            known = _PORTABLE_VALUES.get(each.name)
+            free = each.name in _PORTABLE_FREE | PORTABLE_OPTIONS if known is None else value in known
+            if not free and value != each.default:
+                raise ConfigError(
+                    f"bits 'portable' has no {each.name}={shown(value)}: its bits are not known on every processor. "
+                    f"Leave {each.name} out, or use bits 'machine'"
+                )
+        if (speculation := self.speculation) is not None and speculation.method not in _PORTABLE_PROPOSERS:
+            raise ConfigError(
+                f"bits 'portable' has the speculative methods {' and '.join(_PORTABLE_PROPOSERS)}, not "
+                f"{shown(speculation.method)}"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> Self:
@@ -278,6 +332,11 @@ class EngineConfig:
         if self.max_num_seqs == AUTO:
             raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
         return self.max_num_seqs
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether results must have the same bits on every processor."""
+        return self.bits == "portable"
 
     @property
     def pools(self) -> bool:
@@ -362,8 +421,8 @@ class EngineConfig:
         given = asdict(self)
         del given["speculative_config"], given["phase_timers"]
         late = (
-            *(("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1), ("keep_finished", 0)),
-            *(("enable_dry", False), ("shadow_rate", 0.0)),
+            *(("bits", "machine"), ("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1)),
+            *(("keep_finished", 0), ("enable_dry", False), ("shadow_rate", 0.0)),
             *(("enable_lora", False), ("max_loras", 1), ("max_lora_rank", 16)),
             *(("runner", "auto"), ("pooler_config", None), ("hf_overrides", None)),
         )

@@ -140,6 +140,43 @@ def test_shards_of_other_numbers_of_devices_are_merged_where_no_bit_depends_on_i
         assert status or len(records_of(tmp_path / f"{products}.jsonl")) == len(expected.splitlines())
 
 
+def test_shards_of_two_kinds_of_machine_are_one_job_with_portable_bits(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They merge to what one machine writes, each is resumed on the other, and a comparison names the arithmetic."""
+    kinds = [({"jax": "0.12.0", "isa": "avx2"}, 8), ({"jax": "0.10.2", "isa": "neon"}, 64)]
+    zen, arm = (
+        EngineIdentity(
+            model="fake",
+            dtype="none",
+            config={"bits": "portable", "max_num_seqs": slots},
+            platform={"arithmetic": "portable-1"},
+            made_on=made_on,
+        )
+        for made_on, slots in kinds
+    )
+    monkeypatch.setattr(engine, "identity", lambda: zen)
+    whole(tmp_path)
+    options = ("--fingerprint", *CREATED)
+    expected = tmp_path / "expected.jsonl"
+    assert invoke("run", tmp_path / "in.jsonl", "-o", expected, "--ordered", *options).exit_code in (0, 1)
+    parts = []
+    for index, one in enumerate((zen, arm)):
+        monkeypatch.setattr(engine, "identity", lambda found=one: found)
+        parts.append(tmp_path / f"mixed-{index}.jsonl")
+        own = ("--shard", f"{index}/2", *options)
+        assert invoke("run", tmp_path / "in.jsonl", "-o", parts[-1], *own).exit_code in (0, 1)
+    merged = tmp_path / "merged.jsonl"
+    assert invoke("merge", *parts, "-o", merged).exit_code == 0
+    assert merged.read_bytes() == expected.read_bytes()
+    compared = invoke("compare", expected, merged)
+    assert "portable-1: a difference is a bug" in compared.output, compared.output
+    lines = expected.read_bytes().splitlines(keepends=True)
+    merged.write_bytes(b"".join(lines[:5]))  # begun on one machine, ended on the other
+    assert invoke("run", tmp_path / "in.jsonl", "-o", merged, "--resume", *options).exit_code in (0, 1)
+    assert sorted(merged.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
 def test_a_run_on_several_devices_goes_on_whose_file_names_them(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "kv_cache_memory_bytes": None,
         "quantization": None,
         "attention_backend": "auto",
+        "bits": "machine",
         "isa": "auto",
         "generation_config": "model",
         "keep_finished": 0,

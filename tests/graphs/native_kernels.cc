@@ -428,7 +428,8 @@ void HashSmall(Hash& hash) {
     const auto weights = halves(32 * kWidth, left), rows = halves(7 * kWidth, right);
     const auto sums = Multiplied(Plain<BFloat16>{rows.data(), kWidth}, 0, 7, reinterpret_cast<const char*>(weights.data()));
     hash.Add(sums.data(), sums.size());
-    Attention<BFloat16> attention(kWidth, halves(17 * kWidth, left), halves(17 * kWidth, right), halves(kWidth, right));
+    const auto keys = halves(17 * kWidth, left), values = halves(17 * kWidth, right);
+    Attention<BFloat16> attention(kWidth, keys, values, halves(kWidth, right));
     attention.Run();
     hash.Add(attention.out.data(), kWidth);
     const auto eights = Eights(7, kWidth, [&](int64_t count) { return small(count, left); }).Multiplied(0, 7);

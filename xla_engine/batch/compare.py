@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.known_engines import recall
 from xla_engine.batch.resume import result_lines
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import CompareError
@@ -82,7 +83,14 @@ class Comparison:
             where = "either file" if not a and not b else "A" if not a else "B"
             return f"none in {where} (run with --fingerprint)"
         if a == b and len(a) == 1:
-            return f"agree: {next(iter(a))}"
+            known = recall(digest := next(iter(a)))
+            arithmetic = None if known is None else known.platform.get("arithmetic")
+            same = (
+                ""
+                if arithmetic is None
+                else f"  ({arithmetic}: a difference is a bug, whatever the machines)"
+            )
+            return f"agree: {digest}{same}"
         return f"differ: {', '.join(sorted(a))} and {', '.join(sorted(b))}"
 
 

@@ -139,6 +139,13 @@ device_options = together(
         help="auto is the fastest on this device; xla is pure JAX.",
     ),
     click.option(
+        "--bits",
+        type=click.Choice(["machine", "portable"]),
+        default="machine",
+        help="portable: the same bits on every processor with AVX2, AVX-512 or NEON, or a refusal; machine: what is "
+        "fastest here.",
+    ),
+    click.option(
         "--isa",
         metavar="NAME",
         default="auto",

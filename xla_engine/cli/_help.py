@@ -19,6 +19,7 @@ SECTIONS = {  # sections of help: titles, and the options in each
         "model",
         "dtype",
         "quantization",
+        "bits",
         "chat_template_path",
         "tensor_parallel_size",
         "attention_backend",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -15,13 +15,15 @@ class EngineIdentity:
     """Everything the bits of a result may depend on besides the request.
 
     model: the checkpoint's fingerprint. dtype: of the weights as loaded. config: all `EngineConfig` fields, tuples
-    as lists. platform: jax, jaxlib, backend and device kind.
+    as lists. platform: jax, jaxlib, backend and device kind; with bits "portable" only the name of the arithmetic.
+    made_on: with bits "portable" what `platform` has otherwise. It is no part of the identity.
     """
 
     model: str
     dtype: str
     config: Mapping[str, Any]
     platform: Mapping[str, str]
+    made_on: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self, *, with_devices: bool = False) -> str:
         """Sixteen hex digits; equal where `differences` finds nothing.
@@ -30,10 +32,16 @@ class EngineIdentity:
             on it.
         """
         known = asdict(self) if with_devices else {**asdict(self), "config": self._options()}
+        del known["made_on"]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def _options(self) -> dict[str, Any]:
-        """The options that bits depend on: with the C++ products they are those of one device on any number."""
+        """The options that bits depend on: with the C++ products they are those of one device on any number, and with
+        bits "portable" those of any machine and configuration."""
+        if "arithmetic" in self.platform:
+            from xla_engine.config import PORTABLE_OPTIONS  # late, because it imports jax
+
+            return {name: value for name, value in self.config.items() if name in PORTABLE_OPTIONS}
         native = self.platform.get("linear") == self.platform.get("attention") == "native"
         return {
             name: value for name, value in self.config.items() if name != "tensor_parallel_size" or not native

@@ -109,7 +109,7 @@ class Reports:
             model=self._weights.checkpoint.fingerprint,
             dtype=self._weights.checkpoint.dtype,
             config=options,
-            platform=self._runner.platform,
+            **self._runner.made_with,
         )
 
     def limits(self) -> dict[str, Any]:

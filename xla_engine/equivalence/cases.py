@@ -38,7 +38,7 @@ def draw_cases(
     draw, again = random.Random(seed), random.Random(f"{seed}/fields")
     vocabulary = engine.checkpoint.config.vocab_size
     limit = engine.max_model_len
-    corpus = _corpus(engine)
+    corpus = corpus_of(engine)
     cases = []
     for index in range(count):
         cap = draw.choice(
@@ -113,7 +113,7 @@ def _draw_params(draw: random.Random, cap: int, vocabulary: int) -> SamplingPara
     )
 
 
-def _corpus(engine: XlaBatchEngine) -> tuple[int, ...]:
+def corpus_of(engine: XlaBatchEngine) -> tuple[int, ...]:
     """Tokens of `prompts.txt`, some Python source: the same text on every machine. Empty without a tokenizer."""
     if engine.tokenizer is None:
         return ()

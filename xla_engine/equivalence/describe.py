@@ -19,7 +19,7 @@ def describe(record: Record) -> list[str]:
     """The requests of a record, its turns, and where batched and alone differ."""
     schedule = record.schedule
     model = "embedded model" if record.model_path is None else record.model_path
-    platform = record.identity.platform
+    platform = {**record.identity.platform, **record.identity.made_on}
     slots = record.identity.config.get("max_num_seqs")
     rows = [("request", "prompt", "max_tokens", "sampling")]
     for case in (*schedule.cases, *schedule.neighbours):

@@ -24,6 +24,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.int8 import GROUP
 from xla_engine.runner.native_library.build import PARTS, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.portable import with_portable_isa
 from xla_engine.runner.weights.adapters import lora_form
 
 _log = logging.getLogger("xla_engine")
@@ -104,6 +105,8 @@ def make_spec(
     quantized, kept = config.quantization == "int8", config.quantization == GGUF
     held = jnp.dtype(jnp.int8) if quantized else dtype
     parts = native_parts(config, model, held, kept=kept)
+    if config.is_portable:
+        config = with_portable_isa(config, model, dtype, parts)
     isa = isa_of_model(config, model, held, parts)
     attention = choose_attention(config.attention_backend, config.call_positions, isa, parts)
     products = choose_products(config.linear_backend, model, held, isa, parts)

@@ -25,6 +25,7 @@ from xla_engine.graphs.inventory import GraphReport, Inventory, Program
 from xla_engine.graphs.kv_cache.footprint import keeps_every_position
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.portable import ARITHMETIC
 from xla_engine.graphs.row_state.rows import Pool
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
@@ -45,6 +46,7 @@ from xla_engine.runner.in_flight import (
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
+from xla_engine.runner.portable import audit
 from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
 from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
@@ -112,7 +114,7 @@ class Runner:
                     "num_blocks is for keys and values; this model has recurrent layers: leave it out"
                 )
         began = time.perf_counter()
-        self._inventory = Inventory()
+        self._inventory = Inventory(audit if config.is_portable else None)
         self.weights = HeldWeights(
             self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
         )
@@ -307,6 +309,13 @@ class Runner:
     def platform(self) -> dict[str, str]:
         """Versions, device and backends, on which the bits of a run may depend."""
         return platform_words(self.spec)
+
+    @property
+    def made_with(self) -> dict[str, dict[str, str]]:
+        """`platform` and `made_on` of the engine's identity."""
+        if self.config.is_portable:
+            return {"platform": {"arithmetic": ARITHMETIC}, "made_on": self.platform}
+        return {"platform": self.platform}
 
     @property
     def isa(self) -> str | None:

@@ -44,11 +44,11 @@ from xla_engine.utils.progress import counting
 @click.option("--seed", type=int, default=0, help="Chooses the random requests and schedules.")
 @click.option(
     "--against",
-    type=click.Choice(["alone", "config", "speculation", "transformers"]),
+    type=click.Choice(["alone", "config", "speculation", "transformers", "golden"]),
     default="alone",
     help="alone: among peers against alone, bit for bit. config: other engine configurations, and prefill for "
     "decode. speculation: right, wrong and mixed guesses against none. transformers: greedy tokens in float32 (extra "
-    "`oracle`).",
+    "`oracle`). golden: the embedded model with --bits portable, against the bits that every processor must give.",
 )
 @click.option(
     "--oracle-python",
@@ -108,6 +108,7 @@ def verify(
       xla-engine verify --num-blocks 40 --policy round_robin --quantum 1
       xla-engine verify --against config
       xla-engine verify --against speculation --requests 50
+      xla-engine verify --against golden --isa avx2
       xla-engine verify --record failing.json
       xla-engine verify --url http://127.0.0.1:8000
     """
@@ -116,6 +117,8 @@ def verify(
     for name in _OF_SERVERS[1:]:
         if _given(context, name):
             raise _common.NotStarted(f"{_OPTIONS.get(name, '--' + name.replace('_', '-'))} goes with --url")
+    if against == "golden":
+        sys.exit(_verify_golden(context))
     if record_path is not None and against != "alone":
         raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
     with contextlib.ExitStack() as stack:
@@ -161,6 +164,26 @@ def verify(
             failed = result.differing_tokens > 0
     if failed:
         sys.exit(_common.SOME_FAILED)
+
+
+def _verify_golden(context: click.Context) -> int:
+    """Repeat the golden file of bits "portable" and return the exit status."""
+    known = ("against", "isa", "quantization", "verbose")
+    if others := [name for name in context.params if name not in known and _given(context, name)]:
+        raise _common.NotStarted(
+            f"--against golden has a model and options of its own, apart from --isa and --quantization: leave "
+            f"{', '.join(others)} out"
+        )
+    with _common.startup_errors(), counting("engines", sys.stderr) as count:
+        from xla_engine.equivalence import portable
+
+        asked = context.params["quantization"]
+        names = [name for name, kind in portable.PRECISIONS.items() if asked in (None, kind)]
+        if not names:
+            raise _common.NotStarted(f"--against golden has bfloat16 and int8, not --quantization {asked}")
+        results = portable.against_golden(context.params["isa"], names, progress=count)
+    click.echo("\n".join(portable.lines(results)))
+    return _common.SOME_FAILED if any(each.differing for each in results) else 0
 
 
 _OF_SERVERS = ("url", "remote", "api_key_env", "is_long", "save", "baseline", "form")
