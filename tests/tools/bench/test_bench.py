@@ -24,7 +24,14 @@ from xla_engine.tools.bench import limits
 from xla_engine.tools.bench.card import card, markdown_table
 from xla_engine.tools.bench.figures import Spread, complaints, figures, ratios, spread_of
 from xla_engine.tools.bench.judge import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
-from xla_engine.tools.bench.models import SHAPES, find_model, write_checkpoint, write_once
+from xla_engine.tools.bench.models import (
+    SHAPES,
+    BenchModel,
+    find_model,
+    lively_weights,
+    write_checkpoint,
+    write_once,
+)
 from xla_engine.tools.bench.plot import lines_of, plot
 from xla_engine.tools.bench.record import write
 from xla_engine.tools.bench.workers.xla import Judge
@@ -58,6 +65,16 @@ def test_ragged_lengths_have_a_heavy_tail() -> None:
         assert statistics.mean(lengths) > 1.25 * statistics.median(lengths)
         assert max(lengths) <= most and max(lengths) > 4 * median
     assert make_workload("ragged", Sizes(batch=64, vocab_size=97, positions=300)).longest <= 300
+
+
+def test_prompts_of_a_text_are_pieces_of_it() -> None:
+    text = tuple(range(1000, 1600))
+    sizes = Sizes(batch=3, vocab_size=97, prompt=200, text=text)
+    prompts = make_workload("uniform", sizes).prompts
+    assert all(prompt == tuple(range(prompt[0], prompt[0] + 200)) for prompt in prompts)
+    assert len(set(prompts)) == 3 and {1000 <= prompt[0] <= 1400 for prompt in prompts} == {True}
+    too_long = make_workload("prefill-heavy", sizes)
+    assert max(max(prompt) for prompt in too_long.prompts) < 97
 
 
 def test_poisson_arrivals_have_the_rate_asked_for() -> None:
@@ -137,7 +154,7 @@ def test_step_bytes_are_weights_once_and_keys_per_row() -> None:
     assert none == 2 * limits.weight_count(TINY)
     assert one == 8 * 2 * 2 * TINY.num_hidden_layers * TINY.num_key_value_heads * TINY.head_dim
     assert limits.step_bytes(TINY, "float32", 8, 5) == 2 * limits.step_bytes(TINY, "bfloat16", 8, 5)
-    in_eight_bits = limits.step_bytes(TINY, "bfloat16", 8, 1, weight_bytes=1)
+    in_eight_bits = limits.step_bytes(TINY, "bfloat16", 8, 1, weight_bytes=limits.weight_count(TINY))
     assert in_eight_bits == limits.weight_count(TINY) + one
 
 
@@ -208,16 +225,18 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
         tie_word_embeddings=True,
         qk_norm=norm,
     )
-    write_once(config, tmp_path / "models" / "small")
+    write_once(config, tmp_path / "models" / "small", lambda: lively_weights(config))
     loaded = load_checkpoint(tmp_path / "models" / "small")
     assert loaded.config == config and loaded.dtype == "bfloat16" and not loaded.eos_token_ids
     assert set(np.unique(loaded.weights["final_norm"])) == {-1.0, 1.0}
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["small"]
     small = tmp_path / "models" / "small"
-    assert find_model(str(small), tmp_path) == small
+    assert find_model(str(small), tmp_path) == BenchModel(directory=small)
     file = write_gguf(small, tmp_path / "small.gguf", kind=Kind.BF16, arch="qwen3" if norm else "llama")
     # the same for peers, whatever way the file stores it
-    written = load_checkpoint(find_model(str(file), tmp_path))
+    found = find_model(str(file), tmp_path)
+    assert found.file == file
+    written = load_checkpoint(found.directory)
     assert written.config == config
     for leaf, values in load_checkpoint(small).weights.items():
         assert np.array_equal(values, written.weights[leaf]), leaf

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import pytest
 
 from tests.support.models import TINY
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.tools.bench import limits, peers, rounds
 from xla_engine.tools.bench import measure as bench
-from xla_engine.tools.bench import peers, rounds
 from xla_engine.tools.bench.card import card
+from xla_engine.tools.bench.models import BenchModel
 from xla_engine.tools.bench.peers import PeerFailed, Process, parse_peers
 
 ROOT = Path(__file__).parents[3]
@@ -28,9 +31,10 @@ class Engine:
     def __init__(self, threads):
         self.runs = 0
 
-    def load(self, model, dtype="", max_num_seqs=0, max_model_len=0, cache=""):
+    def load(self, model, file=None, dtype="", max_num_seqs=0, max_model_len=0, cache=""):
         print("noise on standard output")
-        return {"versions": "fake", "notes": "", "arrivals": ARRIVALS, "about": "fake", "isa": "mmx"}
+        found = {"versions": "fake", "notes": "", "arrivals": ARRIVALS, "about": "fake", "isa": "mmx"}
+        return found | {"weight_bytes": 2_000_000 if FAULT == "wrong" else None}
 
     def run(self, prompts, max_tokens, arrivals, stop_token_ids=None):
         self.runs += 1
@@ -89,15 +93,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(bench.limits, "read_bandwidth", lambda threads: 10.0)
 
     def measure(
-        ours: str = "", theirs: str = "", *, workloads: tuple[str, ...] = ("uniform",), **more: Any
+        ours: str = "",
+        theirs: str = "",
+        *,
+        workloads: tuple[str, ...] = ("uniform",),
+        name: str = "transformers",
+        **more: Any,
     ) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, Any]]:
         worker = fake_workers(tmp_path, ours, theirs, arrivals=more.pop("arrivals", True))
         monkeypatch.setattr(bench, "Process", partial(Process, worker=worker))
-        monkeypatch.setattr(bench, "PEERS", {"transformers": peers.PEERS["transformers"]})
+        peer = replace(peers.PEERS["transformers"], about=peers.PEERS[name].about)
+        monkeypatch.setattr(bench, "PEERS", {name: peer})
         record = bench.measure(
             bench.Options(
                 model="fake",
-                directory=tmp_path,
+                files=BenchModel(directory=tmp_path),
                 config=TINY,
                 dtype="bfloat16",
                 batches=(4,),
@@ -183,6 +193,42 @@ def test_a_peers_wrong_streams_are_void(run: Any) -> None:
     found, _ = run(theirs="wrong")
     assert "wrong streams" in found["uniform", "transformers"]["void"]
     assert found["uniform", "xla-engine"]["void"] is None
+
+
+def test_streams_of_other_weights_are_not_judged_and_shares_are_of_their_bytes(run: Any) -> None:
+    found, _ = run(theirs="wrong", name="llama.cpp-q4_0")
+    entry = found["uniform", "llama.cpp-q4_0"]
+    assert entry["void"] is None and "streams" not in entry and entry["ratio"]["decode_tok_s"][0] > 0
+    keys = 4 * (8 + 6) * 2 * 2 * TINY.num_hidden_layers * TINY.num_key_value_heads * TINY.head_dim
+    rate = entry["figures"]["decode_tok_s"][0]
+    assert entry["figures"]["gb_s"][0] == pytest.approx(1e-9 * (2_000_000 + keys) * rate / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("taken", [0.0, 0.5])
+def test_the_card_says_what_others_took_of_the_cores(
+    run: Any, monkeypatch: pytest.MonkeyPatch, taken: float
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(rounds, "busy_seconds", lambda: 0.012 * taken * next(clock))
+    monkeypatch.setattr(rounds, "core_count", lambda: 1)
+    monkeypatch.setattr(rounds, "LONG_ENOUGH", 0.01)
+    monkeypatch.setattr(Process, "cpu_seconds", 0.0)
+    found, record = run()
+    assert found["uniform", "xla-engine"]["figures"]["others_share"][2] == pytest.approx(taken)
+    told = card(record)
+    assert f"others took at most {taken:.1%}" in told and ("quieter machine" in told) is (taken > 0)
+
+
+def test_a_process_tells_how_long_it_ran(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("while True: pass")
+    process = Process(sys.executable, "any", 1, worker=tmp_path / "worker.py")
+    before, idle = limits.busy_seconds(), process.cpu_seconds
+    with pytest.raises(PeerFailed):
+        process.ask("load", limit=0.5)
+    if Path("/proc/stat").exists():
+        # killed by then, but not waited for: the system still has its count
+        assert 0 < process.cpu_seconds - idle <= limits.busy_seconds() - before + 0.1
+    process.close()
 
 
 def test_what_verify_finds_voids_our_rates(run: Any) -> None:

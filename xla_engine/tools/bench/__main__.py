@@ -113,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = options.cache or cache_directory() / "bench"
     try:
         peers = parse_peers(options.peer)
-        directory = find_model(options.model, cache)
+        files = find_model(options.model, cache)
         skipped = set(PEERS) - set(PEERS if options.only is None else options.only)
         record = measure(
             Options(
                 model=options.model,
-                directory=directory,
-                config=read_config(directory),
+                files=files,
+                config=read_config(files.directory),
                 dtype=options.dtype,
                 batches=options.batches,
                 workloads=options.workloads,

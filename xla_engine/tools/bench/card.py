@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xla_engine.tools.bench.peers import BARE, OURS
+from xla_engine.tools.bench.rounds import OTHERS_MAY_TAKE
 from xla_engine.utils.tables import pad
 
 _COLUMNS = {  # per workload: heading and figure
@@ -153,6 +154,16 @@ def _closing_lines(record: dict[str, Any]) -> list[str]:
         lines.append(
             "shares above 100%: the machine was faster later than when its limits were measured, so no share of this "
             "run can be relied on"
+        )
+    taken = [
+        entry["figures"]["others_share"][2]
+        for entry in record["results"]
+        if "others_share" in entry["figures"]
+    ]
+    if taken:
+        lines.append(
+            f"others took at most {max(taken):.1%} of the cores' time in a turn"
+            + (": measure again on a quieter machine" if max(taken) > OTHERS_MAY_TAKE else "")
         )
     for found in record["verify"]:
         lines.append(

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,21 @@ def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float
     return float(parts.nbytes / best / 1e9)
 
 
+def busy_seconds() -> float:
+    """Time that this process's cores have spent on anything since the system started, where it tells; else 0."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return 0.0
+    wanted = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for name, *counts in map(str.split, lines):
+        if name in wanted:
+            user, nice, system, _idle, _waiting, *rest = map(int, counts[:8])
+            ticks += user + nice + system + sum(rest)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def weight_count(config: ModelConfig) -> int:
     """Weights every token is multiplied with: all matrices, the embedding as output head only."""
     attention = config.hidden_size * (config.qkv_features + config.num_attention_heads * config.head_dim)
@@ -55,14 +71,14 @@ def weight_count(config: ModelConfig) -> int:
 
 
 def step_bytes(
-    config: ModelConfig, dtype: str, rows: int, keys: float, *, weight_bytes: int | None = None
+    config: ModelConfig, dtype: str, rows: int, keys: float, *, weight_bytes: float | None = None
 ) -> float:
     """Bytes a decode step of `rows` rows must read: every weight once, and `keys` keys and values per row.
 
-    weight_bytes: of a weight; None: those of `dtype`.
+    weight_bytes: of all weights; None: those of `dtype`.
     """
     per_key = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    weights = (weight_bytes or _BYTES[dtype]) * weight_count(config)
+    weights = _BYTES[dtype] * weight_count(config) if weight_bytes is None else weight_bytes
     return weights + _BYTES[dtype] * rows * keys * per_key
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.tools.bench import limits
+from xla_engine.tools.bench.models import BenchModel
 from xla_engine.tools.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
 from xla_engine.tools.bench.results import results
 from xla_engine.tools.bench.rounds import STOP_SLACK, Side, judge_turns, take_turns
@@ -21,7 +22,7 @@ from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, make_workload
 class Options:
     """What to measure.
 
-    model: its name on the card. directory, config: its files and shape.
+    model: its name on the card. files, config: its forms and shape.
     dtype: of weights and activations.
     batches: numbers of slots, each measured with engines of its own.
     workloads: names in `WORKLOADS`.
@@ -37,7 +38,7 @@ class Options:
     """
 
     model: str
-    directory: Path
+    files: BenchModel
     config: ModelConfig
     dtype: str
     batches: Sequence[int]
@@ -94,7 +95,7 @@ def _open_judge(options: Options, record: dict[str, Any]) -> Process:
         judge = None
         try:
             judge = Process(python, kind, options.threads)
-            record["judge"] = judge.ask("load", model=str(options.directory))["about"]
+            record["judge"] = judge.ask("load", model=str(options.files.directory))["about"]
             return judge
         except PeerFailed as error:
             if judge is not None:
@@ -112,6 +113,7 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
         prompt=options.prompt,
         new=options.new,
         rate=options.rate,
+        text=options.files.text,
     )
     limit = options.config.max_position_embeddings
     known = {name: make_workload(name, sizes) for name in WORKLOADS}
@@ -136,8 +138,9 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
             )
             if judge is not None:
                 judge_turns(workload, turns, judge, requests=options.judge, dtype=options.dtype)
+            stored = {side.name: side.loaded.get("weight_bytes") for side in sides}
             record["results"] += results(
-                options.config, options.dtype, batch, workload, turns, record["limits"]
+                options.config, options.dtype, batch, workload, turns, record["limits"], stored
             )
         _finish_batch(options, batch, sides, record)
     finally:
@@ -159,7 +162,8 @@ def _start(
         process = Process(options.peers.get(name, options.python), kind, options.threads)
         loaded = process.ask(
             "load",
-            model=str(options.directory),
+            model=str(options.files.directory),
+            file=None if options.files.file is None else str(options.files.file),
             dtype=options.dtype,
             max_num_seqs=batch,
             max_model_len=longest,
@@ -178,8 +182,7 @@ def _start(
     entry = record["engines"].setdefault(
         name, {"about": about, "versions": loaded["versions"], "notes": loaded["notes"]}
     )
-    if "isa" in loaded:
-        entry["isa"] = loaded["isa"]
+    entry |= {key: loaded[key] for key in ("isa", "weight_bytes") if loaded.get(key) is not None}
     entry.setdefault("load_seconds", {})[str(batch)] = round(side.load_seconds, 2)
     for key in ("compile_seconds", "programs"):
         if key in loaded:

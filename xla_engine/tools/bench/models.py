@@ -6,8 +6,10 @@ import json
 import math
 import os
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import ml_dtypes
 import numpy as np
@@ -85,46 +87,65 @@ _STRETCH = 0.2
 Weights = dict[str, np.ndarray]
 
 
-def find_model(name: str, cache: Path) -> Path:
-    """The directory of "embedded", of a shape in `SHAPES`, or of a model that `open_model` finds; shapes and GGUF
-    files are written below `cache` on first use, so that every peer has the same weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchModel:
+    """A model in the forms that engines read.
+
+    directory: a Hugging Face directory, bfloat16. file: the GGUF file it was written from, if it was.
+    text: token ids of an English text, if there is a tokenizer: trained weights say little of random ids.
+    """
+
+    directory: Path
+    file: Path | None = None
+    text: tuple[int, ...] = ()
+
+
+def find_model(name: str, cache: Path) -> BenchModel:
+    """The model "embedded", of a shape in `SHAPES`, or that `open_model` finds.
+
+    Shapes and GGUF files are written below `cache` on first use, so that every peer has the same weights.
 
     Raises ConfigError and CheckpointError.
     """
-    if name == "embedded":
-        return embedded_model_directory()
+    models = cache / "models"
     if name in SHAPES:
-        directory = cache / "models" / f"{name}-random{_RECIPE}"
-        if not directory.exists():
-            write_once(SHAPES[name], directory)
-        return directory
+        config = SHAPES[name]
+        directory = write_once(config, models / f"{name}-random{_RECIPE}", lambda: lively_weights(config))
+        return BenchModel(directory=directory)
     try:
-        path = open_model(name).path
+        files = open_model(embedded_model_directory() if name == "embedded" else name)
     except CheckpointError as error:
         raise ConfigError(f"model {name!r} is not embedded, {', '.join(SHAPES)}, and: {error}") from error
-    if path.is_dir():
-        return path
-    directory = cache / "models" / f"{path.stem}-bfloat16"
+    tokenizer = files.tokenizer()
+    text = () if tokenizer is None else tuple(tokenizer.encode(_text(), add_special_tokens=False).ids)
+    if files.path.is_dir():
+        return BenchModel(directory=files.path, text=text)
+    checkpoint = load_checkpoint(files, dtype="bfloat16")
+    # of its file: leaves are as transformers has them
+    config = replace(checkpoint.config, rope_interleaved=False)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(config, Path(folder))
+        if read_config(Path(folder)) != config:
+            raise ConfigError(f"{files.path}: only GGUF files of Llamas and Qwen3 are written for peers")
+    directory = models / f"{files.path.stem}-bfloat16"
+    write_once(config, directory, lambda: dict(checkpoint.weights))
+    return BenchModel(directory=directory, file=files.path, text=text)
+
+
+def write_once(config: ModelConfig, directory: Path, weights: Callable[[], Weights]) -> Path:
+    """`write_checkpoint` of what `weights` returns, unless there is such a directory; returns it. A run that is cut
+    short leaves none."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.exists():
-        checkpoint = load_checkpoint(path, dtype="bfloat16")
-        # of its file: leaves are as transformers has them
-        config = replace(checkpoint.config, rope_interleaved=False)
-        with tempfile.TemporaryDirectory() as folder:
-            write_config(config, Path(folder))
-            if read_config(Path(folder)) != config:
-                raise ConfigError(f"{path}: only GGUF files of Llamas and Qwen3 are written for peers")
-        write_once(config, directory, dict(checkpoint.weights))
+        with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+            write_checkpoint(config, weights(), Path(folder) / "model")
+            os.replace(Path(folder) / "model", directory)
     return directory
 
 
-def write_once(config: ModelConfig, directory: Path, weights: Weights | None = None) -> None:
-    """`write_checkpoint` of weights, lively ones unless given; a run that is cut short leaves no directory."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        write_checkpoint(
-            config, lively_weights(config) if weights is None else weights, Path(folder) / "model"
-        )
-        os.replace(Path(folder) / "model", directory)
+def _text() -> str:
+    """Python's own manual, which every interpreter has."""
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def lively_weights(config: ModelConfig, *, seed: int = 0) -> Weights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -33,6 +34,7 @@ STOPS = "xla-engine, ended by stop ids"
 REFERENCE = "transformers"  # streams are compared with its streams; errors as large as its own are excused
 PEERS = {
     "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
+    "xla-engine-gguf": Peer("xla:Gguf", "this engine, weights packed as the GGUF file has them"),
     "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
@@ -42,15 +44,22 @@ PEERS = {
     "openvino-wide": Peer("openvino_cb:Wide", "the same, eight times the requests at once"),
     "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
     "openvino-int8": Peer("openvino_cb:Int8", "the same with keys, values and weights in eight bits"),
+    "openvino-int4": Peer("openvino_cb:Int4", "the same with weights in four bits, groups of 64"),
     "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
+    "llama.cpp-file": Peer("gguf_llama:File", "llama.cpp, the GGUF file of --model itself"),
     "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
+    "llama.cpp-q4_0": Peer("gguf_llama:Q4", "llama.cpp, weights Q4_0"),
+    "llama.cpp-q4_k_m": Peer("gguf_llama:Q4KM", "llama.cpp, weights Q4_K_M"),
 }
-EIGHT_BITS = (  # their weights, and mostly what these multiply
+EIGHT_BITS = (  # what they multiply, and mostly their weights
     "xla-engine-int8",
     "vllm-w8a8",
     "openvino-int8",
+    "llama.cpp-file",
     "llama.cpp-q8",
 )
+# of other weights than those of the judge, which has nothing to say of their streams
+OTHER_WEIGHTS = ("openvino-int4", "llama.cpp-q4_0", "llama.cpp-q4_k_m")
 
 
 class PeerFailed(RuntimeError):
@@ -98,6 +107,15 @@ class Process:
         if "error" in found:
             raise PeerFailed(found["error"])
         return found
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Time that the cores have spent on this process, where the system tells; else 0."""
+        try:
+            words = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def log_tail(self) -> str:
         """The end of what the process wrote to its standard error."""

@@ -80,7 +80,7 @@ def _version() -> str:
         return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
 
     try:
-        changed = ", with changes" if git("status", "--porcelain").strip() else ""
+        changed = ", with changes" if git("status", "--porcelain", ":!findings").strip() else ""
         return f"commit {git('rev-parse', '--short', 'HEAD').strip()}{changed}"
     except (OSError, subprocess.CalledProcessError):
         return f"version {__version__}"

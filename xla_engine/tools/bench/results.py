@@ -29,9 +29,11 @@ def results(
     workload: Workload,
     turns: Mapping[str, Turns],
     machine: Mapping[str, Any],
+    stored: Mapping[str, float | None],
 ) -> list[dict[str, Any]]:
-    """One entry per engine; ratios are ours over theirs, round by round. `machine`: the record's "limits"."""
-    more = _Shares(config, dtype, batch, workload, machine)
+    """One entry per engine; ratios are ours over theirs, round by round. `machine`: the record's "limits".
+    `stored`: bytes of weights, for engines that tell."""
+    more = _Shares(config, dtype, batch, workload, machine, stored)
     spreads = {
         name: spread_of([each | more(each, name) for each in mine.figures]) if mine.figures else {}
         for name, mine in turns.items()
@@ -70,13 +72,16 @@ class _Shares:
     batch: int
     workload: Workload
     machine: Mapping[str, Any]
+    stored: Mapping[str, float | None]
 
     def __call__(self, figures: Mapping[str, float], engine: str) -> dict[str, float]:
         prompt, new = len(self.workload.prompts[0]), self.workload.max_tokens[0]
         more = {}
         if self.workload.name == "uniform" and "decode_tok_s" in figures:
             bandwidth = self.machine["read_gb_s"]
-            weight_bytes = 1 if engine in EIGHT_BITS else None
+            weight_bytes = self.stored.get(engine)
+            if weight_bytes is None and engine in EIGHT_BITS:
+                weight_bytes = limits.weight_count(self.config)
             keys = prompt + new / 2
             moved = limits.step_bytes(self.config, self.dtype, self.batch, keys, weight_bytes=weight_bytes)
             more["gb_s"] = 1e-9 * moved * figures["decode_tok_s"] / self.batch

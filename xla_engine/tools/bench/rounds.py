@@ -16,7 +16,17 @@ from xla_engine.tools.bench.judge import (
     verdict,
     void_reason,
 )
-from xla_engine.tools.bench.peers import BARE, EIGHT_BITS, OURS, REFERENCE, STOPS, PeerFailed, Process
+from xla_engine.tools.bench.limits import busy_seconds, core_count
+from xla_engine.tools.bench.peers import (
+    BARE,
+    EIGHT_BITS,
+    OTHER_WEIGHTS,
+    OURS,
+    REFERENCE,
+    STOPS,
+    PeerFailed,
+    Process,
+)
 from xla_engine.tools.bench.workloads import Workload
 
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
@@ -24,6 +34,8 @@ _WARM_UP_TOKENS = 8
 _SECOND_ARRIVES = 0.4  # of the time a request takes alone
 STOP_SLACK = 32  # tokens a request could run past its stop id
 # figures that only this engine tells
+OTHERS_MAY_TAKE = 0.05  # of the cores' time in a turn
+LONG_ENOUGH = 0.5  # seconds of a turn, to see what others took: the system counts in hundredths
 _OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")
 
 
@@ -115,7 +127,11 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
         alone = _run(side, workload.head(1, workload.max_tokens[0]))["seconds"]
         arrival = _SECOND_ARRIVES * alone
         workload = replace(workload, arrivals=(0.0, arrival))
+    others = -busy_seconds() + side.process.cpu_seconds
     answer = _run(side, workload)
+    others += busy_seconds() - side.process.cpu_seconds
+    if answer["seconds"] >= LONG_ENOUGH:
+        extra["others_share"] = max(others, 0.0) / (core_count() * answer["seconds"])
     if workload.name == "pair":
         extra["pair_ratio"] = answer["seconds"] / (arrival + alone)
         extra["first_slowdown"] = answer["times"][0][-1] / alone
@@ -175,6 +191,8 @@ def judge_turns(
     for name, answer in answers.items():
         least = near_tie(dtype, None if name == REFERENCE else regrets.get(REFERENCE))
         bounds = [least] * sum(map(len, regrets[name]))
+        if name in OTHER_WEIGHTS:
+            continue
         if name in EIGHT_BITS:
             streams = answer["streams"][:requests]
             found = judge.ask("eight_bit_errors", prompts=prompts, streams=streams, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Workloads of the benchmark: prompts of random token ids, numbers of new tokens, arrival times."""
+"""Workloads of the benchmark: prompts of random token ids or of text, numbers of new tokens, arrival times."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class Sizes:
     seed: of prompts and lengths.
     prompt, new: prompt and new tokens of the workloads whose requests are all alike.
     rate: Poisson arrivals per second of the ragged workload; None: all at once.
+    text: token ids of which prompts are pieces; prompts are random ids if it is shorter than they are.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Sizes:
     prompt: int = 128
     new: int = 128
     rate: float | None = None
+    text: tuple[int, ...] = ()
 
 
 def make_workload(name: str, sizes: Sizes) -> Workload:
@@ -147,10 +149,17 @@ def _make(
     name: str, about: str, sizes: Sizes, lengths: list[tuple[int, int]], arrivals: list[float]
 ) -> Workload:
     draw = random.Random(f"prompts/{sizes.seed}")
+
+    def prompt_of(length: int) -> tuple[int, ...]:
+        if len(sizes.text) < length:
+            return tuple(draw.choices(range(sizes.vocab_size), k=length))
+        start = draw.randrange(len(sizes.text) - length + 1)
+        return sizes.text[start : start + length]
+
     return Workload(
         name=name,
         about=about,
-        prompts=tuple(tuple(draw.choices(range(sizes.vocab_size), k=prompt)) for prompt, _ in lengths),
+        prompts=tuple(prompt_of(prompt) for prompt, _ in lengths),
         max_tokens=tuple(new for _, new in lengths),
         arrivals=tuple(arrivals),
     )

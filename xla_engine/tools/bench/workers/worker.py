@@ -4,7 +4,8 @@ Runs in the interpreter of the engine it serves, so it needs the standard librar
 in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
 with the other fields. What every engine can be asked:
 
-    load(model, dtype, max_num_seqs, max_model_len, cache) -> {"versions": str, "notes": str, "arrivals": bool}
+    load(model, file, dtype, max_num_seqs, max_model_len, cache)
+        -> {"versions": str, "notes": str, "arrivals": bool, "weight_bytes": of weights that are not in `dtype`}
     run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
 
 `run` completes token ids greedily, every request to exactly its `max_tokens`; request i is handed over

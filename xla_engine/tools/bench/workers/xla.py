@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +16,11 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
 from xla_engine.equivalence.verify import verify
+from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.checkpoint import load_checkpoint, load_weights
+from xla_engine.model_loader.describe import describe
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.observability.observer import Observer
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
@@ -59,8 +63,13 @@ class Engine:
         self._engine: XlaBatchEngine | None = None
 
     def load(
-        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
+        weight_bytes = None
+        if self.quantization == "gguf":
+            if file is None:
+                raise ConfigError("--model is not a GGUF file")
+            model, weight_bytes = file, Path(file).stat().st_size
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -69,12 +78,14 @@ class Engine:
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
         config = self.laid_out(config, whole_spans(max_model_len))
-        self._engine = XlaBatchEngine(load_checkpoint(model, dtype=dtype), None, config)
+        described = describe(open_model(model), config, None)
+        self._engine = XlaBatchEngine(load_weights(described), None, described.options)
         stats = self._engine.stats()
         return {
             "versions": f"xla-engine {__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}",
             "notes": "" if self._engine.self_check is None else self._engine.self_check.promise,
             "arrivals": True,
+            "weight_bytes": weight_bytes,
             "isa": self._engine.runner.isa or "none",
             "compile_seconds": stats.compile_seconds,
             "programs": len(self._engine.inventory_report()),
@@ -205,6 +216,12 @@ class Int8(Engine):
     """The same with weights and activations in eight bits."""
 
     quantization = "int8"
+
+
+class Gguf(Engine):
+    """The same with the weights of the GGUF file, packed as they are there."""
+
+    quantization = "gguf"
 
 
 class Blocks(Engine):

@@ -45,13 +45,10 @@ class Plain:
         self._threads = threads
 
     def load(
-        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
-        kind = self.quantized or {"bfloat16": "BF16", "float32": "F32"}[dtype]
-        path = Path(cache) / "gguf" / f"{Path(model).resolve().name}-{kind}.gguf"
-        if not path.exists():
-            convert(Path(model), path, gguf.GGMLQuantizationType[kind])
         llama_cpp.llama_backend_init()
+        path, kind = self.written(Path(model), file, dtype, Path(cache) / "gguf")
         self._model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
@@ -75,7 +72,21 @@ class Plain:
             "versions": f"llama-cpp-python {llama_cpp.__version__} ({', '.join(units)})",
             "notes": f"{kind}, cache f16, flash attention auto",
             "arrivals": True,
+            "weight_bytes": path.stat().st_size,
         }
+
+    def written(self, model: Path, file: str | None, dtype: str, folder: Path) -> tuple[Path, str]:
+        """The GGUF file and the type of its weights."""
+        kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+        path = folder / f"{model.resolve().name}-{kind}.gguf"
+        if not path.exists():
+            convert(model, path, gguf.GGMLQuantizationType[kind])
+        if not self.quantized:
+            return path, kind
+        small = folder / f"{model.resolve().name}-{self.quantized}.gguf"
+        if not small.exists():
+            quantize(path, small, self.quantized)
+        return small, self.quantized
 
     def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
         order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
@@ -133,14 +144,45 @@ class Plain:
         return [(slot, int(token)) for (_, slot), token in zip(asked, logits.argmax(1), strict=True)]
 
 
+class File(Plain):
+    """The GGUF file that the model was given as."""
+
+    def written(self, model: Path, file: str | None, dtype: str, folder: Path) -> tuple[Path, str]:
+        if file is None:
+            raise ValueError("--model is not a GGUF file")
+        return Path(file), Path(file).stem
+
+
 class Q8(Plain):
     """The same with weights in blocks of 32 eight-bit integers."""
 
     quantized = "Q8_0"
 
 
+class Q4(Plain):
+    """The same in blocks of 32 four-bit integers, as llama-quantize makes them."""
+
+    quantized = "Q4_0"
+
+
+class Q4KM(Plain):
+    """The same in the mixture that most files have; matrices of odd widths get other types."""
+
+    quantized = "Q4_K_M"
+
+
+def quantize(path: Path, small: Path, kind: str) -> None:
+    """What llama-quantize does: write `path` with weights of `kind`."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    unfinished = small.with_suffix(f".{os.getpid()}")
+    if status := llama_cpp.llama_model_quantize(str(path).encode(), str(unfinished).encode(), options):
+        raise RuntimeError(f"llama.cpp does not write {path} as {kind}: status {status}")
+    os.replace(unfinished, small)
+
+
 def convert(model: Path, path: Path, kind: Any) -> None:
-    """Write a Llama or Qwen3 checkpoint as GGUF without a vocabulary; matrices in `kind`, norms in float32."""
+    """Write a Llama or Qwen3 checkpoint as GGUF without a vocabulary; matrices in `kind` (F32, BF16), norms in F32."""
     config = json.loads((model / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,10 +229,8 @@ def add_matrix(writer: Any, name: str, values: Any, kind: Any) -> None:
     """Add `values` [rows, columns] stored as `kind`."""
     if kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, values)
-    elif kind == gguf.GGMLQuantizationType.BF16:
-        writer.add_tensor(name, values.astype(ml_dtypes.bfloat16).view(np.uint8), raw_dtype=kind)
     else:
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, values.astype(ml_dtypes.bfloat16).view(np.uint8), raw_dtype=kind)
 
 
 def interleaved(weight: Any, heads: int) -> Any:

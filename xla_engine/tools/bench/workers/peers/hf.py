@@ -22,7 +22,7 @@ class Static:
         transformers.utils.logging.disable_progress_bar()
 
     def load(
-        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
         self._batch = max_num_seqs
         self._model = load_model(model, dtype)
@@ -70,9 +70,9 @@ class Continuous(Static):
     """The machinery of `generate_batch`, kept alive between runs and fed request by request."""
 
     def load(
-        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
-        loaded = super().load(model, dtype, max_num_seqs, max_model_len, cache)
+        loaded = super().load(model, file, dtype, max_num_seqs, max_model_len, cache)
         options = transformers.generation.ContinuousBatchingConfig(
             max_requests_per_batch=max_num_seqs,
             page_size=PAGE,

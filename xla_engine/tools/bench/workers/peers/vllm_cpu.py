@@ -40,7 +40,7 @@ class Plain:
         self._requests = 0
 
     def load(
-        self, model: str, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
         space = cache_gib(model, max_num_seqs * max_model_len)
         environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
