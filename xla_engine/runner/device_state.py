@@ -99,8 +99,11 @@ class DeviceState:
 
     def idle_rows(self) -> RowState:
         """Inactive rows, packed, on the device."""
-        on_host = jax.tree.map(np.asarray, self.make_rows())
-        return self._devices.put(pack_rows(on_host))
+        return self.placed(jax.tree.map(np.asarray, self.make_rows()))
+
+    def placed(self, rows: Rows) -> RowState:
+        """Rows of the host, packed, on the device."""
+        return self._devices.put(pack_rows(rows))
 
     def local_cache(self) -> KVCache:
         """The abstract cache of one device."""

@@ -146,7 +146,7 @@ class Runner:
             state,
             self.weights.leaves,
             self._rope,
-            devices.put,
+            devices.argument,
             config,
             self.context_length,
             device_proposer=self._device_proposer,

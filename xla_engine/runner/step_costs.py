@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from xla_engine.graphs.row_state.packing import pack
-from xla_engine.graphs.row_state.rows import pack_rows
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.dispatch import Dispatch, decode_work
 from xla_engine.runner.programs import decode_name, verify_name
@@ -78,20 +77,20 @@ def measure(
     def begin(run: int) -> None:
         # With drafting on the device, each run is one token further, as in real use.
         length = rows.length + (run if on_device else 0)
-        state.rows = dispatch.put(pack_rows(replace(rows, length=length)))
+        state.rows = state.placed(replace(rows, length=length))
 
     calls: dict[int | tuple[int, int], tuple[str, Any]] = {}
     for number in sorted({min(number, slots) for number in (1, 2, 4, 8, 16, 32, 64, slots)}):
         few = next((size for size in few_choices if size >= number), None)
         work = decode_work(np.arange(number), count, few)
-        calls[number] = decode_name(keys, few), dispatch.put(work)
+        calls[number] = decode_name(keys, few), dispatch.argument(work)
     for lanes, width in shapes:
         drafts: Any = no_drafts(lanes, width)
         drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
         if on_device:
             drafts.tokens[:], drafts.lookup[:] = -1, True
-        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
+        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.argument(pack(drafts))
 
     found = dict.fromkeys(calls, math.inf)
     for run in range(_RUNS):  # interleaved, so that other load on the machine affects all alike

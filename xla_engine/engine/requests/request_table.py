@@ -138,7 +138,7 @@ class RequestTable:
         names = sequence_ids(request_id, params.n)
         parts = []
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
-        first = replace(params, n=1)
+        first = params if params.n == 1 else replace(params, n=1)  # a copy would be checked again
         others = first if params.n == 1 else replace(first, prompt_logprobs=None, logprobs_start=0)
         for index, (name, own) in enumerate(zip(names, masks, strict=True)):
             part = others if index else first
