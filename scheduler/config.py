@@ -77,8 +77,8 @@ class SchedulerConfig(Immutable):
         find_policy(self.scheduling_policy)
         if self.preemption and self.scheduling_policy not in PREEMPTIVE:
             raise ValueError(
-                f"preemption under {self.scheduling_policy!r} would let newcomers take a slot away again and "
-                "again; use it with fcfs or priority"
+                f"preemption under {self.scheduling_policy!r} would let new requests preempt others again and "
+                f"again; use it with fcfs or priority"
             )
 
     @property

@@ -96,5 +96,5 @@ def _reason(view: RequestView) -> str:
     if view.status is Status.RUNNING:
         if view.planned == view.max_tokens:
             return "all its tokens are planned"
-        return "its next token waits until the last one is read"
+        return "its next token waits until its last one is read"
     return "" if view.decision is None else view.decision.reason

@@ -223,7 +223,7 @@ class Plan:
         return tuple([chunk for chunk in self.chunks if chunk.is_last])
 
 
-MASK = "its mask is being made"  # why a request is held
+MASK = "its mask is being computed"  # why a request is held
 
 # Values in place of a token id:
 NO_TOKEN = -1  # the row did not decode, or had stopped

@@ -252,7 +252,7 @@ class Scheduler:
                 continues.append(self._kv.go_on(state, self._next_step))
                 self._preemption.admitted(state)
                 self._running.run(state, self._next_step, sampled=state.planned_before)
-                decisions.append(state.decide("continue", f"slot {state.slot.index} holds it still"))
+                decisions.append(state.decide("continue", f"it still runs in slot {state.slot.index}"))
                 continue
             self._kv.enter(state)
             self._preemption.admitted(state)

@@ -49,7 +49,7 @@ class UserPolicy:
         self._place = getattr(policy, "place", policy)
         if not callable(self._place):
             raise ValueError(
-                f"scheduling_policy {path!r} has no method `place` and is no function; see "
+                f"scheduling_policy {path!r} is neither a function nor a class with a method `place`; see "
                 "scheduler.user_policy.SchedulingPolicy"
             )
 
@@ -59,13 +59,13 @@ class UserPolicy:
             value = self._place(facts)
         except (Exception, SystemExit) as error:
             raise PolicyError(
-                f"scheduling_policy {self._path!r} failed for this request, which was not taken: "
+                f"scheduling_policy {self._path!r} failed for this request, which was not accepted: "
                 f"{type(error).__name__}: {error}"
             ) from error
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise PolicyError(
-                f"scheduling_policy {self._path!r} returned a {type(value).__name__} that is no number for this "
-                "request, which was not taken; a place is a number"
+                f"scheduling_policy {self._path!r} returned a {type(value).__name__} for this request, which was "
+                f"not accepted; a policy must return a number"
             )
         return value, facts.turn
 

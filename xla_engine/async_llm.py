@@ -222,7 +222,9 @@ class AsyncLLM:
             self._wake = asyncio.Event()  # set when the device has answered or a request has arrived
             self._driver = loop.create_task(self._drive())
         elif self._driver.get_loop() is not loop:
-            raise RuntimeError("another event loop runs this engine; use one loop, or an engine for each")
+            raise RuntimeError(
+                "this engine belongs to another event loop; use one loop, or one engine per loop"
+            )
         else:
             self._wake.set()
 
@@ -237,7 +239,7 @@ class AsyncLLM:
             while not pending.done.is_set() and (left := wait.time_left()):
                 pending.done.wait(min(left, 1.0))
             answer_turn(turn, pending.result() if pending.done.is_set() else device_lost())
-        self.engine.abort_all("the event loop of its reader was closed")
+        self.engine.abort_all("the reader's event loop was closed")
 
     async def _drive(self) -> None:
         try:

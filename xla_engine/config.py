@@ -255,7 +255,7 @@ class EngineConfig:
             at_least("num_blocks", self.num_blocks, 1)
             if self.kv_cache_memory_bytes is not None:
                 raise ConfigError(
-                    "num_blocks and kv_cache_memory_bytes both say how many blocks there are: give one"
+                    "num_blocks and kv_cache_memory_bytes both set the number of blocks; give one"
                 )
         if self.kv_cache_memory_bytes not in (None, AUTO):
             at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -297,7 +297,7 @@ class EngineConfig:
             check_pooling(name, getattr(self, name))
         of_text = ("speculative_config", "keep_finished", "shadow_rate", "enable_lora")
         if self.pools and (given := [name for name in of_text if getattr(self, name)]):
-            raise ConfigError(f"{given[0]} is for requests that generate: leave it out")
+            raise ConfigError(f"{given[0]} applies to generation only; leave it out")
         if self.is_portable:
             self._check_portable()
         check_ascending("prefill_lanes", self.prefill_lanes)
@@ -330,7 +330,7 @@ class EngineConfig:
     def num_slots(self) -> int:
         """`max_num_seqs` as a number. Raises ConfigError if it is still "auto"."""
         if self.max_num_seqs == AUTO:
-            raise ConfigError('max_num_seqs "auto" is decided when an engine starts; give a number')
+            raise ConfigError('max_num_seqs "auto" is resolved when an engine starts; give a number')
         return self.max_num_seqs
 
     @property
@@ -443,9 +443,7 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
         target: str | None = name
         if option is None and name not in known:
             hint = did_you_mean(name, sorted(known | others.keys()))
-            raise ConfigError(
-                f"unknown option {shown(name)}{hint or '; see EngineConfig for those there are'}"
-            )
+            raise ConfigError(f"unknown option {shown(name)}{hint or '; EngineConfig lists the options'}")
         if value is None:
             continue
         if option is not None:
@@ -459,7 +457,7 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
         if target is None:
             continue
         if target in found:
-            raise ConfigError(f"{name} and {target} are one option; give it once")
+            raise ConfigError(f"{name} and {target} are the same option; give one of them")
         found[target] = value
     return found
 

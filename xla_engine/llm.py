@@ -417,7 +417,7 @@ class LLM:
         if cut and (most := self.engine.default_params.max_tokens) is not None:
             self._told_of_cuts = True
             _log.warning(
-                "%d of %d texts end after the default of %d tokens: give SamplingParams(max_tokens=...)",
+                "%d of %d texts ended at the default of %d tokens; set SamplingParams(max_tokens=...)",
                 cut,
                 len(outputs),
                 most,
@@ -518,7 +518,7 @@ class LLM:
         Raises EngineClosedError if no thread runs, and what `XlaBatchEngine.submit` raises.
         """
         if self._callbacks is None:
-            raise EngineClosedError("no thread runs the requests of submit(); call start() first")
+            raise EngineClosedError("submit() needs a running thread; call start() first")
         check_options("submit", options, "request_id", "on_refused")
         params = None if sampling_params is None else sampling_params_of(sampling_params)
         return self._callbacks.submit(prompt, params, on_output, only_finished=only_finished, **options)

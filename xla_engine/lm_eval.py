@@ -65,7 +65,7 @@ class XlaLM(TemplateLM):  # type: ignore[misc]
         files = open_model(name or embedded_model_directory())
         special = describe_decoder(files, self._llm.engine.config).special_tokens
         if not special.eos_token_ids:
-            raise ConfigError(f"{self._name}: names no eos id, with which lm-eval begins and ends texts")
+            raise ConfigError(f"{self._name}: has no eos id, which lm-eval needs to begin and end texts")
         self._eot = special.eos_token_ids[0]
         self._prefix = self._eot if special.bos_token_id is None else special.bos_token_id
 

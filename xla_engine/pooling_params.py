@@ -41,7 +41,7 @@ class PoolingParams(SamplingParams):
         own = {each.name for each in fields(SamplingParams)}
         for each in fields(self):
             if each.name in own and getattr(self, each.name) != each.default:
-                raise InvalidRequestError(f"{each.name} is for requests that generate; remove it")
+                raise InvalidRequestError(f"{each.name} applies to generation only; remove it")
         if self.task not in TASKS:
             raise InvalidRequestError(f"task must be one of {', '.join(TASKS)}, not {shown(self.task)}")
         if self.dimensions is not None:

@@ -83,7 +83,7 @@ def content_of(prompt: Prompt) -> str | Sequence[int]:
     """Text or token ids of a prompt. Raises InvalidRequestError."""
     content = prompt_parts(prompt).content
     if isinstance(content, TextPair):
-        raise InvalidRequestError("a pair of texts is for models that score documents; give one text")
+        raise InvalidRequestError("pairs of texts are only for models that score documents; give one text")
     return content
 
 
@@ -138,7 +138,7 @@ def _refuse_table(given: object, what: str) -> None:
     names = [str(name) for name in names]
     usual = [name for name in ("messages", "prompt", "question", "text") if name in names]
     raise InvalidRequestError(
-        f"a table is no list of {what}; give one of its columns ({', '.join(names[:8])}), for example "
+        f"a table is not a list of {what}; give one of its columns ({', '.join(names[:8])}), for example "
         f"table[{(usual or names or ['prompt'])[0]!r}]"
     )
 
@@ -236,10 +236,10 @@ def score_request(
         ids = [*token_ids_of(context), *token_ids_of(continuation)]
     if begin < 1:
         raise InvalidRequestError(
-            "the context is empty; the first token has no probability. Give one token at least"
+            "the context is empty; the first token has no probability. Give at least one token"
         )
     if len(ids) <= begin:
-        raise InvalidRequestError("the continuation is empty; give one token at least")
+        raise InvalidRequestError("the continuation is empty; give at least one token")
     return ids, SamplingParams(
         temperature=0,
         max_tokens=1,

@@ -173,16 +173,14 @@ class SamplingParams:
                 check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         check_integer("logprobs_start", self.logprobs_start, low=0)
         if self.logprobs_start and self.prompt_logprobs is None:
-            raise InvalidRequestError(
-                "logprobs_start says where prompt_logprobs begin; give prompt_logprobs too"
-            )
+            raise InvalidRequestError("logprobs_start needs prompt_logprobs; set both")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         object.__setattr__(self, "stop", check_stop_strings(self.stop))
         if self.stop and not self.detokenize:
             raise InvalidRequestError(
-                "stop strings are seen in text; leave detokenize true or use stop_token_ids"
+                "stop strings need the text; leave detokenize true or use stop_token_ids"
             )
         object.__setattr__(
             self,
@@ -199,7 +197,9 @@ class SamplingParams:
                 f"structured_outputs must be an object, not {shown(self.structured_outputs)}"
             )
         if self.structured_outputs is not None and self.ignore_eos:
-            raise InvalidRequestError("structured_outputs ends a text with an eos id; leave ignore_eos false")
+            raise InvalidRequestError(
+                "structured_outputs needs an eos id to end a text; leave ignore_eos false"
+            )
         if self.allowed_token_ids is not None:
             allowed = check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not allowed:
@@ -274,7 +274,9 @@ class SamplingParams:
     def token_limit(self) -> int:
         """`max_tokens` as a number. Raises InvalidRequestError if it is None, which only an engine can resolve."""
         if self.max_tokens is None:
-            raise InvalidRequestError("max_tokens None is counted when a request is submitted; give a number")
+            raise InvalidRequestError(
+                "max_tokens None is resolved when a request is submitted; give a number"
+            )
         return self.max_tokens
 
     @property

@@ -38,7 +38,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method in NOT_BUILT:
             raise ConfigError(
-                f"speculative_config method {self.method!r} is not built yet; use {' or '.join(METHODS)}"
+                f"speculative_config method {self.method!r} is not supported; use {' or '.join(METHODS)}"
             )
         if self.method not in METHODS:
             raise ConfigError(
@@ -47,7 +47,7 @@ class SpeculativeConfig:
         if self.method not in ("draft_model", "eagle3") and self.model is not None:
             raise ConfigError(
                 'speculative_config: "model" names the draft model of method "draft_model" or the head of "eagle3"; '
-                "no other method has one"
+                "other methods have no model"
             )
         if self.method == "eagle3" and self.model is None:
             raise ConfigError(
@@ -72,7 +72,7 @@ class SpeculativeConfig:
         unknown = sorted(map(str, given.keys() - {"method", "num_speculative_tokens", "model"}))
         if given.get("method") not in NOT_BUILT and unknown:
             raise ConfigError(
-                f"speculative_config knows method, num_speculative_tokens and model, not {', '.join(unknown)}"
+                f"speculative_config has the fields method, num_speculative_tokens and model, not {', '.join(unknown)}"
             )
         if "model" in given:  # as in vLLM
             given.setdefault("method", "draft_model")

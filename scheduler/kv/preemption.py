@@ -62,7 +62,7 @@ class Preemption:
         """Preempt a request that holds a slot, before `step` is planned; see `Scheduler.preempt`."""
         length = state.position(step)
         how = self._way(state, length, how)
-        decision = state.decide(how, f"slot {state.slot.index} was taken away")
+        decision = state.decide(how, f"slot {state.slot.index} was preempted")
         self._detach(state, how)
         self._kv.retain(state)
         if how == "park":

@@ -143,7 +143,7 @@ class WaitingQueue:
         """
         if self.max_waiting is not None and len(self) - free >= self.max_waiting:
             raise QueueFullError(
-                f"request {state.request_id!r} was not taken: {max(len(self) - free, 0)} wait and max_waiting is "
+                f"request {state.request_id!r} was not accepted: {max(len(self) - free, 0)} wait and max_waiting is "
                 f"{self.max_waiting}; submit it again after a step, abort one that waits, or raise the bound"
             )
         self._put(state, self.place(state) if self.strict else self._place_again(state), to_back=True)

@@ -154,7 +154,7 @@ class Committer:
 
     def credit(self, plan: Plan, result: StepResult) -> Events:
         """Credit the next step. Raises ResultMismatchError if the result does not match the plan."""
-        assert plan.step == self.steps, f"step {plan.step} committed when {self.steps} was due"
+        assert plan.step == self.steps, f"step {plan.step} committed in place of {self.steps}"
         first_rows = plan.first_rows if plan.chunks else ()
         if len(result.first) != len(first_rows):
             raise ResultMismatchError(

@@ -75,7 +75,9 @@ class Prefilling:
         for state in self:
             start = self._start(state, coming)
             if start.wait:
-                decisions.append(state.decide("hold", "an older prompt that begins alike is in this step"))
+                decisions.append(
+                    state.decide("hold", "an older prompt with the same beginning is in this step")
+                )
                 continue
             left = self._chunks(state, start.length)
             joins = state.request.max_tokens - state.base > 1

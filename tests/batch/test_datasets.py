@@ -158,13 +158,13 @@ def test_a_finished_table_is_whole_for_its_input_alone(
     assert run("in.jsonl", name, "--overwrite").exit_code == 0
     before, asked = written(name), len(engine.submitted)
     done = run("in.jsonl", name, "--resume")
-    assert done.exit_code == 0 and "is whole; nothing is left to do" in done.stderr
+    assert done.exit_code == 0 and "is complete; there is nothing to do" in done.stderr
     for other in (("other.jsonl",), ("in.jsonl", "--max-tokens", "3"), ("in.jsonl", "--shard", "0/2")):
         done = run(other[0], name, *other[1:], "--resume")
         assert done.exit_code == 2 and "another input" in done.stderr, done.output
     written(name, before[:-1] + b"?")
     done = run("in.jsonl", name, "--resume")
-    assert done.exit_code == 2 and "nothing says that a run finished it" in done.stderr, done.output
+    assert done.exit_code == 2 and "no record that a run finished it" in done.stderr, done.output
     assert len(engine.submitted) == asked
 
 
@@ -291,7 +291,7 @@ def test_urls(tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatc
     assert run("memory://bucket/in.jsonl.gz", "memory://bucket/out.jsonl", "--ordered").exit_code == 0
     assert memory.cat("/bucket/out.jsonl").count(b"\n") == 2 and not list(tmp_path.iterdir())
     done = run("memory://bucket/in.jsonl.gz", "memory://bucket/out.jsonl", "--resume")
-    assert done.exit_code == 0 and "nothing is left to do" in done.stderr
+    assert done.exit_code == 0 and "there is nothing to do" in done.stderr
     done = run("nothing://bucket/in.parquet", "out.jsonl")
     assert done.exit_code == 2 and "Traceback" not in done.output
 
@@ -318,7 +318,7 @@ def test_shards_of_a_table(tmp_path: Path, engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "no column is the prompt; name one of key, name, tags, score"),
+        ((), "no column is called prompt or messages; name one of key, name, tags, score"),
         (("--prompt-column", "nam"), "did you mean 'name'"),
         (("--prompt-column", "name", "--prompt-template", "{name}"), "give one"),
         (("--prompt-template", "{name!r}"), "name of a column alone"),

@@ -98,19 +98,19 @@ def test_what_is_no_whole_set_of_shards_is_refused(tmp_path: Path, engine: FakeE
         return done.stderr
 
     assert "missing: shard 1/3; a merge needs all 3" in refused(parts[0], parts[2])
-    assert "shard 1/3 is there twice" in refused(*parts, parts[1])
+    assert "shard 1/3 is given twice" in refused(*parts, parts[1])
     assert "one of 3 shards" in refused(parts[0], fewer[1])
     assert "part-2.jsonl is a shard of another job" in refused(*parts[:2], elsewhere[2])
     assert "is no shard" in refused(*parts[:2], tmp_path / "in.jsonl")
     text = parts[1].read_bytes()
     parts[1].write_bytes(text[:-5])
-    assert "no whole result line" in refused(*parts)
+    assert "not a complete result line" in refused(*parts)
     parts[1].write_bytes(text[: text.rindex(b"\n", 0, -1) + 1])
-    assert "was it copied whole?" in refused(*parts)
+    assert "was it copied completely?" in refused(*parts)
     parts[1].write_bytes(parts[0].read_bytes())
-    assert "which is not of shard 1/3" in refused(*parts)
+    assert "which does not belong to shard 1/3" in refused(*parts)
     parts[1].write_bytes(text + text[text.rindex(b"\n", 0, -1) + 1 :])
-    assert "was it copied whole?" in refused(*parts)
+    assert "was it copied completely?" in refused(*parts)
 
 
 def test_shards_of_different_engines_are_merged_only_when_asked(tmp_path: Path, engine: FakeEngine) -> None:
@@ -210,7 +210,7 @@ def test_an_output_goes_on_as_the_shard_it_was_begun_as(tmp_path: Path, engine: 
         assert done.exit_code == 2 and "was begun as shard 1/3" in done.stderr, done.output
     whole(tmp_path)
     done = invoke("run", tmp_path / "in.jsonl", "-o", tmp_path / "whole.jsonl", "--resume", "--shard", "1/3")
-    assert done.exit_code == 2 and "was not begun as a shard" in done.stderr
+    assert done.exit_code == 2 and "was not written as a shard" in done.stderr
     done = invoke("run", tmp_path / "in.jsonl", "-o", parts[1], "--overwrite", *CREATED)
     assert done.exit_code == 1 and read_state(parts[1]) is None  # it is no shard any more
 
@@ -256,7 +256,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 def test_a_shard_needs_a_file(tmp_path: Path, engine: FakeEngine) -> None:
     (tmp_path / "in.jsonl").write_bytes(LINES[0])
     done = invoke("run", tmp_path / "in.jsonl", "-o", "-", "--shard", "0/2")
-    assert done.exit_code == 2 and "needs a file" in done.stderr
+    assert done.exit_code == 2 and "writes its results to a file" in done.stderr
 
 
 @given(custom_id=st.text(min_size=1), count=st.integers(1, 50))

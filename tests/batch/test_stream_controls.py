@@ -156,7 +156,7 @@ def test_the_oldest_names_are_forgotten_and_a_live_one_is_refused() -> None:
     events, _ = serve(FakeEngine(max_num_seqs=1), *lines, DRAIN, *more, keep_finished=2)
     assert [event["id"] for event in events if event["event"] == "extend"] == ["b", "c"]
     messages = [event["message"] for event in events if event["event"] == "error"]
-    assert "--keep-finished" in messages[0] and "under way" in messages[1]
+    assert "--keep-finished" in messages[0] and "still running" in messages[1]
 
 
 def test_an_engine_without_kept_requests_says_what_to_set(tiny: XlaBatchEngine) -> None:

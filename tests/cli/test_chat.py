@@ -68,7 +68,7 @@ def test_what_fails_leaves_the_conversation_as_it_was(engine: FakeEngine, tmp_pa
         "JSON",
         "top_p must be",
         "did you mean",
-        "needs the name",
+        "needs a file name",
         "not this one",
     ):
         assert words in notes
@@ -159,7 +159,7 @@ def test_a_person_talks_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("\x03")
         terminal.wait_for("(stopped)")
         terminal.wait_for("> ")
-        terminal.interrupt_until("(Ctrl-D or /exit leaves)")
+        terminal.interrupt_until("(Ctrl-D or /exit quits)")
         terminal.type(f"/save {tmp_path / 'chat.json'}\n")
         terminal.wait_for("saved to")
         roles = [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())["messages"]]

@@ -149,7 +149,7 @@ def test_results_are_never_replaced_unasked(tmp_path: Path, engine: FakeEngine) 
     (tmp_path / "out.jsonl").write_bytes(b"{}\n" * 10**5)
     result, _ = run_file(tmp_path, prompts(2))
     assert_not_started(
-        result, "out.jsonl has results already; --resume goes on with them, --overwrite replaces"
+        result, "out.jsonl already has results; use --resume to continue, or --overwrite to replace"
     )
     assert (tmp_path / "out.jsonl").stat().st_size == 3 * 10**5
     result, records = run_file(tmp_path, prompts(2), "--overwrite")

@@ -22,7 +22,9 @@ CHAT = b'{"messages": [{"role": "user", "content": "Hello"}]}\n'
 )
 def test_an_array_is_one_error_and_no_output(tmp_path: Path, engine: FakeEngine, array: bytes) -> None:
     result, records = run_file(tmp_path, array)
-    assert_not_started(result, "in.jsonl is a JSON array; write each request on one line (`jq -c '.[]'")
+    assert_not_started(
+        result, "in.jsonl is a JSON array; write each request on one line (for an array: `jq -c '.[]'"
+    )
     assert not records and not (tmp_path / "out.jsonl").exists()
     assert_not_started(invoke("run", tmp_path / "in.jsonl", "--dry-run"), "is a JSON array")
     assert_not_started(run_file(tmp_path, b'{\n"prompt": "a"\n}')[0], "is JSON over several lines")

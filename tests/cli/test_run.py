@@ -55,7 +55,7 @@ def test_another_engine_does_not_go_on(
         assert_not_started(result, f"then and now, {every}. Resume with the same")
         assert len(records) == 3
         patch.setattr(batch, "recall", lambda digest: None)
-        assert_not_started(run_file(tmp_path, prompts(5), "--resume")[0], "not one that ran on this machine")
+        assert_not_started(run_file(tmp_path, prompts(5), "--resume")[0], "it did not run on this machine")
 
 
 def test_a_resumed_run_takes_the_recorded_length(tmp_path: Path, engine: FakeEngine) -> None:
@@ -212,7 +212,7 @@ def test_results_of_another_template_are_not_gone_on_with(tmp_path: Path, engine
         template.write_text(text)
         result, _ = run_file(tmp_path, prompts(3), "--resume", "--chat-template", str(template))
         assert result.exit_code == status, result.stderr
-    assert "not those that the output was made with" in result.stderr
+    assert "differ from those of the output" in result.stderr
 
 
 def test_a_dry_run_counts_what_a_run_counts(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_dry_run_estimates_from_the_last_run(
     data = b"".join(b'{"prompt": "def f", "max_tokens": %d}\n' % n for n in (1, 40) * 10)
     (tmp_path / "in.jsonl").write_bytes(data)
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
-    assert "new tokens           410 at most\n" in told and "not known: no run of this model" in told
+    assert "new tokens           410 at most\n" in told and "unknown: this model has not run" in told
     run_file(tmp_path, data)  # two tokens each, by this engine
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
     assert "new tokens           410 at most; about 30 if answers are as long as in the last run (2)" in told

@@ -16,7 +16,7 @@ from xla_engine.environment import embedded_model_directory
 from xla_engine.runner import memory
 
 MODEL = str(embedded_model_directory())
-CUT = "(cut by its length; --max-tokens N gives more)\n"
+CUT = "(stopped at the token limit; use --max-tokens N for more)\n"
 
 
 def test_a_prompt_is_completed_in_the_shell(
@@ -59,8 +59,8 @@ def test_prompts_of_files_become_chats_with_chat(engine: FakeEngine, tmp_path: P
     assert "chat template" not in result.stderr
     result, records = run_file(tmp_path, lines[:18], "--overwrite", "--model", MODEL)
     assert records[0]["response"]["body"]["choices"][0]["text"] == "<one>"
-    assert "--chat makes each a message" in result.stderr
-    assert "1 texts without max_tokens end after the default of 16" in result.stderr
+    assert "use --chat to send each as a message" in result.stderr
+    assert "1 texts without max_tokens ended at the default of 16" in result.stderr
 
 
 def test_what_cannot_run_says_why(engine: FakeEngine, tmp_path: Path) -> None:

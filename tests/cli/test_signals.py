@@ -27,7 +27,7 @@ def test_sigterm_asks_again_after_the_drain_timeout(
         signal.raise_signal(signal.SIGALRM)
         assert len(asked) == 2
     assert timers == [30.0, 0] and signal.getsignal(signal.SIGALRM) == before
-    assert "once more to stop at once" in (text := capfd.readouterr().err) and "after 30.0 s" in text
+    assert "a second signal stops at once" in (text := capfd.readouterr().err) and "after 30.0 s" in text
 
 
 def test_ctrl_c_sets_no_timer_and_a_second_sigterm_asks_at_once(timers: list[float]) -> None:

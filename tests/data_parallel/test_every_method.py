@@ -400,7 +400,7 @@ def test_two_engines_do_what_one_does(
     one, two = (outcome(CASES[kind][name], holder) for holder in holders)
     if name in REFUSED:
         assert isinstance(two, OneEngineError), two
-        assert "is for one engine (without data_parallel_size); with several, " in str(two)
+        assert "needs a single engine (no data_parallel_size); with several, " in str(two)
     elif isinstance(one, Exception):
         assert (type(two), str(two)) == (type(one), str(one))
     else:

@@ -63,10 +63,10 @@ def test_a_device_that_fails_every_step_is_given_up_in_time(
     engine.device.dead = True
     outputs = engine.drain()
     assert engine.device.failed == FAULTS_IN_A_ROW
-    closed = f"{FAULTS_IN_A_ROW} steps failed in a row, the last with no request in it: RuntimeError: gone"
+    closed = f"{FAULTS_IN_A_ROW} steps failed in a row, the last one without any request: RuntimeError: gone"
     assert engine.state.closed == closed
     assert len(outputs) == requests and {output.error for output in outputs.values()} == {closed}
-    with pytest.raises(EngineClosedError, match="no request in it"):
+    with pytest.raises(EngineClosedError, match="without any request"):
         engine.advance()
 
 
@@ -111,7 +111,7 @@ def test_a_fault_outside_of_any_step_closes_the_engine(monkeypatch: pytest.Monke
 
     engine.state.observers.add(Observer(started=broken))
     engine.drain()
-    assert "outside of any step" in str(engine.state.closed) and "planted" in str(engine.state.closed)
+    assert "outside of a step" in str(engine.state.closed) and "planted" in str(engine.state.closed)
 
 
 def test_prompts_that_fail_first_in_line_end_no_other(

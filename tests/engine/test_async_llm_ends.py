@@ -69,7 +69,7 @@ def test_a_drain_without_time_aborts_what_runs_and_says_why(
             await llm.drain(timeout_s=0)
             outputs = await asyncio.gather(*tasks)
             assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
-            assert all("told to end" in str(output.error) for output in outputs)
+            assert all("was drained" in str(output.error) for output in outputs)
 
     run(main())
 

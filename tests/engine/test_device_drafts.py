@@ -105,11 +105,11 @@ def test_the_model_itself_drafts_what_it_samples(tiny: XlaBatchEngine, by_model:
 
 def test_a_draft_model_must_fit() -> None:
     config = replace(TINY_ENGINE, prefill_lanes=(2,), speculative_config=BY_MODEL)
-    with pytest.raises(ConfigError, match="brings no draft model"):
+    with pytest.raises(ConfigError, match="has no draft model"):
         XlaBatchEngine(tiny_checkpoint(), None, replace(config, speculative_config={"method": "draft_model"}))
     for model, why in (
         (replace(TINY, vocab_size=200), "200 token ids and the model 199"),
-        (replace(TINY, max_position_embeddings=128), "knows 128 positions, requests may have 300"),
+        (replace(TINY, max_position_embeddings=128), "has 128 positions, but requests may have 300"),
         (replace(HYBRID, vocab_size=199), "recurrent layers"),
     ):
         with pytest.raises(ConfigError, match=why):

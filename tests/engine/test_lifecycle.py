@@ -268,7 +268,7 @@ def test_two_drivers_at_once_are_refused(tiny: XlaBatchEngine) -> None:
     tiny.lag = 0
     wait = next(turn := tiny.turn(), None)
     assert wait is not None
-    with pytest.raises(RuntimeError, match="two callers drive this engine"):
+    with pytest.raises(RuntimeError, match="two callers run this engine"):
         tiny.step()
     tiny.submit([2], LONG, request_id="y")  # between start and read of a step
     assert tiny.abort("x")

@@ -126,7 +126,7 @@ def test_sequences_are_queued_together_or_not_at_all(make_engine: Callable[..., 
     engine = make_engine(replace(TINY_ENGINE, max_waiting=4, self_check=False))
     engine.submit([1], SamplingParams(max_tokens=2))
     # the one has a slot to come
-    with pytest.raises(QueueFullError, match="12 sequences were not taken: 0 wait"):
+    with pytest.raises(QueueFullError, match="12 sequences were not accepted: 0 wait"):
         engine.submit([2], SamplingParams(n=12))
     assert engine.num_waiting == 1
     with pytest.raises(InvalidRequestError, match="never holds more than 12"):

@@ -102,7 +102,7 @@ def test_a_start_without_sense_is_refused(params: dict[str, int]) -> None:
 
 
 def test_a_start_behind_the_prompt_is_refused(engine: XlaBatchEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="behind the prompt of 5 tokens"):
+    with pytest.raises(InvalidRequestError, match="beyond the prompt of 5 tokens"):
         engine.submit([1, 2, 3, 4, 5], replace(WHOLE, logprobs_start=5))
 
 

@@ -193,11 +193,14 @@ def test_auto_runs_as_any_width_does(tiny: XlaBatchEngine) -> None:
     ("options", "why"),
     [
         ({"method": "magic"}, "must be one of ngram, suffix"),
-        ({"method": "eagle", "model": "there"}, "not built yet"),
+        ({"method": "eagle", "model": "there"}, "is not supported"),
         ({"method": "ngram", "model": "there"}, "names the draft model"),
         ({"method": "draft_model", "model": 7}, "a path or a name"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 15"),
-        ({"method": "ngram", "prompt_lookup_max": 4}, "knows method, num_speculative_tokens and model"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 4},
+            "has the fields method, num_speculative_tokens and model",
+        ),
         ({}, "needs a method"),
         ("ngram", "must be a mapping"),
     ],
@@ -210,7 +213,7 @@ def test_what_is_not_there_is_refused(options: Any, why: str) -> None:
 @pytest.mark.full
 def test_where_bits_would_differ_it_is_refused() -> None:
     config = replace(SPECULATING, isa="none", prefill_lanes=(2,))
-    with pytest.raises(ConfigError, match="not the same code"):
+    with pytest.raises(ConfigError, match="do not run the same code"):
         XlaBatchEngine(tiny_checkpoint(), None, config)
     with pytest.raises(ConfigError, match="no self-check"):
         XlaBatchEngine(tiny_checkpoint(), None, replace(SPECULATING, self_check=False, prefill_lanes=(2,)))

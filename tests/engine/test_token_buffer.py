@@ -205,7 +205,7 @@ def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
 @pytest.mark.parametrize(
     ("reason", "told", "stands"),
     [
-        (FinishReason.ABORT, "the engine was told to end", "no text"),
+        (FinishReason.ABORT, "the engine was drained", "no text"),
         (FinishReason.ERROR, "the device is gone", "the device is gone"),
     ],
 )

@@ -140,7 +140,7 @@ def test_it_ends_with_its_engine(make_engine: Any, gate: Gate) -> None:
 def test_a_drain_aborts_it_when_the_time_is_over(embedded: XlaBatchEngine, gate: Gate) -> None:
     embedded.submit("x", constrained(340), request_id="waits", on_refused=never)
     (output,) = embedded.drain(0.0)
-    assert output.outputs[0].finish_reason == "abort" and "told to end" in str(output.error)
+    assert output.outputs[0].finish_reason == "abort" and "was drained" in str(output.error)
 
 
 def test_another_threads_turns_go_on_while_a_caller_waits_in_submit(

@@ -56,7 +56,7 @@ def test_the_bits_are_those_of_an_engine_started_from_the_new_checkpoint(quantiz
         assert before != expected
         compiled = compiles_of_this_thread()
         LLM.from_engine(engine).update_weights(tensors_of(other_checkpoint()).items())
-        with pytest.raises(InvalidRequestError, match="cannot go on"):
+        with pytest.raises(InvalidRequestError, match="cannot be continued"):
             engine.extend("one", 4)
         engine.submit(PROMPT, PARAMS, request_id="one")
         (output,) = engine.drain()
@@ -92,11 +92,11 @@ def assert_all_or_nothing(engine: XlaBatchEngine, expected: bytes) -> None:
 def assert_refused_while_requests_run(engine: XlaBatchEngine, expected: bytes) -> None:
     engine.submit(PROMPT, PARAMS, request_id="one")
     engine.step()
-    with pytest.raises(InvalidRequestError, match="requests are under way"):
+    with pytest.raises(InvalidRequestError, match="requests are running or waiting"):
         engine.update_weights(tensors_of(other_checkpoint()))
     assert bits(engine.drain()[0].outputs[0]) == expected
 
 
 def test_a_model_without_names_is_refused(tiny: XlaBatchEngine) -> None:
-    with pytest.raises(CheckpointError, match="not from files"):
+    with pytest.raises(CheckpointError, match="not loaded from files"):
         tiny.update_weights({Q: np.zeros((96, 48), np.float32)})

@@ -129,14 +129,14 @@ def test_every_truncation_is_a_record_error(honest: Record) -> None:
     for length in {*range(0, len(raw) - 2, 211), *range(60)}:
         with pytest.raises(RecordError):
             from_json(raw[:length])
-    with pytest.raises(RecordError, match="ends too early"):
+    with pytest.raises(RecordError, match="the file is truncated"):
         from_json(raw[: raw.index(b'"steps"')])
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "ends too early"),
+        (b"", "the file is truncated"),
         (b"[]", "not a record"),
         (b'{"a": 1}', "not a record"),
         (b"\xff\xfe", "not JSON"),

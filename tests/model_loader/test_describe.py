@@ -107,7 +107,7 @@ def test_they_apply_unless_they_are_refused(
         for _ in range(2):
             llm.generate("import", use_tqdm=False)
         assert [each.getMessage() for each in caplog.records] == [
-            "1 of 1 texts end after the default of 5 tokens: give SamplingParams(max_tokens=...)"
+            "1 of 1 texts ended at the default of 5 tokens; set SamplingParams(max_tokens=...)"
         ]
         llm.engine.default_params = SamplingParams(ignore_eos=True)  # type: ignore[misc]
         (turn,) = llm.chat([{"role": "user", "content": "a"}], chat_template="b", use_tqdm=False)

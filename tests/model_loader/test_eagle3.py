@@ -129,7 +129,7 @@ def with_tensor(name: str, tensor: np.ndarray) -> Callable[[Tensors], None]:
         ({"attention_bias": True}, None, "attention_bias = true: not supported for EAGLE-3 heads. Use"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 3, 8]}, None, "the model has 7 layers. Use a head"),
         ({"eagle_aux_hidden_state_layer_ids": "2"}, None, "must be a list of layers. Correct"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, None, "the last layer alone are not supported"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, None, "only the last layer are not supported"),
         ({"draft_vocab_size": 90}, None, r"d2t is I64\[100\], not I64\[90\]. Correct"),
         ({}, without("fc.weight"), "tensor fc.weight is missing. Download"),
         ({}, without("lm_head.weight"), "lm_head.weight is missing. Use a head"),
@@ -165,11 +165,11 @@ def test_what_speculators_has_beside_is_refused_by_name(name: str, tmp_path: Pat
 def test_models_that_no_head_fits(tmp_path: Path) -> None:
     config = head_config(TINY, 100)
     write_head(tmp_path, config, head_tensors(config, SEEN))
-    with pytest.raises(CheckpointError, match="the model has 2 layers; heads see three of them"):
+    with pytest.raises(CheckpointError, match="the model has 2 layers; heads read three of them"):
         load_eagle3(tmp_path, tiny_checkpoint())
     scaled = replace(MODEL, config=replace(SEVEN, embedding_multiplier=2.0))
     with pytest.raises(
-        CheckpointError, match=r"embedding cannot serve the head.* brings embed_tokens.weight"
+        CheckpointError, match=r"cannot use the model's embedding.* its own embed_tokens.weight"
     ):
         load_eagle3(tmp_path, scaled)
 
@@ -178,7 +178,7 @@ def test_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='"eagle3" needs "model"'):
         EngineConfig(speculative_config={"method": "eagle3"})
     for method in ("eagle", "medusa"):
-        with pytest.raises(ConfigError, match=f"'{method}' is not built"):
+        with pytest.raises(ConfigError, match=f"'{method}' is not supported"):
             EngineConfig(speculative_config={"method": method, "model": "there"})
     options = {"method": "eagle3", "model": str(tmp_path)}
     found = EngineConfig(speculative_config=options).speculation

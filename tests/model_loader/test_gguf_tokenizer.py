@@ -169,12 +169,12 @@ def test_a_whole_tokenizer_json_in_the_metadata_goes_before_the_rest(tmp_path: P
     [
         ({"pre": "klingon"}, "'klingon'"),
         ({"model": "bert"}, "'bert'"),
-        ({"tokens": ["a", "a"]}, "spelled alike"),
+        ({"tokens": ["a", "a"]}, "have the same text"),
         ({"tokens": ["a"]}, "another length"),
-        ({"tokens": [1, 2]}, "no list of str"),
-        ({"merges": ["a b c"]}, "no pair"),
+        ({"tokens": [1, 2]}, "not a list of str"),
+        ({"merges": ["a b c"]}, "not a pair"),
         ({"merges": ["nowhere found"]}, "contradicts itself"),
-        ({"bos": 10**6}, "no spelling"),
+        ({"bos": 10**6}, "has no text"),
     ],
 )
 def test_what_cannot_be_exact_asks_for_a_tokenizer_json(
@@ -194,4 +194,4 @@ def test_what_cannot_be_exact_asks_for_a_tokenizer_json(
 
     with pytest.raises(CheckpointError) as caught:
         rebuilt(tmp_path / "m.gguf", fill)
-    assert words in str(caught.value) and "tokenizer.json beside" in str(caught.value)
+    assert words in str(caught.value) and "tokenizer.json next to" in str(caught.value)

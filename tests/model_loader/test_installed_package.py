@@ -53,9 +53,9 @@ def test_a_directory_in_a_package_is_a_model_too(package: Path) -> None:
             ("a.gguf", "b.gguf"),
             r"several models.*some_model/a\.gguf, .*some_model/b\.gguf",
         ),
-        ("package:", (), "no name of a package"),
-        ("package:os.path", (), "no name of a package"),
-        ("package:../x", (), "no name of a package"),
+        ("package:", (), "not the name of a package"),
+        ("package:os.path", (), "not the name of a package"),
+        ("package:../x", (), "not the name of a package"),
     ],
 )
 def test_what_is_no_model_is_explained(package: Path, name: str, files: tuple[str, ...], words: str) -> None:

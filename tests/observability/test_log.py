@@ -66,9 +66,7 @@ def test_each_failed_step_and_the_recovery_is_a_line(
         tiny.submit([2], PARAMS)
         tiny.drain()
     failed = [
-        each
-        for each in caplog.records
-        if "failed, the 1. in a row: RuntimeError: planted" in each.getMessage()
+        each for each in caplog.records if "failed (1 in a row): RuntimeError: planted" in each.getMessage()
     ]
     assert len(failed) == 2 and all(each.levelno == logging.WARNING for each in failed)
     assert len(lines(caplog, "recovered: ")) == 2

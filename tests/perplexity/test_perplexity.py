@@ -204,18 +204,20 @@ def test_files_that_do_not_fit_are_refused(
         with pytest.raises(LogitsFileError, match=words):
             measure(engine, text, ctx_size=ctx_size, against=bad)
 
-    refused(TEXT, "not written to its end", raw[:-1])
-    refused(TEXT, "not written to its end", raw[:3000])
+    refused(TEXT, "it is truncated", raw[:-1])
+    refused(TEXT, "it is truncated", raw[:3000])
     refused(TEXT, "holds no logits", raw[:10])
     refused(TEXT, "holds no logits", b"PK\x03\x04" + raw[4:])
     refused(TEXT, "header is damaged", raw[:8] + b"\0" * 12 + raw[20:])
-    refused([*TEXT[:50], 0 if TEXT[50] else 1, *TEXT[51:]], "another text, or by another tokenizer: token 50")
+    refused(
+        [*TEXT[:50], 0 if TEXT[50] else 1, *TEXT[51:]], "another text, or with another tokenizer: token 50"
+    )
     refused(TEXT, "give --ctx-size 40", ctx_size=20)
     refused(TEXT[:-100], "5 windows of 40 tokens, and this text 2")
-    refused(TEXT, "not written to its end", raw[:12] + bytes([raw[12] + 2]) + raw[13:])
+    refused(TEXT, "it is truncated", raw[:12] + bytes([raw[12] + 2]) + raw[13:])
     refused(TEXT, "vocabulary of 200 tokens; this one has 199", raw[:12] + bytes([raw[12] + 1]) + raw[13:])
     rows_at = 20 + 4 * 5 * CTX
-    refused(TEXT, "window 0, position 0 is no number", raw[:rows_at] + b"\xff" * 8 + raw[rows_at + 8 :])
+    refused(TEXT, "window 0, position 0 is not a number", raw[:rows_at] + b"\xff" * 8 + raw[rows_at + 8 :])
     assert measure(engine, TEXT, ctx_size=CTX, against=base).comparison is not None, "the engine lives on"
 
 

@@ -119,7 +119,7 @@ def test_one_that_cannot_be_pooled_harms_no_other(tiny: XlaBatchEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": 1.0}, "temperature is for requests that generate"),
+        ({"temperature": 1.0}, "temperature applies to generation only"),
         ({"logprobs": 1}, "logprobs is for"),
         ({"task": "draw"}, "task must be"),
         ({"dimensions": 0}, "dimensions"),
@@ -142,7 +142,7 @@ def test_params_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     ],
 )
 def test_options_of_text_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="for requests that generate"):
+    with pytest.raises(ConfigError, match="applies to generation only"):
         replace(POOLS, **options)
     assert "runner" not in BOTH_LANES.options()
 

@@ -159,8 +159,8 @@ def _with(directory: Path, **change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"modules": ("Transformer", "Pooling", "Dense")}, {}, "'Dense' is not built in"),
-        ({"pooling": {"pooling_mode_cls_token": True}}, {}, "cls_token; built in are the last token and the mean"),
+        ({"modules": ("Transformer", "Pooling", "Dense")}, {}, "'Dense' is not supported"),
+        ({"pooling": {"pooling_mode_cls_token": True}}, {}, "cls_token; supported are the last token and the mean"),
         ({"pooling": {}}, {}, "pools by nothing"),
         ({"architecture": "Qwen3ForSequenceClassification", "tensors": qwen3_tensors()}, {}, "weight is missing"),
         ({"architecture": "Qwen3ForSequenceClassification", "tensors": NARROW}, {}, r"shape \[1, 7\]"),
@@ -199,7 +199,7 @@ def test_what_a_caller_says_goes_before_the_files(tmp_path: Path) -> None:
     entries = json.loads((directory / "modules.json").read_text())
     entries[1]["path"] = "../elsewhere"
     (directory / "modules.json").write_text(json.dumps(entries))
-    with pytest.raises(CheckpointError, match="leads elsewhere"):
+    with pytest.raises(CheckpointError, match="leads out of the model directory"):
         _loaded(directory)
     (directory / "modules.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a list of modules"):

@@ -94,7 +94,7 @@ def empty(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sources": "0" * 64}, "made from other sources"),
+        ({"sources": "0" * 64}, "built from other sources"),
         ({"ffi": (VERSION[0], VERSION[1] + 1)}, "with jaxlib 0.0 for version"),
         ({"ffi": (VERSION[0] + 1, 0)}, "with jaxlib 0.0 for version"),
         (damage, "it is damaged"),
@@ -151,7 +151,7 @@ def test_a_library_that_cannot_be_loaded_gives_way_to_the_compiler(
     monkeypatch.setattr(build, "_bind", bind)
     assert build.register() == BEST.name and build.origin(BEST.name) == build.COMPILED
     (record,) = caplog.records
-    assert "came with the package is not used" in record.getMessage()
+    assert "library in the package is not used" in record.getMessage()
 
 
 def test_without_a_compiler_a_lesser_library_of_the_package_serves(

@@ -87,7 +87,9 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_instruction_set_of_other_machines_is_refused(make_engine: Callable[..., XlaBatchEngine]) -> None:
     foreign = next(each.name for each in INSTRUCTION_SETS if each.name not in HERE)
-    with pytest.raises(ConfigError, match=f"isa '{foreign}' is not of this machine; use one of auto, "):
+    with pytest.raises(
+        ConfigError, match=f"isa '{foreign}' is not supported on this machine; use one of auto, "
+    ):
         make_engine(replace(TINY_ENGINE, isa=foreign))
 
 

@@ -157,7 +157,7 @@ def test_wrong_sizes_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_undecided_size_says_so() -> None:
-    with pytest.raises(ConfigError, match="decided when an engine starts"):
+    with pytest.raises(ConfigError, match="resolved when an engine starts"):
         _ = AUTO.token_budget
 
 

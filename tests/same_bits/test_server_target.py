@@ -96,7 +96,7 @@ def test_the_command_tells_its_limits_first_and_refuses_options_of_an_engine() -
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[0].endswith("at most 400 requests, 60,000 tokens, 600 s")
     assert_not_started(invoke("verify", "--url", server.url, "--max-num-seqs", "4"), "max_num_seqs")
-    assert_not_started(invoke("verify", "--save", "a.json"), "--save goes with --url")
+    assert_not_started(invoke("verify", "--save", "a.json"), "--save needs --url")
 
 
 def test_the_fixture_fails_a_test_whose_function_depends_on_the_batch(tmp_path: Path) -> None:

@@ -203,10 +203,10 @@ def test_steps_are_committed_once_and_in_order() -> None:
     engine = make()
     engine.submit(ask("a"))
     first, second = engine.plan(), engine.plan()
-    with pytest.raises(AssertionError, match="step 1 committed when 0 was due"):
+    with pytest.raises(AssertionError, match="step 1 committed in place of 0"):
         engine.commit(second, result(second))
     engine.commit(first, result(first))
-    with pytest.raises(AssertionError, match="step 0 committed when 1 was due"):
+    with pytest.raises(AssertionError, match="step 0 committed in place of 1"):
         engine.commit(first, result(first))
 
 

@@ -124,7 +124,7 @@ def test_requests_that_were_taken_stay_when_it_fails_later() -> None:
         ("no_such_module:Name", "ModuleNotFoundError"),
         ("my_policies:Name", "AttributeError"),
         ("my_policies:SOURCE.x", "AttributeError"),
-        ("my_policies:calls", "no method `place`"),
+        ("my_policies:calls", "a method `place`"),
         ("my_policies:Dies", "SystemExit"),
         (":", "cannot be loaded"),
         ("lifo", "choose one of"),

@@ -217,5 +217,5 @@ def test_a_key_file_has_a_key_a_line(tmp_path: Any) -> None:
     file.write_text("# ours\nalpha\n\n  beta \n")
     assert read_api_keys(file) == ("alpha", "beta")
     file.write_text("#\n")
-    with pytest.raises(ValueError, match="holds no key"):
+    with pytest.raises(ValueError, match="contains no key"):
         read_api_keys(file)

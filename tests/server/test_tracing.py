@@ -108,7 +108,7 @@ def test_each_request_has_a_span_in_its_clients_trace(collector: Collector) -> N
 
 @pytest.mark.parametrize("url", ["grpc://localhost:4317", "localhost:4318"])
 def test_an_endpoint_that_is_no_http_address_is_refused(server: Running, url: str) -> None:
-    with pytest.raises(ConfigError, match="must be an HTTP address, as http://localhost:4318/v1/traces"):
+    with pytest.raises(ConfigError, match="must be an HTTP address, such as http://localhost:4318/v1/traces"):
         Service(server.service.llm, replace(server.service.settings, otlp_traces_endpoint=url))
 
 

@@ -172,7 +172,7 @@ class FakeEngine:
         self._check_open()
         old = self.ended.get(request_id)
         if old is None or request_id in self.live:
-            raise InvalidRequestError(f"request {request_id!r} cannot go on")
+            raise InvalidRequestError(f"request {request_id!r} cannot be continued")
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
             raise InvalidRequestError(f"max_tokens must be at least 1, not {max_tokens!r}")
         if len(old.prompt) + 2 * old.lives + max_tokens > LONGEST:

@@ -74,7 +74,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it() -> None:
     times = StartTimes(began=4.0, clock=lambda: now)
     progress = times.following(shown.append)
     steps = [
-        "C++ operations for this CPU (some 15 s)",
+        "C++ kernels for this CPU (some 15 s)",
         "loading weights",
         "compiling 9 programs",
         "compiling decode",
@@ -86,7 +86,7 @@ def test_the_parts_of_a_start_add_up_to_all_of_it() -> None:
     times.next("", at=now + 2.0)
     assert times.parts == {
         "imports and model files": 6.0,
-        "C++ operations for this CPU": 1.5,
+        "C++ kernels for this CPU": 1.5,
         "loading weights": 1.5,
         "compiling": 3.0,
         "first token": 2.0,

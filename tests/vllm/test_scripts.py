@@ -203,7 +203,7 @@ def test_generation_is_paused(shared: XlaBatchEngine, mode: Any) -> None:
         assert await made.is_paused() and counts[-1] == paused < 12
         await made.resume_generation()
         assert await task == {"keep": "length", "abort": "abort"}[mode] and not await made.is_paused()
-        with pytest.raises(InvalidRequestError, match="let requests end first"):
+        with pytest.raises(InvalidRequestError, match="wait until the requests have ended"):
             await made.pause_generation(mode="wait")  # type: ignore[arg-type]
 
     asyncio.run(asyncio.wait_for(main(), 60))

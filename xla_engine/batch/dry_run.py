@@ -64,10 +64,10 @@ class DryReport:
     def _time(self) -> str:
         last = self.last_run
         if last is None:
-            return "not known: no run of this model on this machine"
+            return "unknown: this model has not run on this machine yet"
         seconds = self.expected_tokens / last.tokens_per_s
         about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-        return f"about {about} at {last.tokens_per_s:.0f} tok/s, as in the run of {last.day}; a start comes on top"
+        return f"about {about} at {last.tokens_per_s:.0f} tok/s, as in the run of {last.day}, plus the start"
 
 
 class DryRun:

@@ -36,7 +36,7 @@ def envelope(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The url of an OpenAI Batch line, and a copy of its body. Raises InvalidRequestError."""
     for name in record:
         if name not in BESIDE_BODY:
-            hint = did_you_mean(name, BESIDE_BODY) or "; sampling fields belong into the body"
+            hint = did_you_mean(name, BESIDE_BODY) or "; put sampling fields into the body"
             raise InvalidRequestError(f"unknown field {name!r} beside the body{hint}")
     method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
@@ -53,7 +53,7 @@ def envelope(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise InvalidRequestError(f'"body" must be an object, not {kind(body)}')
     for name in ("custom_id", "id"):
         if name in body:
-            raise InvalidRequestError(f"field {name!r} belongs beside the body, not into it")
+            raise InvalidRequestError(f"field {name!r} belongs next to the body, not into it")
     return url, dict(body)
 
 

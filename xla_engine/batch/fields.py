@@ -111,7 +111,7 @@ def check_labels(body: Mapping[str, Any]) -> None:
             )
         for name, value in metadata.items():
             if not isinstance(value, str):
-                raise InvalidRequestError(f"metadata holds {kind(value)}; its values must be strings")
+                raise InvalidRequestError(f"metadata contains {kind(value)}; its values must be strings")
             if len(name) > MAX_METADATA_KEY or len(value) > MAX_LABEL:
                 raise InvalidRequestError(
                     f"metadata may have names of {MAX_METADATA_KEY} characters and values of {MAX_LABEL}; shorten it"
@@ -163,7 +163,9 @@ def take_echo(body: dict[str, Any]) -> tuple[bool, bool]:
         return False, True
     if body.get("logprobs") is not None:
         if body.get("prompt_logprobs") is not None:
-            raise InvalidRequestError("echo with logprobs has the prompt's logprobs; remove prompt_logprobs")
+            raise InvalidRequestError(
+                "echo with logprobs already returns the prompt's logprobs; remove prompt_logprobs"
+            )
         body["prompt_logprobs"] = body["logprobs"]
     if body.get("max_tokens") != 0 or isinstance(body["max_tokens"], bool):
         return True, True

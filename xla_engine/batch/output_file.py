@@ -56,12 +56,12 @@ class OutputFile:
         resumed = self._mode in (Mode.RESUME, Mode.RETRY)
         if not self._regular:
             if resumed:
-                raise OutputError(f"{self._path} is no plain file, so it cannot be resumed")
+                raise OutputError(f"{self._path} is not a regular file, so it cannot be resumed")
             return
         self._lock(self._path)
         if self._mode is Mode.NEW and os.fstat(self.file.fileno()).st_size:
             raise OutputError(
-                f"{self._path} has results already; --resume goes on with them, --overwrite replaces them"
+                f"{self._path} already has results; use --resume to continue, or --overwrite to replace them"
             )
         if not resumed:
             return

@@ -247,7 +247,7 @@ def _as_chat(body: dict[str, Any], system: str) -> None:
     """Turn a line's prompt into a chat, and prepend `system` to a chat without a system message."""
     if isinstance(prompt := body.get("prompt"), list):
         raise InvalidRequestError(
-            "the prompt is a list of token ids, of which --chat can make no message; give text"
+            "the prompt is a list of token ids, which --chat cannot turn into a message; give text"
         )
     if isinstance(prompt, str) and prompt and "messages" not in body:
         del body["prompt"]
@@ -278,10 +278,12 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     model = take_model(body)
     if url == RESPONSES_URL:
         if body.get("previous_response_id") is not None:
-            raise InvalidRequestError("previous_response_id: a line knows no other; send its items as input")
+            raise InvalidRequestError(
+                "previous_response_id: lines cannot refer to other responses; send the items as input"
+            )
         if body.get("truncation") == "auto":
             raise InvalidRequestError(
-                "truncation: lines are not shortened; leave it out, or send fewer items"
+                "truncation: batch lines are not truncated; leave it out, or send fewer items"
             )
         body = chat_body(body)
     take_cap(body)

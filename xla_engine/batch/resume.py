@@ -196,7 +196,7 @@ def result_lines(path: Path | str, size: int | None = None) -> Iterator[tuple[in
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            ending = "" if line.endswith(b"\n") else "; the file may be cut off"
+            ending = "" if line.endswith(b"\n") else "; the file may be truncated"
             raise ValueError(f"line {number}: not JSON ({error}){ending}") from error
         if not isinstance(record, dict) or not isinstance(record.get("custom_id"), str):
             raise ValueError(f"line {number}: not a result line: no custom_id")
@@ -216,13 +216,13 @@ def cut_torn_end(path: Path, end: int, file_system: FileSystem) -> None:
         if is_packed(path):
             piece = zlib.decompressobj(wbits=31).decompress(piece, len(_BEGINNING))
         if piece[: len(_BEGINNING)] != _BEGINNING[: len(piece)]:
-            raise ResumeError(_no_result(path, "its last line is cut off, and begins as no result does"))
+            raise ResumeError(_no_result(path, "its last line is truncated and does not begin like a result"))
         file_system.truncate(file, end)
         file_system.sync(file)
 
 
 def _no_result(path: Path, why: str) -> str:
-    return f"{path} is no file of `xla-engine run` ({why}); nothing was changed: name another file with -o"
+    return f"{path} is not a file of `xla-engine run` ({why}); nothing was changed: name another file with -o"
 
 
 def _whole_part(path: Path) -> tuple[int, int]:

@@ -185,9 +185,11 @@ class BatchRun:
         """Whether an earlier run finished the line. Ends this run if that run had a different input."""
         known = self._done.digest(number)
         if known is not None and known != digest:
-            message = f"line {number} or the sampling defaults are not those that the output was made with"
+            message = f"line {number} or the sampling defaults differ from those of the output"
         elif known is None and self._ordered and number < self._done.ordered_from:
-            message = f"line {number} has no output, but later lines have: it was not made with --ordered"
+            message = (
+                f"line {number} has no output, but later lines do: the file was not written with --ordered"
+            )
         else:
             self.totals.resumed += known is not None
             return known is not None

@@ -111,7 +111,7 @@ def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:
     if not totals.cut_by_default:
         return []
     why = (
-        f"without max_tokens end after the default of {DEFAULT_MAX_TOKENS} tokens; --max-tokens N gives more"
+        f"without max_tokens ended at the default of {DEFAULT_MAX_TOKENS} tokens; use --max-tokens N for more"
     )
     return [("cut short", f"{totals.cut_by_default} texts {why}")]
 

@@ -81,8 +81,8 @@ device_options = together(
     click.option(
         "--max-model-len",
         type=click.IntRange(2),
-        help="Most prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
-        "quarter of the machine's memory]",
+        help="Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what fits "
+        "into a quarter of the machine's memory]",
     ),
     click.option(
         "--dtype",
@@ -94,7 +94,7 @@ device_options = together(
         "--quantization",
         type=click.Choice(["int8", "gguf"]),
         help="int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
-        "gguf: keep the weights of a quantised GGUF file as they are there: its memory, the same tokens.",
+        "gguf: keep the weights of a GGUF file quantised: less memory, the same tokens.",
     ),
     click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -104,19 +104,19 @@ device_options = together(
     click.option(
         "--preemption/--no-preemption",
         default=True,
-        help="A waiting request may take the slot of a running one that is behind it in line.",
+        help="Let a waiting request preempt a running one that is behind it in line.",
     ),
     click.option(
         "--swap-space",
         type=click.FloatRange(0),
         default=4.0,
         metavar="GiB",
-        help="Host memory for the KV cache of preempted requests; what does not fit is computed again.",
+        help="Host memory for the KV cache of preempted requests; the rest is recomputed.",
     ),
     click.option(
         "--num-blocks",
         type=click.IntRange(1),
-        help="Let slots share N KV blocks of 64 tokens and take them as they grow, instead of "
+        help="Let slots share N KV blocks of 64 tokens and allocate them as they grow, instead of "
         "reserving --max-model-len tokens each.",
     ),
     click.option(
@@ -154,7 +154,7 @@ device_options = together(
     click.option(
         "--enable-dry/--no-enable-dry",
         default=False,
-        help="Requests may have dry_multiplier and penalty_last_n.",
+        help="Support dry_multiplier and penalty_last_n in requests.",
     ),
     click.option(
         "--speculative-config",
@@ -169,7 +169,7 @@ device_options = together(
         metavar="SHARE",
         type=click.FloatRange(0, 1),
         default=0.0,
-        help="Share of requests to run again, alone and by plain decode, to check that they get the same bits.",
+        help="Fraction of requests to run again, alone and by plain decode, to check that they get the same bits.",
     ),
 )
 
@@ -181,7 +181,7 @@ engine_options = together(
         metavar="N|auto",
         default="16",
         callback=_slots,
-        help="Requests decoded together; auto is as many as fit into memory.",
+        help="Number of requests decoded together; auto is as many as fit into memory.",
     ),
     device_options,
 )
@@ -225,7 +225,7 @@ verbose_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_log,
-    help="Log effective limits, progress, and failed steps.",
+    help="Log limits, progress, and failed steps.",
 )
 
 
@@ -242,19 +242,19 @@ scheduling_options = together(
         "--quantum",
         type=click.IntRange(1),
         default=64,
-        help="Steps of a request's turn under the policy round_robin.",
+        help="Steps in a request's time slice under the policy round_robin.",
     ),
     click.option(
         "--priority-aging",
         type=click.IntRange(1),
         default=64,
-        help="How many requests that came later may overtake a waiting one: for each class of priority between "
-        "them, and under shortest_prompt, deadline and longest_prefix in all.",
+        help="How many later requests may overtake a waiting one: for each level of priority between them, and "
+        "under shortest_prompt, deadline and longest_prefix in total.",
     ),
     click.option(
         "--max-num-batched-tokens",
         type=click.IntRange(1),
-        help="Most tokens computed in one step.  [default: all slots and the largest prefill call]",
+        help="Maximum number of tokens computed in one step.  [default: all slots and the largest prefill call]",
     ),
 )
 
@@ -263,8 +263,8 @@ generation_config_option = click.option(
     "--generation-config",
     type=click.Choice(["model", "engine"]),
     default="model",
-    help="Sampling fields of requests that leave them out: model takes the values that the checkpoint recommends, if "
-    "any; engine takes the defaults of docs/sampling.md.",
+    help="Defaults of sampling fields: model uses the values that the checkpoint recommends, if any; engine uses "
+    "the defaults of docs/sampling.md.",
 )
 chat_template_option = click.option(
     "--chat-template",
@@ -325,7 +325,7 @@ def _start_limit(seconds: float | None) -> Iterator[None]:
 def _give_up(seconds: float) -> None:
     click.echo(
         f"Error: the engine was not ready after {seconds:g} s (--start-timeout): the device does not answer, or "
-        "compiling takes longer; give it more time",
+        f"compiling takes longer; allow more time",
         err=True,
     )
     os._exit(NOT_STARTED)
@@ -369,7 +369,7 @@ def load_engine(
             limit = engine.checkpoint.config.max_position_embeddings
             if engine.max_model_len < limit:
                 click.echo(
-                    f"max_model_len is {engine.max_model_len}; the model allows {limit}, which --max-model-len gives",
+                    f"max_model_len is {engine.max_model_len}; the model allows {limit}; use --max-model-len for more",
                     err=True,
                 )
         yield engine

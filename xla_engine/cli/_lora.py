@@ -24,7 +24,7 @@ def _adapters(context: click.Context, option: click.Parameter, values: tuple[str
 
 # Adapters that requests select by name, and their limits.
 lora_options = together(
-    click.option("--enable-lora", is_flag=True, help="Allow each request its own LoRA adapter."),
+    click.option("--enable-lora", is_flag=True, help="Let each request use its own LoRA adapter."),
     click.option(
         "--lora-modules",
         metavar="NAME=PATH",
@@ -36,7 +36,7 @@ lora_options = together(
         "--max-loras",
         type=click.IntRange(1),
         default=1,
-        help="Number of adapters held at once; at least those of --lora-modules.",
+        help="Maximum number of adapters in memory; at least those of --lora-modules.",
     ),
     click.option("--max-lora-rank", type=click.IntRange(1), default=16, help="Highest rank of an adapter."),
 )

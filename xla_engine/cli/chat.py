@@ -76,7 +76,7 @@ def chat(
             if interactive:
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  # line editing and history in input()
-                click.echo("/help lists commands; Ctrl-C ends an answer, Ctrl-D leaves", err=True)
+                click.echo("/help lists commands; Ctrl-C ends an answer, Ctrl-D quits", err=True)
             try:
                 failed = _talk(session, interactive=interactive)
             except BrokenPipeError:
@@ -97,7 +97,7 @@ def _talk(session: _Session, *, interactive: bool) -> int:
                 click.echo()
             return failed
         except KeyboardInterrupt:
-            click.echo("\n(Ctrl-D or /exit leaves)", err=True)
+            click.echo("\n(Ctrl-D or /exit quits)", err=True)
             continue
         name, _, value = text.strip().partition(" ")
         if name in ("/exit", "/bye", "/quit"):
@@ -164,7 +164,7 @@ class _Session:
             raise InvalidRequestError(output.error or "the answer ended with an error")
         self._said.append({"role": "assistant", "content": answer.text})
         if answer.finish_reason == "length":
-            click.echo("(cut by its length: --max-tokens, or the room in --max-model-len)", err=True)
+            click.echo("(stopped at the token limit: --max-tokens or --max-model-len)", err=True)
         elif answer.finish_reason == "abort":
             click.echo("(stopped)", err=True)
 
@@ -188,7 +188,7 @@ class _Session:
                 Path(value).expanduser().write_text(json.dumps(saved, ensure_ascii=False) + "\n", "utf-8")
                 click.echo(f"saved to {value}", err=True)
             case "/save":
-                raise InvalidRequestError("/save needs the name of a file")
+                raise InvalidRequestError("/save needs a file name")
             case _:
                 raise InvalidRequestError(
                     f"no command {name}: /help lists them; a space before the / makes it a message"
@@ -198,6 +198,6 @@ class _Session:
         try:
             fields = {**self._fields, name: json.loads(value)}
         except ValueError:
-            raise InvalidRequestError(f"{name} needs a value, such as 0; {value!r} is no JSON") from None
+            raise InvalidRequestError(f"{name} needs a value, such as 0; {value!r} is not JSON") from None
         SamplingParams.from_mapping(fields)
         self._fields = fields

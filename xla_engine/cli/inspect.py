@@ -11,7 +11,7 @@ import click
 from xla_engine.cli import _common, _help
 
 
-@click.command(cls=_help.Sectioned, short_help="Tell what a model needs, and whether it runs here.")
+@click.command(cls=_help.Sectioned, short_help="Show what a model needs, and whether it runs here.")
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @_common.engine_options

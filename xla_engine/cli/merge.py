@@ -10,7 +10,7 @@ from xla_engine.batch.shards.merge import merge as merge_shards
 from xla_engine.cli import _common
 
 
-@click.command(short_help="Make one file of the outputs of all shards.")
+@click.command(short_help="Merge the outputs of all shards into one file.")
 @click.argument("shards", metavar="SHARD...", nargs=-1, required=True)
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", required=True, help="The merged file.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists.")

@@ -22,12 +22,12 @@ from xla_engine.utils.progress import counting
 )
 @click.argument("text_path", metavar="TEXT_FILE")
 @click.option("-c", "--ctx-size", type=click.IntRange(4), default=512, help="Tokens of a window.")
-@click.option("--chunks", type=click.IntRange(1), help="Windows to measure at most.  [default: all]")
+@click.option("--chunks", type=click.IntRange(1), help="Maximum number of windows.  [default: all]")
 @click.option("--save-logits", metavar="FILE", help="Write the logits, for --against or llama-perplexity.")
 @click.option(
     "--against",
     metavar="FILE",
-    help="Compare with the logits that --save-logits, or llama-perplexity --kl-divergence-base, has written.",
+    help="Compare with the logits that --save-logits, or llama-perplexity --kl-divergence-base, wrote.",
 )
 @click.option("--against-model", metavar="MODEL", help="Compare with this model.  [default: --model]")
 @click.option(
@@ -82,7 +82,7 @@ def perplexity(
         text = _read(text_path)
         if save_logits is not None and not Path(save_logits).parent.is_dir():
             # reported before the work begins
-            raise _common.NotStarted(f"{save_logits}: there is no such folder")
+            raise _common.NotStarted(f"{save_logits}: no such folder")
         if compares:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="xla-engine-"))
             against = str(Path(folder, "base.logits"))

@@ -24,14 +24,14 @@ from xla_engine.text.parsers.choose import Dialect
 @click.option(
     "--prompt",
     metavar="TEXT",
-    help="Print the answer to TEXT as a chat message if the model has a chat template, else the text's completion, as "
-    "the embedded model does. Takes no INPUT and no OUTPUT.",
+    help="Send TEXT as a chat message if the model has a chat template, else complete it; print the answer. Takes "
+    "no INPUT and no OUTPUT.",
 )
 @click.option(
     "--raw", is_flag=True, help="With --prompt: complete the text as it is, without the chat template."
 )
-@click.option("--chat", is_flag=True, help="Make each prompt that is text a chat message.")
-@click.option("--system", metavar="TEXT", help="System message of chats that have none; includes --chat.")
+@click.option("--chat", is_flag=True, help="Send each text prompt as a chat message.")
+@click.option("--system", metavar="TEXT", help="System message for chats without one; implies --chat.")
 @click.option("-o", "--output", "output_path", metavar="OUTPUT", help="Results file, or -.")
 @click.option(
     "--errors",
@@ -110,7 +110,7 @@ from xla_engine.text.parsers.choose import Dialect
     "--max-line-bytes",
     type=click.IntRange(1),
     default=MAX_LINE_BYTES,
-    help="Longest input line; longer ones get an error.",
+    help="Maximum length of an input line; longer lines get an error.",
 )
 @click.option("--created", type=int, help='Unix time written as "created".  [default: now]')
 @click.option("--fingerprint", is_flag=True, help="Add hashes to results, for `xla-engine compare`.")
@@ -225,7 +225,7 @@ def run(
         return
     if raw:
         raise click.UsageError(
-            "--raw needs --prompt; prompts in a file are completed as they are without --chat."
+            "--raw needs --prompt; without --chat, prompts in a file are always completed as they are."
         )
     if chat or system is not None:
         defaults["chat_system"] = system or ""
@@ -236,7 +236,7 @@ def run(
             )
         input_path = "-"
     if retry_failed and ordered:
-        raise _common.NotStarted("--retry-failed appends what failed before, so it cannot be --ordered")
+        raise _common.NotStarted("--retry-failed appends lines that failed before, so it excludes --ordered")
     if dry_run:
         from xla_engine.cli._run.dry_run import dry_run as check
 
@@ -247,7 +247,7 @@ def run(
         watched = Watched(status=status_path, metrics=metrics_path, step_log=step_log_path)
         run_stream(input_path, watched, defaults, max_line_bytes, drain_timeout, options)
     elif output_path is None:
-        raise click.UsageError("Missing option '-o': where results go, - for standard output.")
+        raise click.UsageError("Missing option '-o': the results file, - for standard output.")
     else:
         mode = Mode.RETRY if retry_failed else Mode.RESUME if resume else Mode.NEW
         files = batch.Files(

@@ -38,9 +38,7 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @click.option(
     "--allowed-origin", "origins", multiple=True, help="Allow browsers' requests from this origin (CORS)."
 )
-@click.option(
-    "--batch-dir", type=Path, help="Directory for files and batches; without it the server has none."
-)
+@click.option("--batch-dir", type=Path, help="Directory for files and batches; they are disabled without it.")
 @click.option(
     "--max-stored-bytes",
     type=click.IntRange(1),
@@ -55,7 +53,7 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @click.option(
     "--otlp-traces-endpoint",
     metavar="URL",
-    help="Send a trace of each request to this OpenTelemetry collector, as http://localhost:4318/v1/traces.",
+    help="Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
 )
 @click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
 @click.option(
@@ -68,17 +66,21 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
     "--max-waiting",
     type=click.IntRange(0),
     default=1024,
-    help="Longest queue; further requests get status 429.",
+    help="Maximum length of the queue; further requests get status 429.",
 )
 @click.option("--max-body-bytes", type=click.IntRange(1), default=8 << 20, help="Of one request.")
 @click.option(
     "--max-answer-values",
     type=click.IntRange(1),
     default=1 << 21,
-    help="Tokens of one answer, counted with their logprobs.",
+    help="Maximum number of tokens of an answer, counted with their logprobs.",
 )
-@click.option("--max-connections", type=click.IntRange(1), default=4096, help="Open at the same time.")
-@click.option("--request-timeout", type=click.FloatRange(0, min_open=True), help="Seconds for an answer.")
+@click.option(
+    "--max-connections", type=click.IntRange(1), default=4096, help="Maximum number of open connections."
+)
+@click.option(
+    "--request-timeout", type=click.FloatRange(0, min_open=True), help="Time limit of a request in seconds."
+)
 @click.option("--send-timeout", type=click.FloatRange(0, min_open=True), default=60.0, help="See below.")
 @click.option("--drain-grace", type=click.FloatRange(0), default=0.0, help="See below.")
 @click.option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="See below.")

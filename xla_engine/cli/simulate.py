@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     "widths",
     type=click.IntRange(1),
     multiple=True,
-    help="Slots; several times to compare.  [default: as recorded]",
+    help="Number of slots; repeatable, to compare.  [default: as recorded]",
 )
 @click.option(
     "--memory",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     "blocks",
     cls=_help.RenamedOption,
     default=None,
-    help="Slots borrow KV blocks from --memory, or have their own memory.  [default: as recorded]",
+    help="Slots share KV blocks of --memory, or have their own memory.  [default: as recorded]",
 )
 @click.option(
     "--policy",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="Which request goes first; repeatable, to compare. Custom policies by import path.  [default: as recorded]",
 )
-@click.option("--quantum", type=click.IntRange(1), help="Steps of a turn under round_robin.")
+@click.option("--quantum", type=click.IntRange(1), help="Steps in a time slice under round_robin.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of a step.")
 @click.option(
     "--requests",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     "--speed",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
-    help="Factor by which arrivals are sped up.",
+    help="Factor by which to speed up arrivals.",
 )
 @click.option("--seed", type=int, default=0, help="Seed of a generated trace.")
 @machine_options
@@ -160,20 +160,20 @@ def simulate(
     if memory is not None and not blocks:
         if widths:
             raise _common.NotStarted(
-                "--memory and --max-num-seqs both say how many slots; give one, or --blocks with them"
+                "--memory and --max-num-seqs both set the number of slots; give one of them, or add --blocks"
             )
         widths = (_fit(memory, source, "slot", int(source.engine.get("slot_bytes", 0))),)
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
     if recorded is None:  # shared prefixes are unknown
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
     if step_log_path is not None and (len(configs) > 1 or wanted):
-        raise _common.NotStarted("--step-log takes the steps of one simulation; ask for one")
+        raise _common.NotStarted("--step-log writes the steps of one simulation; run only one")
     if wanted and len(configs) > 1:
         raise _common.NotStarted(
             "machines are compared for one number of slots and one policy; give one of each"
         )
     if made and rate is None:
-        raise _common.NotStarted("--rate is needed: how many requests of a made trace come per second")
+        raise _common.NotStarted("--rate is needed for a generated trace: the number of requests per second")
     title = f"{Path(trace).name}, {source.engine.get('model', '')}"
     if wanted:
         ((name, config),) = configs.items()

@@ -19,29 +19,36 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Run everything at once, with faults, and look for harm.",
+    short_help="Stress-test engines and a server with faults.",
     context_settings={"show_default": True},
 )
 @_common.model_option
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Go on for so long.  [default: 2]")
-@click.option("--lives", type=click.IntRange(1), help="Go on for so many engines instead.")
-@click.option("--rounds", type=click.IntRange(1), default=40, help="Of requests, in each engine's life.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), help="Duration of the soak.  [default: 2]"
+)
+@click.option("--lives", type=click.IntRange(1), help="Number of engines, in place of --minutes.")
+@click.option("--rounds", type=click.IntRange(1), default=40, help="Rounds of requests per engine.")
 @click.option("--requests", type=click.IntRange(1), default=24, help="Of each round.")
 @click.option(
-    "--tiny", is_flag=True, help="A model of two small layers with random weights, and the other's tokenizer."
+    "--tiny",
+    is_flag=True,
+    help="Use a model of two small layers with random weights and the embedded model's tokenizer.",
 )
 @click.option(
     "--http/--no-http",
     default=True,
-    help="Serve the model over HTTP, too, to honest and hostile clients. Needs the extra server.",
+    help="Also serve the model over HTTP, to honest and hostile clients. Needs the extra server.",
 )
-@click.option("--verbose", "-v", is_flag=True, help="Say after each engine what happened so far.")
-@click.option("--seed", type=int, default=0, help="Chooses all requests, faults and times.")
-@click.option(
-    "--first-life", type=click.IntRange(0), default=0, help="Begin with this one of a seed's engines."
-)
+@click.option("--verbose", "-v", is_flag=True, help="Report after each engine.")
+@click.option("--seed", type=int, default=0, help="Seed of all requests, faults and times.")
+@click.option("--first-life", type=click.IntRange(0), default=0, help="Begin with this engine of the seed.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, help="Requests decoded together.")
-@click.option("--max-model-len", type=click.IntRange(64), default=256, help="Of prompt and new tokens.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(64),
+    default=256,
+    help="Maximum number of prompt plus generated tokens.",
+)
 @click.option(
     "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="Of weights."
 )
@@ -94,7 +101,7 @@ def soak(
     with contextlib.ExitStack() as stack, _common.startup_errors():
         if find_spec("xla_engine.tools.soak") is None:
             raise ConfigError(
-                "a wheel has no soak tests: run them from a checkout, installed with pip install -e ."
+                "wheels do not contain the soak tests; run them from a checkout, installed with pip install -e ."
             )
         from xla_engine.config import EngineConfig
         from xla_engine.environment import embedded_model_directory
@@ -132,7 +139,7 @@ def soak(
 def _can_serve() -> bool:
     if all(find_spec(name) for name in ("httptools", "msgspec", "python_multipart", "starlette", "uvicorn")):
         return True
-    click.echo(f"no HTTP in this soak: {install('server')}", err=True)
+    click.echo(f"the soak runs without HTTP: {install('server')}", err=True)
     return False
 
 

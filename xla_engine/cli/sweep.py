@@ -31,7 +31,7 @@ def _widths(context: click.Context, option: click.Parameter, value: str) -> list
 @click.option("--prompt-tokens", type=click.IntRange(1), default=64, help="Of every request.")
 @click.option("--new-tokens", type=click.IntRange(2), default=64, help="Of every request.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Measured runs at each width.")
-@click.option("--plot", "plot_path", metavar="FILE", help="Draw it (extra `plot`).")
+@click.option("--plot", "plot_path", metavar="FILE", help="Draw the results (extra `plot`).")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures.")
 def sweep(
     widths: list[int],

@@ -86,8 +86,8 @@ class FleetAdapters:
             key = self._key(request)
             if len(self._pinned) >= self._room:
                 raise AdaptersBusyError(
-                    f"{self._room} adapters are loaded (max_loras), and all are pinned: start the engines with more "
-                    "max_loras"
+                    f"{self._room} adapters are loaded (max_loras) and pinned: start the engines with a larger "
+                    f"max_loras"
                 )
             path = str(Path(request.lora_path).expanduser().absolute())
             found = self.known[number] = RemoteAdapter(request, path, key)
@@ -149,7 +149,7 @@ class FleetAdapters:
         if not all(self._takes(member, adapter.number) for member in lacking):
             raise AdaptersBusyError(
                 f"{self._room} adapters are loaded (max_loras), and all are pinned or have requests: start the "
-                "engines with more max_loras, or call again when those requests have ended"
+                f"engines with a larger max_loras, or call again when those requests have ended"
             )
         for member in lacking:
             self.make_room(member, adapter)
@@ -173,8 +173,8 @@ class FleetAdapters:
         pinned = self._pinned | {number}
         if len(pinned) >= self._room and not self._asked_for() <= pinned:
             raise AdaptersBusyError(
-                f"with {len(pinned)} pinned adapters (max_loras) there is no room for those of requests that have not "
-                "ended: pin it when they have, or start the engines with more max_loras"
+                f"with {len(pinned)} pinned adapters (max_loras) there is no room for the adapters of running and "
+                f"waiting requests: pin it when they have ended, or start the engines with a larger max_loras"
             )
         self.load(self.known[number])
         self._pinned = pinned
@@ -188,7 +188,7 @@ class FleetAdapters:
             return False
         if number in self._asked_for():
             raise InvalidRequestError(
-                f"adapter {number} has requests that run or wait; abort them, or wait for their end"
+                f"adapter {number} has running or waiting requests; abort them, or wait until they end"
             )
         for member in self._members:
             if number in member.adapters:

@@ -50,9 +50,7 @@ def one_engine_only(name: str, instead: str) -> Callable[..., NoReturn]:
     """A stub for a method of `XlaBatchEngine` that data parallelism does not support. Raises OneEngineError."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
-        raise OneEngineError(
-            f"{name} is for one engine (without data_parallel_size); with several, {instead}"
-        )
+        raise OneEngineError(f"{name} needs a single engine (no data_parallel_size); with several, {instead}")
 
     refuse.__name__, refuse.__doc__ = name, f"Raises OneEngineError: {instead}."
     return refuse
@@ -276,16 +274,16 @@ class DataParallelEngine:
     fork = one_engine_only("fork", "submit prompt and tokens as a new prompt")
     preempt = one_engine_only("preempt", "give requests priorities")
     peek = one_engine_only("peek", "look at snapshot")
-    inventory_report = one_engine_only("inventory_report", "ask an engine of its own")
-    blank = one_engine_only("blank", "reset_prefix_cache forgets what prompts left")
+    inventory_report = one_engine_only("inventory_report", "use a separate engine")
+    blank = one_engine_only("blank", "use reset_prefix_cache to empty the cache")
 
     def step_shadow(self) -> bool:
         """Does nothing: each engine's process runs its own shadow probe while it is idle."""
         return False
 
-    finish_shadow = one_engine_only("finish_shadow", "stats counts what the probe has found so far")
+    finish_shadow = one_engine_only("finish_shadow", "read the probe's counters in stats")
     draft_with = one_engine_only("draft_with", "name the method in speculative_config")
-    update_weights = one_engine_only("update_weights", "save a checkpoint and start again from it")
+    update_weights = one_engine_only("update_weights", "save a checkpoint and start new engines from it")
     start_profile = one_engine_only("start_profile", "profile an engine of its own")
     stop_profile = one_engine_only("stop_profile", "profile an engine of its own")
 

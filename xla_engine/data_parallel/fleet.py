@@ -100,7 +100,7 @@ class Fleet:
     def take_ready(self, member: Member, message: Message) -> None:
         """Mark an engine as ready. Raises ConfigError if it differs from the first one."""
         if (others := self._differences(message)) != []:
-            raise ConfigError(f"engines of one machine differ: {'; '.join(others)}")
+            raise ConfigError(f"the engines of this machine differ: {'; '.join(others)}")
         member.ready = True
         member.stats, member.snapshot = message["stats"], message["snapshot"]
 
@@ -121,9 +121,9 @@ class Fleet:
                 self._together(other, member) for other in self.members if other.process is not None
             )
             self._start(member, running=running)
-            log.warning("engine %d %s; it starts again", member.index, why)
+            log.warning("engine %d %s; it is restarted", member.index, why)
         else:
-            log.error("engine %d %s; it is not started again", member.index, why)
+            log.error("engine %d %s; it is not restarted", member.index, why)
         return why
 
     def close(self) -> None:

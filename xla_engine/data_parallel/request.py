@@ -133,7 +133,7 @@ class RemoteRequest:
             if coming.finished and coming.error is not None:
                 pass  # the request ends anyway
             elif not coming.continues(self.shown):
-                raise ReplayError(f"request {self.request_id!r} got other tokens when it ran again")
+                raise ReplayError(f"request {self.request_id!r} got different tokens when it ran again")
             self.shown = coming
         return True
 

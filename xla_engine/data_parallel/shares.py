@@ -45,7 +45,7 @@ def shares(
         starts = range(0, len(gpus) - devices_each + 1, devices_each)
         gpus = [",".join(gpus[start : start + devices_each]) for start in starts]
         if not gpus:
-            raise ConfigError(f"tensor_parallel_size {devices_each} needs as many GPUs, and there are fewer")
+            raise ConfigError(f"tensor_parallel_size {devices_each} needs as many GPUs, but there are fewer")
         return [Share(gpu=gpus[index % len(gpus)]) for index in range(engines)]
     if len(cores) < engines:
         return [Share()] * engines

@@ -257,14 +257,16 @@ class Turns:
             request.deaths += 1
             request.engine = None
             if request.alone:
-                cause = f"{request.deaths} engines ended with this request, the last with it alone: it {why}"
+                cause = (
+                    f"{request.deaths} engines ended with this request, the last one with no other: it {why}"
+                )
                 self._end(request, "error", cause)
             else:
                 self._put_in_line(request)
         if member.process is None:
             member.adapters.clear()
         if all(each.process is None for each in self.fleet.members):
-            self.fail(f"every engine has ended too often, the last {why}")
+            self.fail(f"every engine has ended too often; the last one {why}")
 
     def _forget(self, request: RemoteRequest) -> None:
         del self.live[request.request_id]

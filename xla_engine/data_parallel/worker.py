@@ -133,8 +133,8 @@ class _Server:
         if self._engine.adapters.of(request).key != told["key"]:
             self._engine.remove_lora(request.lora_int_id)
             raise InvalidRequestError(
-                f"the files of adapter {request.lora_name!r} have changed since it was first asked for; give another "
-                "lora_int_id, or remove the adapter first (remove_lora)"
+                f"the files of adapter {request.lora_name!r} have changed since it was first loaded; give another "
+                f"lora_int_id, or remove the adapter first (remove_lora)"
             )
         return request
 

@@ -95,7 +95,7 @@ class Adapters:
             return False
         if found.slot in self._slots_in_use():
             raise InvalidRequestError(
-                f"adapter {lora_int_id} has requests that run, wait or are kept; abort them, or wait for their end"
+                f"adapter {lora_int_id} has running, waiting or kept requests; abort them, or wait until they end"
             )
         self._pinned.discard(lora_int_id)
         del self._loaded[lora_int_id]
@@ -106,7 +106,9 @@ class Adapters:
         if form is None:
             raise InvalidRequestError("lora_request needs an engine that was started with enable_lora=True")
         if not self._checkpoint.sources:
-            raise InvalidRequestError("adapters need a model from files, whose weights have names")
+            raise InvalidRequestError(
+                "adapters need a model that was loaded from files, because they refer to weights by name"
+            )
         try:
             adapter = read_adapter(request.lora_path, self._checkpoint.sources, self._checkpoint.config, form)
         except CheckpointError as error:
@@ -125,6 +127,6 @@ class Adapters:
                 del self._loaded[number]
                 return each.slot
         raise AdaptersBusyError(
-            f"{slots} adapters are loaded (max_loras), and all are pinned or have requests: start the engine with "
-            "more max_loras, or submit when those requests have ended"
+            f"{slots} adapters are loaded (max_loras), and all are pinned or have requests: start the engine with a "
+            f"larger max_loras, or submit when those requests have ended"
         )

@@ -489,7 +489,7 @@ class XlaBatchEngine:
         Raises ConfigError if the engine does not speculate.
         """
         if self.state.speculator is None:
-            raise ConfigError("this engine does not speculate: give it a speculative_config")
+            raise ConfigError("this engine does not speculate: start it with a speculative_config")
         self.state.speculator.proposer = proposer
 
     def start_profile(self, directory: str | Path) -> None:

@@ -76,7 +76,9 @@ class Continuations:
                 f"{name!r} is the name of another saved request; free it or choose another"
             )
         if len(saved) >= (most := self._state.table.kept.most):
-            raise InvalidRequestError(f"{most} requests are saved, as many as keep_finished allows; free one")
+            raise InvalidRequestError(
+                f"{most} requests are saved, the maximum that keep_finished allows; free one"
+            )
         sequences: list[SavedSequence] = []
         for part, row in self._known(request_id):
             request = request_of(self._state.scheduler, part.request_id)
@@ -183,8 +185,9 @@ class Continuations:
             )
         if (found := kept.get(request_id)) is None:
             raise InvalidRequestError(
-                f"request {request_id!r} cannot go on: no such request has ended, it ended with stop or error, or it "
-                f"was forgotten, as the latest {kept.most} are kept (keep_finished); submit it anew"
+                f"request {request_id!r} cannot be continued: no such request has ended, it ended with stop or "
+                f"error, or it was dropped, because only the last {kept.most} are kept (keep_finished); submit it "
+                f"again"
             )
         self._state.table.check_free(request_id, len(found.parts))
         return found
@@ -193,7 +196,7 @@ class Continuations:
         self._validator.check_options(**options)
         for name in ("cache_salt", "lora_request"):
             if name in options:
-                raise InvalidRequestError(f"{name} cannot change when a request goes on: leave it out")
+                raise InvalidRequestError(f"{name} cannot change when a request continues: leave it out")
 
     def _longer(
         self, part: LiveSequence, row: RowSettings, max_tokens: int, collector: OutputCollector, name: str

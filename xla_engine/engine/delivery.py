@@ -21,7 +21,7 @@ from xla_engine.scheduler import (
 )
 from xla_engine.scheduler.continuation import forget
 
-NO_NUMBERS = "no token could be chosen: the logits were not numbers"
+NO_NUMBERS = "no token could be sampled: the logits are not finite"
 
 
 class Delivery:

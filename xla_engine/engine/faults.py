@@ -63,7 +63,7 @@ class Faults:
         """Note that a step succeeded."""
         self.plan = None
         if self._in_a_row:
-            engine_log.info("recovered: a step was read after %d that failed", self._in_a_row)
+            engine_log.info("recovered: a step succeeded after %d failed steps", self._in_a_row)
             self._in_a_row = self._outside = 0
 
     def canary_lived(self) -> Accused | None:
@@ -80,13 +80,13 @@ class Faults:
         step = "a turn" if self.plan is None else f"step {self.plan.step}"
         if self.accused is not None:
             step = "the canary"
-        engine_log.warning("%s failed, the %d. in a row: %s", step, self._in_a_row, cause)
+        engine_log.warning("%s failed (%d in a row): %s", step, self._in_a_row, cause)
         if self.plan is None:
             self._outside += 1
         if self._outside >= FAULTS_IN_A_ROW:
-            return f"{self._outside} turns failed in a row outside of any step, the last with {cause}"
+            return f"{self._outside} turns failed in a row outside of a step, the last with {cause}"
         if self.accused is not None and self._in_a_row >= FAULTS_IN_A_ROW:
-            return f"{self._in_a_row} steps failed in a row, the last with no request in it: {cause}"
+            return f"{self._in_a_row} steps failed in a row, the last one without any request: {cause}"
         return None
 
     @property

@@ -89,7 +89,7 @@ class Loop:
         if state.closed is not None:
             raise EngineClosedError(f"the engine is closed ({state.closed}); make a new one")
         if turn.running:
-            raise RuntimeError("two callers drive this engine at once; let one of them run it")
+            raise RuntimeError("two callers run this engine at the same time; let only one of them run it")
         if timer is not None:
             timer.begin()
         self._recovery.restart_if_torn()
@@ -168,7 +168,7 @@ class Loop:
         plan = state.pipeline.plan(wanted, blocked)
         if plan is None:
             if table and not state.pipeline.in_flight and not blocked:
-                raise RuntimeError("requests are left, but there is nothing to do for them")
+                raise RuntimeError("requests are left, but the scheduler plans no work for them")
             return False
         self._recovery.faults.plan = plan
         for name in plan.replays:  # before the start, which reads the mask for their first token

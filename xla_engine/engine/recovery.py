@@ -49,8 +49,8 @@ class Recovery:
         name = accused.sequence.request_id
         if not accused.sequence.finished:
             self._state.scheduler.finish(name, FinishReason.ERROR)
-            message = f"a step failed again with this request alone in it: {accused.cause}"
-            engine_log.warning("request %r ends: it was alone in a failed step", name)
+            message = f"a step failed again with this request alone: {accused.cause}"
+            engine_log.warning("request %r ends with an error: a step failed with this request alone", name)
             self._delivery.end(name, FinishReason.ERROR, message)
 
     def release_suspects(self) -> None:
@@ -85,14 +85,14 @@ class Recovery:
         try:
             state.runner.rebuild()
         except Exception as error:
-            self.fail(f"the device state was lost and cannot be made again: {type(error).__name__}: {error}")
+            self.fail(f"the device state was lost and cannot be rebuilt: {type(error).__name__}: {error}")
         state.turn.torn = False
 
     def fail(self, cause: str) -> None:
         """As `XlaBatchEngine.fail`."""
         state = self._state
         state.closed = cause
-        engine_log.error("the engine is closed, and %d sequences end: %s", len(state.table), cause)
+        engine_log.error("the engine has closed and ended %d sequences: %s", len(state.table), cause)
         state.pipeline.in_flight.clear()
         for name in state.table:
             state.scheduler.finish(name, FinishReason.ERROR)

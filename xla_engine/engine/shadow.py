@@ -84,9 +84,7 @@ class ShadowProbe:
         except Exception as error:
             self._broken = True
             self._forget()
-            _log.warning(
-                "the shadow probe has failed and is off from now on: %s: %s", type(error).__name__, error
-            )
+            _log.warning("the shadow probe has failed and is now off: %s: %s", type(error).__name__, error)
             return False
 
     def finish(self) -> None:
@@ -167,7 +165,7 @@ class ShadowProbe:
             if (why := _difference(case, self._seen, sample)) is not None:
                 self.mismatches += 1
                 _log.error(
-                    "request %r is not what it is alone, by plain decode: token %d of %d %s",
+                    "request %r differs from its repetition alone by plain decode: token %d of %d %s",
                     case.request_id,
                     self._seen,
                     len(case.tokens),

@@ -59,7 +59,7 @@ class Pending(Generic[T]):
 
     def result(self) -> T | BaseException:
         """The answer; `done` must be set."""
-        assert self.answer is not None, "the call was not waited for"
+        assert self.answer is not None, "the call was abandoned"
         return self.answer
 
 

@@ -52,9 +52,7 @@ class WeightUpdates:
             return None
         found, own = self.adapters.named(name), self.checkpoint.path.name
         if found is None and name != own:
-            raise InvalidRequestError(
-                f"there is no model {name!r}; here are {', '.join((own, *self.adapters.names))}"
-            )
+            raise InvalidRequestError(f"no model {name!r}; here are {', '.join((own, *self.adapters.names))}")
         return found
 
     def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
@@ -62,8 +60,8 @@ class WeightUpdates:
         state = self._state
         if state.has_work:
             raise InvalidRequestError(
-                "requests are under way, and each has one set of weights: call update_weights when they have ended "
-                "(drain), or abort them (abort_all)"
+                "requests are running or waiting, and each must use one set of weights: call update_weights when "
+                "they have ended (drain), or abort them (abort_all)"
             )
         if self._config.quantization == GGUF:
             raise InvalidRequestError(

@@ -102,7 +102,7 @@ def from_json(raw: bytes) -> Record:
     try:
         data = json.loads(raw.decode("utf-8"))
     except json.JSONDecodeError as error:
-        place = "it ends too early" if error.pos >= len(error.doc.rstrip()) else error.msg
+        place = "the file is truncated" if error.pos >= len(error.doc.rstrip()) else error.msg
         raise RecordError(f"not JSON at line {error.lineno}: {place}") from error
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
         raise RecordError(f"not JSON: {error}") from error

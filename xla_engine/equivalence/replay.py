@@ -152,7 +152,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
         engine.state.masks.replay = None
     if engine.stats().recoveries > faults:
         raise EngineFaultError(
-            f"a step failed during the replay, so that it proves nothing: {engine.last_fault}"
+            f"a step failed during the replay, so its result is meaningless: {engine.last_fault}"
         )
     difference = check.difference
     if difference is not None and difference.position is not None:

@@ -87,7 +87,7 @@ class VerifyReport:
         reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.finish_reasons.items()))
         names = ", ".join(self.compiled)
         lines = [
-            "level                      A  (among peers against alone, through the same executables)",
+            "level                      A  (in a batch against alone, through the same executables)",
             f"requests                   {self.requests}  ({reasons})",
             f"schedules                  {self.schedules}",
             f"tokens compared            {self.tokens}",

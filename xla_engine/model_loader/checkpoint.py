@@ -162,7 +162,7 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
     """
     if not checkpoint.sources:
         raise CheckpointError(
-            "tensors have no names here, as the model is not from files. Load it from files"
+            "tensors have no names because the model was not loaded from files. Load it from files"
         )
     arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
     head, embedding = "lm_head.weight", arrays.get("model.embed_tokens.weight")
@@ -176,7 +176,7 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
             continue
         if missing := [name for name in names if name not in arrays]:
             raise CheckpointError(
-                f"{missing[0]} is missing: {' and '.join(names)} are one weight. Give all of them"
+                f"{missing[0]} is missing: {' and '.join(names)} form one weight. Give all of them"
             )
         for part in parts:
             array = arrays[part.name]
@@ -188,9 +188,7 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
         sources[leaf] = parts
         used.update(names)
     if unknown := sorted(arrays.keys() - used):
-        raise CheckpointError(
-            f"the checkpoint has no tensor {unknown[0]!r}. Give the names that transformers has"
-        )
+        raise CheckpointError(f"the checkpoint has no tensor {unknown[0]!r}. Use the names of transformers")
     given = GivenTensors(arrays)
     return StoredWeights(given, sources, checkpoint.config, checkpoint.dtype), given.fingerprint()
 

@@ -134,7 +134,7 @@ def _fitting(fields: Fields, config: ModelConfig, target: ModelConfig) -> tuple[
     within = fields.within("eagle_config")
     if within is not None and not within.flag("use_aux_hidden_state", default=True):
         within.fail(
-            "use_aux_hidden_state", "heads that see the last layer alone are not supported. Use another"
+            "use_aux_hidden_state", "heads that read only the last layer are not supported. Use another"
         )
     if fields.given(_LAYER_IDS):  # as in vLLM
         where, behind = fields, 0
@@ -144,7 +144,7 @@ def _fitting(fields: Fields, config: ModelConfig, target: ModelConfig) -> tuple[
         taps = (2, layers // 2, layers - 3)
         if layers < 3:
             fields.fail(
-                _LAYER_IDS, f"the model has {layers} layers; heads see three of them by default. {_OTHER}"
+                _LAYER_IDS, f"the model has {layers} layers; heads read three of them by default. {_OTHER}"
             )
         return taps
     given = where.values[_LAYER_IDS]
@@ -221,6 +221,6 @@ def _check_shared(fields: Fields, config: ModelConfig, target: ModelConfig) -> N
     if config.hidden_size != target.hidden_size or target.embedding_multiplier != 1:
         fields.fail(
             "hidden_size",
-            "the model's embedding cannot serve the head: it has another size or is scaled. "
-            "Use a head that brings embed_tokens.weight",
+            "the head cannot use the model's embedding, which has another size or is scaled. "
+            "Use a head with its own embed_tokens.weight",
         )

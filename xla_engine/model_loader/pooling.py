@@ -161,14 +161,16 @@ def _with_modules(form: PoolingForm, directory: Path) -> PoolingForm:
     for kind in kinds:
         if kind not in _MODULES:
             raise CheckpointError(
-                f"{file}: the module {kind!r} is not built in, only {', '.join(_MODULES)} are. Remove {MODULES_FILE} "
+                f"{file}: the module {kind!r} is not supported, only {', '.join(_MODULES)} are. Remove {MODULES_FILE} "
                 'to use the model without it, with runner="pooling"'
             )
     form = replace(form, use_activation="Normalize" in kinds)
     if "Pooling" not in kinds:
         return form
     if (path := Path(kinds["Pooling"])).is_absolute() or ".." in path.parts:
-        raise CheckpointError(f"{file}: the path {str(path)!r} leads elsewhere. Download the file again")
+        raise CheckpointError(
+            f"{file}: the path {str(path)!r} leads out of the model directory. Download the file again"
+        )
     fields = Fields(directory / path / "config.json", read_json(directory / path / "config.json"))
     modes = [name.removeprefix("pooling_mode_") for name, value in fields.values.items() if value is True]
     modes = [name for name in modes if f"pooling_mode_{name}" in fields.values]
@@ -176,7 +178,7 @@ def _with_modules(form: PoolingForm, directory: Path) -> PoolingForm:
         modes = [mode]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise CheckpointError(
-            f"{fields.file}: pools by {' and '.join(modes) or 'nothing'}; built in are the last token and the mean. "
+            f"{fields.file}: pools by {' and '.join(modes) or 'nothing'}; supported are the last token and the mean. "
             f'Remove {MODULES_FILE} and choose with pooler_config {{"pooling_type": "MEAN"}}'
         )
     return replace(form, pooling_type=_MODES[modes[0]])

@@ -53,7 +53,7 @@ def open_tensor_file(file: Path) -> TensorFiles:
     maps: dict[Path, mmap.mmap] = {}
     tensors: dict[str, TensorInfo] = {}
     if not file.exists():
-        raise CheckpointError(f"{file}: no such file. Save as safetensors; pickled weights are not opened")
+        raise CheckpointError(f"{file}: no such file. Save as safetensors; pickled weights are never opened")
     _open_file(file, maps, tensors)
     return TensorFiles(maps, tensors)
 

@@ -58,7 +58,7 @@ class TensorFiles:
     """Mapped files and their tensors, which are already validated against the files' lengths."""
 
     dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; there may be tensors of other dtypes
-    remedy = "Download the file again, or take another checkpoint"  # for invalid values
+    remedy = "Download the file again, or use another checkpoint"  # for invalid values
 
     def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
         self.tensors = tensors
@@ -121,8 +121,8 @@ class TensorFiles:
         data = self._maps[file]
         if (length := data.size()) < len(data):  # of the open file, even if another file now has its name
             raise CheckpointError(
-                f"{file}: was cut from {len(data)} to {length} bytes while it was read. Write the file anew "
-                "under another name and rename it, and start again"
+                f"{file}: was cut from {len(data)} to {length} bytes while it was read. Write the file under "
+                f"another name, then rename it, and start again"
             )
         return data
 

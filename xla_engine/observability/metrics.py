@@ -72,13 +72,11 @@ METRICS = (
     ),
     Metric("xla_engine_load_seconds", "gauge", "Time to load the weights.", lambda stats: stats.load_seconds),
     Metric("xla_engine_compile_seconds", "gauge", "Time to compile.", lambda stats: stats.compile_seconds),
-    Metric(
-        "xla_engine_requests_total", "counter", "Requests that were taken.", lambda stats: stats.submitted
-    ),
+    Metric("xla_engine_requests_total", "counter", "Accepted requests.", lambda stats: stats.submitted),
     Metric(
         "vllm:request_success_total",
         "counter",
-        "Sequences that ended, by reason; not only those that ended well.",
+        "Sequences that ended, by reason; failures are included.",
         lambda stats: dict(stats.finished),
         "finished_reason",
     ),
@@ -110,12 +108,10 @@ METRICS = (
     Metric(
         "vllm:spec_decode_num_accepted_tokens_total",
         "counter",
-        "Drafts that were right.",
+        "Accepted draft tokens.",
         lambda stats: stats.accepted_tokens,
     ),
-    Metric(
-        "xla_engine_steps_total", "counter", "Turns that dispatched device work.", lambda stats: stats.steps
-    ),
+    Metric("xla_engine_steps_total", "counter", "Steps started on the device.", lambda stats: stats.steps),
     Metric(
         "xla_engine_prefill_calls_total",
         "counter",
@@ -137,7 +133,7 @@ METRICS = (
     Metric(
         "xla_engine_shadow_mismatches_total",
         "counter",
-        "Those of them that did not get the same bits.",
+        "Shadow requests that did not get the same bits.",
         lambda stats: stats.shadow_mismatches,
     ),
     Metric(
@@ -192,43 +188,43 @@ METRICS = (
     Metric(
         "xla_engine_sequence_preemptions",
         "histogram",
-        "How often a sequence lost its slot.",
+        "Preemptions of a sequence that ended.",
         lambda stats: stats.distributions.preemptions,
     ),
     Metric(
         "xla_engine_sequence_failed_steps",
         "histogram",
-        "Failed steps that a sequence was in.",
+        "Failed steps of a sequence that ended.",
         lambda stats: stats.distributions.failed_steps,
     ),
     Metric(
         "xla_engine_prefix_hit_tokens",
         "histogram",
-        "Cached tokens of a prompt that began with any.",
+        "Cached tokens at the beginning of a prompt, if any.",
         lambda stats: stats.distributions.prefix_hit_tokens,
     ),
     Metric(
         "xla_engine_prefill_padding_ratio",
         "histogram",
-        "Share of a prefill call that held no prompt token.",
+        "Share of the positions of a prefill call without a prompt token.",
         lambda stats: stats.distributions.prefill_padding,
     ),
     Metric(
         "xla_engine_decode_rows",
         "histogram",
-        "Rows of a step that decodes.",
+        "Rows of a decode step.",
         lambda stats: stats.distributions.decode_rows,
     ),
     Metric(
         "xla_engine_blocks_used",
         "histogram",
-        "KV blocks held in a step that decodes.",
+        "KV blocks in use in a decode step.",
         lambda stats: stats.distributions.blocks_used,
     ),
     Metric(
         "xla_engine_accepted_drafts",
         "histogram",
-        "Drafts that were right, of a row in a step that checked some.",
+        "Accepted draft tokens of a row in a verify step.",
         lambda stats: stats.distributions.accepted_drafts,
     ),
 )

@@ -181,7 +181,7 @@ def _read(file: TextIO) -> StepLog:
             )
         elif "step" in line:
             if line["step"] != len(log.steps):
-                raise ValueError(f"line {number}: step {line['step']} where {len(log.steps)} was due")
+                raise ValueError(f"line {number}: step {line['step']} in place of {len(log.steps)}")
             for slot in line.get("leave", ()):
                 del decode[slot]
             decode.update(dict.fromkeys(line.get("join", ())))

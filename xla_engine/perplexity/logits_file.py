@@ -128,8 +128,8 @@ class LogitsFile:
         self._is_exact = size == layout.end
         if size not in (layout.exact_at, layout.end):
             raise LogitsFileError(
-                f"{self._path} has {size} bytes where its header asks for {layout.end} (or {layout.exact_at}, if "
-                "llama-perplexity wrote it): it was not written to its end; write it again"
+                f"{self._path} has {size} bytes, but its header says {layout.end} (or {layout.exact_at}, if "
+                "llama-perplexity wrote it): it is truncated; write it again"
             )
         self.tokens = np.frombuffer(self._file.read(4 * windows * window), "<i4").reshape(windows, window)
         if self._is_exact:
@@ -145,7 +145,8 @@ class LogitsFile:
         """Raise LogitsFileError unless the file was made of these tokens, i32 `[C, T]`."""
         if self.vocab_size != vocab_size:
             raise LogitsFileError(
-                f"{self._path} is of a model with a vocabulary of {self.vocab_size} tokens; this one has {vocab_size}"
+                f"{self._path} was made with a model with a vocabulary of {self.vocab_size} tokens; this one has "
+                f"{vocab_size}"
             )
         windows, window = self.tokens.shape
         if window != tokens.shape[1]:
@@ -158,7 +159,7 @@ class LogitsFile:
         if not np.array_equal(self.tokens, tokens):
             at = int(np.flatnonzero((self.tokens != tokens).reshape(-1))[0])
             raise LogitsFileError(
-                f"{self._path} was made of another text, or by another tokenizer: token {at} is "
+                f"{self._path} was made from another text, or with another tokenizer: token {at} is "
                 f"{self.tokens.reshape(-1)[at]} there and {tokens.reshape(-1)[at]} here"
             )
 
@@ -172,7 +173,7 @@ class LogitsFile:
         codes = np.frombuffer(raw, "<u2", self.vocab_size, 8)
         if not (np.isfinite(scale) and np.isfinite(least)):
             raise LogitsFileError(
-                f"{self._path}: window {window}, position {place} is no number; write it again"
+                f"{self._path}: window {window}, position {place} is not a number; write it again"
             )
         log_probs = scale * codes.astype(np.float64) + least
         if self._is_exact:

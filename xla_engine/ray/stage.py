@@ -309,7 +309,7 @@ class EngineActor:
         if self._engine.closed_because is not None or isinstance(error, EngineClosedError):
             # Ray reruns the batch on another actor or on this one restarted. An orderly exit of the actor would
             # end its tasks instead: ray-project/ray#59522.
-            log.error("the engine ended, and so does its actor: %s", self._engine.closed_because)
+            log.error("the engine has ended, so its actor ends: %s", self._engine.closed_because)
             os._exit(1)
         if not self._goes_on:
             raise error

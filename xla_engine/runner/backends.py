@@ -49,7 +49,7 @@ def serving_isa(asked: str = AUTO, parts: Collection[str] = PARTS) -> str | None
     names = [each.name for each in available()]
     if asked not in names:
         raise ConfigError(
-            f"isa {asked!r} is not of this machine; use one of {', '.join(('auto', *names, 'none'))}"
+            f"isa {asked!r} is not supported on this machine; use one of {', '.join(('auto', *names, 'none'))}"
         )
     try:
         return register(asked, parts)
@@ -81,7 +81,10 @@ def choose_attention(
                 raise ConfigError(
                     f"attention_backend 'native' cannot be built: {error}; use 'xla'"
                 ) from error
-            _log.warning("pure-JAX attention serves, the faster C++ one cannot be built: %s", error)
+            _log.warning(
+                "falling back to pure-JAX attention, because the faster C++ attention cannot be built: %s",
+                error,
+            )
             serving = None
         if serving is not None:
             return NativeAttention(serving, call_positions=call_positions)
@@ -128,8 +131,8 @@ def make_spec(
     )
     if kept and all(leaf.form is None for leaf in spec.leaves.values()):
         raise ConfigError(
-            f"quantization {GGUF!r} is for GGUF files with weights of the kinds {', '.join(KINDS)}, and this "
-            "model has none. Leave it out"
+            f"quantization {GGUF!r} is for GGUF files with weights of the types {', '.join(KINDS)}, and this model "
+            f"has none. Leave it out"
         )
     return spec
 

@@ -215,9 +215,9 @@ def check_memory(plan: MemoryPlan) -> None:
     elif most >= SMALLEST_BATCH:
         remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
     elif plan.available is not None and plan.weights + plan.workspace < plan.available:
-        remedy = f"Use a smaller max_model_len; {SMALLEST_BATCH} slots are the least"
+        remedy = f"Use a smaller max_model_len; {SMALLEST_BATCH} slots are the minimum"
     else:
-        remedy = "Use dtype bfloat16 where it is float32, a smaller model or a larger device"
+        remedy = "Use dtype bfloat16 instead of float32, a smaller model or a larger device"
     raise ConfigError(f"the engine does not fit: {plan.arithmetic()}. {remedy}")
 
 

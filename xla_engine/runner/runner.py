@@ -84,7 +84,7 @@ class Runner:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
         device = jax.devices()[0]
-        progress(StartupStep("C++ operations for this CPU (some 15 s where they are compiled)"))
+        progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
         stored = stored_kinds(weights)
         config = resolve_length(config, model, dtype, device, stored)
         self.context_length = config.context_length(model.max_position_embeddings)
@@ -111,7 +111,7 @@ class Runner:
             pool = Pool(config.num_blocks + own, config.block_size, self.blocks_of_a_slot)
             if model.delta is not None:
                 raise ConfigError(
-                    "num_blocks is for keys and values; this model has recurrent layers: leave it out"
+                    "num_blocks does not support recurrent layers, which this model has; leave it out"
                 )
         began = time.perf_counter()
         self._inventory = Inventory(audit if config.is_portable else None)

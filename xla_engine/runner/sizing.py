@@ -107,7 +107,7 @@ def resolve_sizes(
     except ConfigError as error:
         assert memory_bytes is not None
         share = f"memory_utilization {config.memory_utilization:g} of {memory.size(memory_bytes)}"
-        raise ConfigError(f"{error} ({share} is what the engine may take)") from error
+        raise ConfigError(f"{error} ({share} is the limit for the engine)") from error
     if config.max_num_seqs == AUTO:
         most = MOST_ROWS.get(device.platform, MOST_ROWS_ELSEWHERE)
         choices = range(SMALLEST_BATCH, (SMALLEST_BATCH if budget is None else most) + 1, SMALLEST_BATCH)

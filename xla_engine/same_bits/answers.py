@@ -90,7 +90,7 @@ class _Parts:
                     for each in choice["prompt_logprobs"][1:]
                 )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Malformed(f"a choice of an unknown form ({type(error).__name__})") from None
+            raise Malformed(f"a choice of an unknown format ({type(error).__name__})") from None
 
     def _add_logprobs(self, found: Any) -> None:
         if not found:

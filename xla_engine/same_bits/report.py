@@ -35,7 +35,7 @@ class Finding:
         if found.delta is not None:
             parts.append(f"log-probabilities before it differ by {found.delta:.3g}")
         if found.gap is not None:
-            parts.append(f"gap of the two likeliest {found.gap:.3g}")
+            parts.append(f"gap between the two most likely tokens {found.gap:.3g}")
         return "; ".join(parts)
 
 
@@ -110,7 +110,11 @@ class Report:
     def conclusion(self) -> str:
         if self.differs:
             return "DIFFERENT answers to the same request: " + ", ".join(sorted(self.causes))
-        return "same answers" if self.exit_status == 0 else "NO VERDICT: too little was visible"
+        return (
+            "same answers"
+            if self.exit_status == 0
+            else "NO VERDICT: the server returned too little to compare"
+        )
 
     def raise_if_different(self) -> None:
         """Raise `DifferenceFound`, an AssertionError with the report, unless everything decisive is the same."""

@@ -110,7 +110,7 @@ class HttpTarget:
         self._path = path if path.endswith("/v1") else f"{path}/v1"
         self._key, self._key_env = api_key, key_env
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise TargetError("the API key has characters that no header may have")
+            raise TargetError("the API key has characters that are not allowed in a header")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._spent = _Spent(limits or Limits())
         self._tokens_per_byte = 0.5
@@ -269,7 +269,7 @@ class HttpTarget:
             self._spent.correct(-tokens)
             if wait_s > self._spent.left_s():
                 raise LimitReached(
-                    f"the server asks to wait {wait_s:g} s (429), longer than is left of the limit"
+                    f"the server asks to wait {wait_s:g} s (429), which exceeds the time limit"
                 )
             time.sleep(wait_s)
 
@@ -302,12 +302,13 @@ class HttpTarget:
         if 300 <= response.status < 400:
             where = self._safe(str(response.headers.get("location", "")))
             raise TargetError(
-                f"{self.url} redirects to {where}; redirects are not followed: give that address itself"
+                f"{self.url} redirects to {where}; redirects are not followed: use that address"
             )
         text = self._safe(response.read(2000).decode("utf-8", "replace"))
         if response.status in (401, 403):
             raise TargetError(
-                f"the server refuses the key (status {response.status}): name its variable: --api-key-env"
+                f"the server refuses the key (status {response.status}): name the variable of a valid key with "
+                f"--api-key-env"
             )
         raise _Refused(f"status {response.status}: {text[:300]}")
 
@@ -325,7 +326,7 @@ def _address(host: str, port: int, *, remote: bool) -> tuple[str, int]:
     addresses = [str(each[4][0]) for each in found]
     if not remote and not all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
         raise TargetError(
-            f"{host!r} is not this machine; --remote (remote=True) allows to send requests to others"
+            f"{host!r} is not this machine; use --remote (remote=True) to send requests to other machines"
         )
     return addresses[0], port
 

@@ -132,7 +132,10 @@ _NO_BATCHES = [
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer an HTTPException of Starlette, for example for an unknown path."""
     assert isinstance(error, HTTPException)
-    found = {404: f"there is no path {request.url.path[:200]}", 405: f"this path has no {request.method}"}
+    found = {
+        404: f"no such path: {request.url.path[:200]}",
+        405: f"this path does not support {request.method}",
+    }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     answer = ApiError(error.status_code, found.get(error.status_code, error.detail), code=code)
     return JsonResponse(answer.body(), status_code=error.status_code, headers=error.headers)

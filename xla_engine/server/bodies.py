@@ -84,7 +84,7 @@ class Bodies:
                     count(size)
                     more = message.get("more_body", False)
         except TimeoutError as error:
-            late = f"the body did not come within {self._settings.body_timeout_s:g} s; send it faster"
+            late = f"the body did not arrive within {self._settings.body_timeout_s:g} s; send it faster"
             raise ApiError(408, late, code="request_timeout", headers={"connection": "close"}) from error
         return b"".join(parts)
 

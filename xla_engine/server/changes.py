@@ -57,7 +57,7 @@ class Changes:
             if body.load_inplace and body.lora_name in service.loaded:
                 await self._removed(body.lora_name)
             if body.lora_name in service.model_names:
-                message = f"there is a model {body.lora_name!r}; unload it, or give the adapter another name"
+                message = f"a model {body.lora_name!r}; unload it, or give the adapter another name"
                 raise ApiError(400, message, code="invalid_request", param="lora_name")
             try:
                 adapter = LoRARequest(body.lora_name, max(engine.list_loras(), default=0) + 1, body.lora_path)
@@ -101,7 +101,7 @@ class Changes:
 
     def _check(self) -> None:
         if not self._service.settings.allow_runtime_changes:
-            message = "changes are not allowed here; start the server with --allow-runtime-changes"
+            message = "runtime changes are not allowed; start the server with --allow-runtime-changes"
             raise ApiError(403, message, code="not_allowed")
 
 

@@ -25,7 +25,7 @@ class Constraints:
         self._compile = compile_
         self._knows = knows
         self._worker = FairWorker("constraints")
-        self.shares = Shares(MAX_WAITING, "too many constraints wait to be compiled; ask again later")
+        self.shares = Shares(MAX_WAITING, "too many constraints wait to be compiled; retry later")
 
     async def compile(self, params: SamplingParams, key: str) -> None:
         """Compile the constraint of a request when it is its key's turn, or return at once if it is compiled already.

@@ -88,7 +88,7 @@ class Info:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._long = FairWorker("tokenize")  # one long text at a time
-        self._shares = Shares(QUEUED, "too many texts are tokenised; ask again later")
+        self._shares = Shares(QUEUED, "too many texts are being tokenised; retry later")
         self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
 
     async def health(self, _: Request) -> Response:

@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
     async def _end_in_order(self) -> None:
         service, settings = self._service, self._service.settings
         log.info(
-            "draining: finishing %d sequences under way; a second signal ends the server at once",
+            "draining: finishing %d running sequences; a second signal ends the server at once",
             service.live,
         )
         await asyncio.sleep(settings.drain_grace_s)

@@ -63,19 +63,19 @@ SERVER_METRICS = (
     ServerMetric(
         "xla_engine_interactive_live",
         gauge,
-        "Sequences of HTTP requests let in.",
+        "Sequences of accepted HTTP requests.",
         lambda service: [(service.live, _model(service))],
     ),
     ServerMetric(
         "xla_engine_draining",
         gauge,
-        "1 while the server is about to end.",
+        "1 while the server drains.",
         lambda service: [(float(service.draining), _model(service))],
     ),
     ServerMetric(
         "xla_engine_refused_total",
         counter,
-        "Requests that found the queue full.",
+        "Requests refused because the queue was full.",
         lambda service: [(service.times.refused, _model(service))],
     ),
     ServerMetric(
@@ -96,7 +96,7 @@ SERVER_METRICS = (
     ServerMetric(
         "xla_engine_info",
         gauge,
-        "What this server is.",
+        "Version and fingerprint of this server.",
         lambda service: [(1, {"version": __version__, "fingerprint": service.fingerprint})],
     ),
 )

@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 # prefixes of paths that contain a name
 _FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")
-_UNEXPECTED = ApiError(500, "the server failed at this request; its log tells more", code="internal_error")
+_UNEXPECTED = ApiError(500, "the server failed on this request; see its log", code="internal_error")
 
 access_log = logging.getLogger("xla_engine.server.access")
 

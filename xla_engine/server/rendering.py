@@ -87,7 +87,7 @@ class Rendering:
         """render: `XlaBatchEngine.render_chat`."""
         self._render = render
         self._lanes = {True: _Lane(), False: _Lane()}  # by whether the chat is small
-        self.shares = Shares(QUEUED_CHARACTERS, "too many chats wait for the chat template; ask again later")
+        self.shares = Shares(QUEUED_CHARACTERS, "too many chats wait for the chat template; retry later")
 
     async def render(self, chat: Chat, key: str) -> str:
         """Render a chat to its prompt when it is its key's turn.

@@ -147,7 +147,7 @@ class Service:
         if self.refusing:
             raise ApiError(
                 503,
-                "the server is shutting down; ask another one",
+                "the server is shutting down; use another one",
                 code="draining",
                 headers={"retry-after": "1"},
             )
@@ -156,13 +156,13 @@ class Service:
             raise ApiError(503, gone, code=EngineClosedError.code)
         limit = self.engine.max_num_seqs + self.settings.max_waiting
         if sequences > limit:
-            message = f"{sequences} choices in one request, and {limit} may run or wait; ask for fewer"
+            message = f"{sequences} choices in one request, but only {limit} may run or wait; request fewer"
             raise ApiError(400, message, code="invalid_request", param="n")
         if self._live + sequences > limit:
             self.times.refused += 1
             raise ApiError(
                 429,
-                f"{self._live} sequences run or wait, and {limit} may; ask again later or raise --max-waiting",
+                f"{self._live} sequences run or wait, and the limit is {limit}; retry later or raise --max-waiting",
                 code="queue_full",
                 headers={"retry-after": str(self._retry_after())},
             )
@@ -222,7 +222,7 @@ class Service:
             self.times.refused += 1
             raise ApiError(
                 429,
-                "too many answers with log-probabilities are under way; ask again later",
+                "too many answers with log-probabilities are in progress; retry later",
                 code="queue_full",
                 headers={"retry-after": str(self._retry_after())},
             )

@@ -88,5 +88,5 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     lines = (line.strip() for line in path.read_text("utf-8").splitlines())
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"{path} holds no key; write one a line, or leave --api-key-file out")
+        raise ConfigError(f"{path} contains no key; write one per line, or leave --api-key-file out")
     return keys

@@ -34,7 +34,8 @@ class Tracing:
         """endpoint: of a collector's OTLP receiver over HTTP. model: its name. Raises ConfigError."""
         if not endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--otlp-traces-endpoint must be an HTTP address, as http://localhost:4318/v1/traces, not {endpoint!r}"
+                f"--otlp-traces-endpoint must be an HTTP address, such as http://localhost:4318/v1/traces, not "
+                f"{endpoint!r}"
             )
         named = Resource.create({"service.name": "xla-engine", "service.version": __version__})
         resource = named.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME has the last word

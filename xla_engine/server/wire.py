@@ -59,7 +59,7 @@ def typed_body(raw: bytes, kind: type[T]) -> T:
         check_structure(raw)
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise ApiError(400, f"the body is not what is asked for: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is invalid: {error}", code="invalid_json") from error
 
 
 def parse_call(

@@ -77,7 +77,7 @@ def render_chat(
     if template is None:
         raise ChatTemplateError(
             "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
-            "pass chat_template with its text, or use generate with a prompt of your own"
+            "pass chat_template with its text, or use generate with your own prompt"
         )
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(

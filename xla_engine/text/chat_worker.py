@@ -33,7 +33,7 @@ class PublicNamespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise SecurityError(f"a namespace takes no attribute {name!r}; rename it")
+            raise SecurityError(f"a namespace has no attribute {name!r}; rename it")
         super().__setitem__(name, value)
 
 

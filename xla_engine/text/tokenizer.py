@@ -66,8 +66,8 @@ class Tokenizer:
         found = cls.of_model(files)
         if found is None:
             raise CheckpointError(
-                f"{files.path / 'tokenizer.json'}: no such file, so text cannot be tokenised. Pass token ids, or make "
-                f"the file once, where transformers is installed: "
+                f"{files.path / 'tokenizer.json'}: no such file, so text cannot be tokenised. Pass token ids, or "
+                f"create the file once where transformers is installed: "
                 f"AutoTokenizer.from_pretrained({str(files.path)!r}).save_pretrained(NEW_PATH)"
             )
         return found
@@ -92,7 +92,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; unknown ids give no text. Raises InvalidRequestError for invalid ids."""
-        with raising(InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers from 0 on"):
+        with raising(
+            InvalidRequestError, "the ids cannot be decoded. Pass token ids, integers of at least 0"
+        ):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_string(self, token_id: int) -> str:
@@ -131,7 +133,9 @@ class Tokenizer:
         try:
             token = self._backend.id_to_token(token_id)
         except (TypeError, OverflowError) as error:
-            raise InvalidRequestError(f"{token_id!r} is no token id. Pass integers from 0 on") from error
+            raise InvalidRequestError(
+                f"{token_id!r} is not a token id. Pass integers of at least 0"
+            ) from error
         return None if skip_special_tokens and token in self._special else token
 
 

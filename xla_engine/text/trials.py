@@ -72,7 +72,7 @@ class ConstraintTrials:
             try:
                 answer = self._ask(grammar)
             except WorkerEndedError as error:  # perhaps for another reason, so not cached
-                return f"trying it {error}; send it again"
+                return f"compiling it {error}; send it again"
             self._verdicts[key] = _verdict(answer, CONSTRAINT_CPU_S)
         return self._verdicts[key]
 

@@ -127,7 +127,9 @@ class AsyncLLM:
         mode: "keep" pauses live requests, "abort" ends them. clear_cache: clear the prefix cache.
         """
         if mode not in ("abort", "keep"):
-            raise InvalidRequestError(f'mode must be "abort" or "keep", not {mode!r}: let requests end first')
+            raise InvalidRequestError(
+                f'mode must be "abort" or "keep", not {mode!r}: wait until the requests have ended'
+            )
         if mode == "abort":
             self._llm.engine.abort_all()
         await self._llm.pause()

@@ -105,7 +105,7 @@ class LLM:
         """
         if tokenization_kwargs:
             raise InvalidRequestError(
-                "a chat is tokenised as its template says; leave tokenization_kwargs out"
+                "the chat template determines the tokenisation; leave tokenization_kwargs out"
             )
         shared = {"use_tqdm": use_tqdm, "lora_request": lora_request, **given(options)}
         if (template := chat_template or self._chat_template) is not None:
@@ -238,8 +238,8 @@ class LLM:
     def sleep(self, level: int = 1, mode: str = "abort") -> NoReturn:
         """Raises ConfigError: an engine keeps its memory until it is closed."""
         raise ConfigError(
-            "an engine keeps its memory until it is closed: close() it and make it again, which takes what an "
-            "earlier start compiled; `AsyncLLM.pause_generation` holds requests, `update_weights` changes weights"
+            "an engine keeps its memory until it is closed: close() it and create it again, which reuses compiled "
+            "programs; `AsyncLLM.pause_generation` holds requests, `update_weights` changes weights"
         )
 
     def wake_up(self, tags: list[str] | None = None) -> NoReturn:
@@ -250,7 +250,7 @@ class LLM:
         """Raises ConfigError: there are no workers that could run a method."""
         raise ConfigError(
             "there are no workers to call: the engine runs in this process; `llm_engine` has its methods, and "
-            "`update_weights` takes new weights"
+            "`update_weights` loads new weights"
         )
 
     def apply_model(self, func: Any) -> NoReturn:
@@ -272,7 +272,9 @@ class LLM:
     def start_profile(self) -> None:
         """Profile XLA until `stop_profile`. Raises ConfigError without a directory for the profile."""
         if self._profile_directory is None:
-            raise ConfigError('say where: LLM(profiler_config={"torch_profiler_dir": "DIRECTORY"})')
+            raise ConfigError(
+                'no directory for the profile: use LLM(profiler_config={"torch_profiler_dir": "DIRECTORY"})'
+            )
         self._llm.engine.start_profile(self._profile_directory)
 
     def stop_profile(self) -> None:
@@ -313,7 +315,9 @@ def _template(source: str | Path) -> str:
     try:
         return Path(source).read_text("utf-8")
     except OSError as error:
-        raise ConfigError(f"chat_template {source!s} is no jinja2 source and no file ({error})") from error
+        raise ConfigError(
+            f"chat_template {source!s} is neither jinja2 source nor a file ({error})"
+        ) from error
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

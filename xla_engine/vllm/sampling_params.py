@@ -113,7 +113,7 @@ class BeamSearchParams:
         check_finite("length_penalty", length_penalty)
         if temperature or any(others.values()):
             name = "temperature" if temperature else next(name for name, value in others.items() if value)
-            raise InvalidRequestError(f"beam search takes no {name} here; leave it out")
+            raise InvalidRequestError(f"beam search does not support {name}; leave it out")
         self.beam_width, self.max_tokens, self.ignore_eos = beam_width, max_tokens, ignore_eos
         self.length_penalty, self.skip_special_tokens = length_penalty, skip_special_tokens
 
@@ -130,7 +130,7 @@ def _own(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("logprobs", "prompt_logprobs"):
         if found.get(name) == -1:
             raise InvalidRequestError(
-                f"{name}=-1 asks for the whole vocabulary, and the device's table has {MAX_LOGPROBS} places; use "
+                f"{name}=-1 asks for the whole vocabulary, and the limit is {MAX_LOGPROBS}; use "
                 f"{MAX_LOGPROBS}, or `xla_engine.LLM.score` for tokens that are known"
             )
     return found

@@ -104,7 +104,9 @@ class Tokenizer:
             shared |= {"add_generation_prompt": add_generation_prompt}
             return [self.apply_chat_template(each, **shared) for each in conversation]
         if variables.pop("return_tensors", None) is not None or variables.pop("return_dict", False):
-            raise InvalidRequestError("token ids come as a list; leave return_tensors and return_dict out")
+            raise InvalidRequestError(
+                "token ids are returned as a list; leave return_tensors and return_dict out"
+            )
         text = self._engine.render_chat(
             conversation,
             tools=tools,

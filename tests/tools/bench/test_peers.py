@@ -160,7 +160,7 @@ def test_streams_that_could_hide_a_fault_are_void(run: Any, fault: str, word: st
     found, _ = run(ours=fault, theirs=fault, new=24, judge=0)
     for name in ("xla-engine", "transformers"):
         void = found["uniform", name]["void"]
-        assert void.startswith("dull streams") and word in void and "use a model with livelier" in void
+        assert void.startswith("dull streams") and word in void and "use a model with more varied" in void
 
 
 def test_a_bare_step_that_cannot_be_measured_is_void_and_nothing_else(run: Any) -> None:
@@ -334,6 +334,6 @@ def test_a_wheel_says_that_it_has_no_peers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(peers, "_OTHERS", tmp_path / "peers")
     assert parse_peers(["xla-engine-int8=python"])
     with pytest.raises(
-        ValueError, match="transformers: a wheel has no workers of peers; run from a checkout"
+        ValueError, match="transformers: wheels do not contain the workers of peers; run from a checkout"
     ):
         parse_peers(["transformers=python"])

@@ -30,12 +30,15 @@ def test_smooth_curve_has_no_cliff_and_names_the_width_that_is_enough() -> None:
 
 def test_widest_width_is_not_called_enough() -> None:
     *_, found = sweep.warnings([point(8, 800, 10), point(16, 1500, 10.7)])
-    assert found == "16 slots decode within 5 % of the most measured; more were not measured, and may pay"
+    assert (
+        found
+        == "16 slots decode within 5 % of the most measured; more slots were not measured and may be faster"
+    )
 
 
 def test_rounds_that_differ_are_told() -> None:
     uneven = sweep.Point(slots=8, decode_tok_s=Spread((500.0, 800.0)), itl_p50_ms=Spread((10.0, 16.0)))
-    assert sweep.warnings([uneven])[0] == "8 slots: rounds differ by 60 %; measure on a machine at rest"
+    assert sweep.warnings([uneven])[0] == "8 slots: rounds differ by 60 %; measure on an idle machine"
 
 
 def test_cliffs_are_named() -> None:

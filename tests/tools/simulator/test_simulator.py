@@ -251,10 +251,10 @@ def test_public_trace_layouts_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a,b\n1,2\n", "columns of one of"),
+        ("a,b\n1,2\n", "one of these sets of columns"),
         ("arrival,prompt_tokens,new_tokens\n0,1,1\nx,1,1\n", "line 3"),
         ("arrival,prompt_tokens,new_tokens\n5,1,1\n4,1,1\n", "sort by time"),
-        ("", "columns of one of"),
+        ("", "one of these sets of columns"),
     ],
 )
 def test_bad_trace_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:

@@ -129,11 +129,12 @@ def _checked(source: str, found: list[tuple[str, Callable[[], BinaryIO]]]) -> li
         kind = kind_of(name)
         if kind is None:
             raise ConfigError(
-                f"{name} is no table by its name; .parquet, .csv, .tsv, .json, .jsonl and .arrow are, and .gz of those"
+                f"{name} is not the name of a table; tables end in .parquet, .csv, .tsv, .json, .jsonl or .arrow, "
+                f"or one of these and .gz"
             )
         files.append(TableFile(name, kind, opened))
     if not files:
-        what = "Is a directory that holds" if Path(source).is_dir() else "there is"
+        what = "Is a directory without" if Path(source).is_dir() else "there is"
         raise ConfigError(f"{source}: {what} no table: no .parquet, .csv, .tsv, .json, .jsonl or .arrow file")
     return files
 

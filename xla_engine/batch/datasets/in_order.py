@@ -42,7 +42,7 @@ class ResultsInOrder:
         for place in self._order():
             number = self._numbers[place]
             if number == last:
-                raise ResumeError(f"{self._path}: line {number} of the input is answered twice")
+                raise ResumeError(f"{self._path}: line {number} of the input has two results")
             last = number
             self._file.seek(self._offsets[place])
             yield number, self._file.readline()
@@ -72,7 +72,7 @@ class ResultsInOrder:
         except (ValueError, KeyError, TypeError, RecursionError):
             identity = None
         if identity is None or not line.endswith(b"\n"):
-            raise ResumeError(f"{self._path}: line {place} is no whole result line of `xla-engine run`")
+            raise ResumeError(f"{self._path}: line {place} is not a complete result line of `xla-engine run`")
         return identity[0], record
 
     def close(self) -> None:
@@ -96,6 +96,6 @@ def _unpacked(path: Path) -> BinaryIO:
             shutil.copyfileobj(packed, file)
     except (EOFError, gzip.BadGzipFile) as error:
         file.close()
-        raise ResumeError(f"{path} is damaged or cut off: {error}") from error
+        raise ResumeError(f"{path} is damaged or truncated: {error}") from error
     file.seek(0)
     return cast("BinaryIO", file)

@@ -40,8 +40,8 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
         kept = [name for name in kept if name != "custom_id"]
     if taken := [name for name in kept if name in RESULT_COLUMNS]:
         raise ConfigError(
-            f"column {taken[0]!r} of the input has the name of a column of results; --keep-columns NAME,NAME takes "
-            "others alone"
+            f"column {taken[0]!r} of the input has the name of a result column; use --keep-columns NAME,NAME to "
+            f"leave it out"
         )
     return kept
 

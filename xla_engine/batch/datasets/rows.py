@@ -37,7 +37,7 @@ class RowColumns:
         The prompt defaults to `messages` or `prompt`, the id to `custom_id`. Raises ConfigError for a missing column.
         """
         if self.prompt is not None and self.template is not None:
-            raise ConfigError("--prompt-column and --prompt-template both say what the prompt is; give one")
+            raise ConfigError("--prompt-column and --prompt-template exclude each other; give one")
         for name in (self.prompt, self.id, *self.sampling, *template_columns(self.template)):
             if name is not None and name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
@@ -47,7 +47,8 @@ class RowColumns:
             prompt = next((name for name in ("messages", "prompt") if name in names), None)
             if prompt is None:
                 raise ConfigError(
-                    f"no column is the prompt; name one of {', '.join(names)} with --prompt-column, or give "
+                    f"no column is called prompt or messages; name one of {', '.join(names)} with --prompt-column, "
+                    f"or give "
                     "--prompt-template"
                 )
         given_id = self.id or ("custom_id" if "custom_id" in names else None)
@@ -80,7 +81,7 @@ def row_lines(
             raw = dump_line(record).removesuffix(b"\n")
         except (TypeError, ValueError) as error:
             kept = {name: value for name, value in record.items() if name == "custom_id"}
-            raw, problem = dump_line(kept).removesuffix(b"\n"), f"a value of the row is no JSON: {error}"
+            raw, problem = dump_line(kept).removesuffix(b"\n"), f"a value of the row is not JSON: {error}"
         if len(raw) > max_line_bytes:
             yield Line(number, len(raw), None)
         else:
@@ -115,12 +116,12 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
         try:
             more = json.loads(more)
         except ValueError as error:
-            return record, problem or f"column 'sampling_params' is no JSON: {error}"
+            return record, problem or f"column 'sampling_params' is not JSON: {error}"
     if more is not None and not isinstance(more, Mapping):
         return record, problem or f"column 'sampling_params' must be an object, not {kind(more)}"
     given = without_nulls({name: _field(row.get(name)) for name in columns.sampling} | dict(more or {}))
     if twice := sorted(given.keys() & {"custom_id", "id", "prompt", "messages"}):
-        return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is no sampling field"
+        return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is not a sampling field"
     return {**record, **given}, problem
 
 

@@ -222,12 +222,12 @@ def _csv_rows(file: TableFile, text: io.TextIOWrapper) -> Iterator[Row]:
     try:
         names = next(rows, [])
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.name}: the line of column names cannot be read: {error}") from error
+        raise ConfigError(f"{file.name}: the header line cannot be read: {error}") from error
     while True:
         try:
             row = next(rows, None)
         except csv.Error as error:
-            yield f"the row is no CSV: {error}"
+            yield f"the row is not CSV: {error}"
             continue
         except UnicodeDecodeError as error:
             raise OSError(f"{file.name} is not UTF-8 at byte {error.start}: convert it first") from error
@@ -236,7 +236,7 @@ def _csv_rows(file: TableFile, text: io.TextIOWrapper) -> Iterator[Row]:
         if not row:
             continue
         if len(row) != len(names):
-            yield f"the row has {len(row)} fields, not the {len(names)} of the line of column names"
+            yield f"the row has {len(row)} fields, not the {len(names)} of the header line"
         else:
             yield {name: value or None for name, value in zip(names, row, strict=True)}
 
@@ -250,10 +250,10 @@ def _json(source: BinaryIO) -> Iterator[Row]:
             rows = json.loads(first + b"".join(lines))
         except ValueError as error:
             raise ConfigError(
-                f"the array of rows is no JSON: {error}; lines of JSON may be wrong one by one"
+                f"the array of rows is not JSON: {error}; with one object per line, only the wrong lines fail"
             ) from error
         for row in rows:
-            yield row if isinstance(row, dict) else "the row is no object"
+            yield row if isinstance(row, dict) else "the row is not an object"
         return
     for line in itertools.chain([first] if first else [], lines):
         if line.strip():

@@ -58,7 +58,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         raise _wrong("include", f"must be a list, not {kind(include)}")
     for name in include:
         if name not in (LOGPROBS, *_NOTHING_TO_INCLUDE):
-            raise _wrong("include", f"has {shown(name)}, which this path has not; leave it out")
+            raise _wrong("include", f"has {shown(name)}, which this path does not support; leave it out")
     top = rest.pop("top_logprobs", None)
     if top is not None and (
         isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_LOGPROBS
@@ -80,7 +80,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if (choice := rest.pop("tool_choice", None)) is not None:
         chat["tool_choice"] = choice
     if (options := rest.pop("stream_options", None)) not in (None, {}):
-        raise _wrong("stream_options", f"has no fields here, not {options!r}")
+        raise _wrong("stream_options", f"must be empty here, not {options!r}")
     text, reasoning = rest.pop("text", None) or {}, rest.pop("reasoning", None) or {}
     if not isinstance(text, Mapping) or not isinstance(reasoning, Mapping):
         raise _wrong("text", "and reasoning must be objects")
@@ -135,7 +135,8 @@ def _messages(given: object) -> list[dict[str, Any]]:
                 continue  # reasoning of an earlier turn; chat templates drop it, too
             case kind:
                 raise _wrong(
-                    "input", f"{where} has type {kind!r}, which is not supported; give messages and calls"
+                    "input",
+                    f"{where} has type {kind!r}, which is not supported; give messages and function calls",
                 )
     return messages
 
@@ -160,7 +161,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     found = []
     for number, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise _wrong("tools", f"[{number}] is no function; other tools are not supported")
+            raise _wrong("tools", f"[{number}] is not a function; other tools are not supported")
         function = {key: value for key, value in tool.items() if key != "type" and value is not None}
         found.append({"type": "function", "function": function})
     return found

@@ -40,7 +40,7 @@ def merge(
     damaged, and OSError.
     """
     if output.exists() and not overwrite:
-        raise OutputError(f"{output} is there already; --overwrite replaces it")
+        raise OutputError(f"{output} already exists; use --overwrite to replace it")
     states = [_state(path) for path in paths]
     _check_one_job(paths, states, any_engine=any_engine)
     with contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def _check_one_job(paths: Sequence[Path], states: Sequence[ShardState], *, any_e
         if state.of != first.of:
             raise OutputError(f"{first_path} is one of {first.of} shards, {path} one of {state.of}")
         if state.shard in seen:
-            raise OutputError(f"{name} is there twice: {seen[state.shard]} and {path}; give each once")
+            raise OutputError(f"{name} is given twice: {seen[state.shard]} and {path}; give each once")
         seen[state.shard] = path
         if not state.finished:
             raise OutputError(f"{name} ({path}) is not finished; run it again with --resume")
@@ -96,7 +96,7 @@ def _check_one_job(paths: Sequence[Path], states: Sequence[ShardState], *, any_e
         (one, its), (other, others), *_ = made_by.items()
         raise OutputError(
             f"{its} was made with engine {one}, {others} with {other}: another model, option, version or device, so "
-            "their bits may differ; --any-engine merges them all the same"
+            f"their bits may differ; use --any-engine to merge them anyway"
         )
     if (own := sum(state.own_lines for state in states)) != first.input_lines:
         raise OutputError(f"the shards have {own} lines together, their input {first.input_lines}")
@@ -110,14 +110,16 @@ def _open(path: Path, state: ShardState, errors: list[int]) -> ResultsInOrder | 
 
     def check(number: int, record: dict[str, Any]) -> None:
         if not shard.owns(str(record.get("custom_id"))):
-            raise OutputError(f"{path} has line {number} of the input, which is not of shard {shard}")
+            raise OutputError(
+                f"{path} has line {number} of the input, which does not belong to shard {shard}"
+            )
         errors[0] += record.get("error") is not None
 
     opened = ResultsInOrder(path, check)
     if len(opened) != state.lines:
         opened.close()
         raise OutputError(
-            f"{path} has {len(opened)} lines, not the {state.lines} that the shard ended with; was it copied whole?"
+            f"{path} has {len(opened)} lines, not the {state.lines} of the finished shard; was it copied completely?"
         )
     return opened
 

@@ -134,7 +134,7 @@ def check_continued(output: Path | str, shard: Shard | None) -> None:
     if begun is None:
         if shard is not None and Path(output).exists() and Path(output).stat().st_size:
             raise OutputError(
-                f"{output} was not begun as a shard: there is no {state_path(output).name} beside it"
+                f"{output} was not written as a shard: there is no {state_path(output).name} beside it"
             )
         return
     was = Shard(begun.shard, begun.of)

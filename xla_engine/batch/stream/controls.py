@@ -132,10 +132,10 @@ class Controls:
         name = self._name(record, usage, others=("max_tokens", *SUBMIT_FIELDS))
         options = {field: value for field, value in record.items() if field in SUBMIT_FIELDS}
         if self._names.id_of(name) is not None:
-            raise Refused("invalid_request", f"{name!r} is under way: extend it when it has ended")
+            raise Refused("invalid_request", f"{name!r} is still running: extend it when it has ended")
         if (request_id := self._names.ended_id(name)) is None:
             raise Refused(
-                "invalid_request", f"no request {name!r} has ended, or it is forgotten: see --keep-finished"
+                "invalid_request", f"no request {name!r} has ended, or it was dropped: see --keep-finished"
             )
         try:
             self._engine.extend(request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]

@@ -172,17 +172,19 @@ class EventStream:
 
     def _submit(self, request: LineRequest | LineError) -> None:
         if self._names.id_of(request.custom_id) is not None:
-            message = (
-                f"id {request.custom_id!r} is in use by a request under way; cancel it or choose another"
-            )
+            message = f"id {request.custom_id!r} is used by a running request; cancel it or choose another id"
             raise Refused("duplicate_custom_id", message)
         if isinstance(request, LineError):
             self._error(request)
             return
         if request.echo:
-            raise Refused("invalid_request", "echo is for batch files: a stream answers with new tokens only")
+            raise Refused(
+                "invalid_request", "echo is not supported with --stream, which returns new tokens only"
+            )
         if len(request.prompts) > 1:
-            raise Refused("invalid_request", "a stream takes one prompt per line; give each its own")
+            raise Refused(
+                "invalid_request", "--stream accepts one prompt per line; give each prompt its own line"
+            )
         request_id = f"batch-{request.line}"  # as in a batch file, so that a line gets the same noise
         self._names.begin(request.custom_id, request_id)
         (prompt,) = request.prompts

@@ -108,7 +108,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             )
             lines = source.lines if table is None else table.begin(source.lines, settings.defaults)
             if table is not None and table.is_whole(lines, settings.shard):
-                return RunTotals(), [f"{table.out} is whole; nothing is left to do"]
+                return RunTotals(), [f"{table.out} is complete; there is nothing to do"]
             first = next(lines, None)
             if first is None:
                 raise _common.NotStarted(f"empty_file: {files.source} holds no request")
@@ -162,7 +162,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             engine, batch.custom_id, lambda: {"draining": batch.draining, **run_state(batch.totals)}
         )
         show = functools.partial(_show, progress, engine, batch.totals, live)
-        doing = "finishing the requests under way"
+        doing = "finishing the running requests"
         with progress, interrupts(batch.interrupt, doing, settings.drain_timeout_s):
             totals = batch.run()
             show(last=True)
@@ -191,7 +191,7 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
     names = [files.source, files.output, files.errors]
     for (first, one), (second, other) in itertools.combinations(zip(names, opened, strict=False), 2):
         if one is not None and same_file(one, other):
-            raise OutputError(f"{first} and {second} are the same file; results need one of their own")
+            raise OutputError(f"{first} and {second} are the same file; write the results to another")
 
 
 def _as_recorded(options: dict[str, Any], done: FinishedLines) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
     if done.system_fingerprint not in (None, digest, identity.digest(with_devices=True)):
         made_with = recall(done.system_fingerprint)
         differences = (
-            "another model, option, version or device (not one that ran on this machine)"
+            "another model, option, version or device (it did not run on this machine)"
             if made_with is None
             else f"then and now, {'; '.join(made_with.differences(identity))}"
         )
@@ -255,12 +255,12 @@ def _explain(totals: RunTotals, files: Files) -> None:
     explain_failure(totals.failure)
     if totals.interrupted:
         click.echo(
-            f"interrupted: {totals.written} results are written; {totals.unwritten} requests under way "
-            "and the lines not read yet have none",
+            f"interrupted: {totals.written} results are written; {totals.unwritten} running requests and the lines "
+            f"not read yet have none",
             err=True,
         )
     if (totals.interrupted or totals.failure is not None) and files.output != "-":
-        click.echo("to go on, run the same command with --resume", err=True)
+        click.echo("to continue, run the same command with --resume", err=True)
 
 
 def explain_failure(failure: Exception | None) -> None:
@@ -275,7 +275,7 @@ def explain_failure(failure: Exception | None) -> None:
 def _output_failed(files: Files, error: OSError) -> NoReturn:
     if "-" in (files.output, files.errors):
         silence_stdout()
-    again = "" if files.output == "-" else ", --resume goes on after them"
+    again = "" if files.output == "-" else ", use --resume to continue after them"
     message = f"cannot write {_common.os_message(error, files.output)}; the lines before are complete{again}"
     click.echo(f"Error: {message}", err=True)
     sys.exit(_common.SOME_FAILED)

@@ -28,8 +28,8 @@ def check_first_line(
     if raw == b"{" or (raw.startswith(b"[") and not _is_a_list_of_values(raw)):
         what = "a JSON array" if raw.startswith(b"[") else "JSON over several lines"
         raise NotStarted(
-            f"invalid_json_line: {source} is {what}; write each request on one line (`jq -c '.[]' {source}` does for "
-            "an array), or read an array of rows with --prompt-column NAME"
+            f"invalid_json_line: {source} is {what}; write each request on one line (for an array: `jq -c '.[]' "
+            f"{source}`), or read an array of rows with --prompt-column NAME"
         )
     request = parse_line(raw, line.number, defaults)
     if not isinstance(request, LineRequest):
@@ -56,7 +56,8 @@ def check_template(request: LineRequest | None, engine: EngineClient, model: str
         )
     if isinstance(chat, str) and engine.chat_template is not None and model is not None:
         click.echo(
-            "the model has a chat template, and prompts are completed as they are: --chat makes each a message",
+            "the model has a chat template, but prompts are completed as they are; use --chat to send each as a "
+            "message",
             err=True,
         )
 

@@ -19,12 +19,12 @@ pooling_options = together(
         "--pooler-config",
         metavar="JSON",
         callback=json_value,
-        help='Overrides how the checkpoint makes vectors: \'{"pooling_type": "MEAN"}\'.',
+        help='Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.',
     ),
     click.option(
         "--hf-overrides",
         metavar="JSON",
         callback=json_value,
-        help="Overrides fields of config.json, for a model that makes vectors or scores.",
+        help="Override fields of config.json of a pooling model.",
     ),
 )

@@ -40,7 +40,7 @@ def run_prompt(
         if reason == "abort":
             raise SystemExit(_common.INTERRUPTED)
         if reason == "length":
-            click.echo("(cut by its length; --max-tokens N gives more)", err=True)
+            click.echo("(stopped at the token limit; use --max-tokens N for more)", err=True)
         elif reason != "stop":
             click.echo(output.error or f"the request ended with finish_reason {reason!r}", err=True)
             raise SystemExit(_common.SOME_FAILED)

@@ -50,7 +50,7 @@ class ShardOutput:
         self._outputs = {output: "all"} if errors is None else {output: "results", errors: "errors"}
         self._shard = shard
         if shard is not None and "-" in self._outputs:
-            raise OutputError("a shard needs a file for its results; name one with -o")
+            raise OutputError("a shard writes its results to a file; name one with -o")
         for name in self._outputs:
             if mode in (Mode.RESUME, Mode.RETRY) and name != "-":
                 check_continued(name, shard)

@@ -31,7 +31,7 @@ def interrupts(
             say(f"not finished after {drain_timeout_s} s; cancelling the rest")
         elif not said:
             said = True
-            say(f"{doing}; once more to stop at once")
+            say(f"{doing}; a second signal stops at once")
             if number == signal.SIGTERM and drain_timeout_s is not None:
                 signal.setitimer(signal.ITIMER_REAL, max(drain_timeout_s, 1e-6))
         interrupt()

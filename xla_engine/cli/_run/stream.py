@@ -49,13 +49,13 @@ def run_stream(
             on_turn=lambda: live.update(),
         )
         live = watched.begin(engine, stream.custom_id, lambda: run_state(stream.totals))
-        with interrupts(stream.interrupt, "finishing the requests under way", drain_timeout_s):
+        with interrupts(stream.interrupt, "finishing the running requests", drain_timeout_s):
             totals = stream.run()
         live.update(force=True)
         live.report_failures()
     if isinstance(totals.failure, BrokenPipeError):
         silence_stdout()
-        click.echo(f"the reader is gone; {totals.unwritten} requests were aborted", err=True)
+        click.echo(f"the reader has disconnected; {totals.unwritten} requests were aborted", err=True)
     else:
         explain_failure(totals.failure)
     if totals.interrupted:

@@ -53,7 +53,7 @@ table_options = together(
     click.option(
         "--sampling-columns",
         metavar="NAME,...",
-        help="Columns of a table that are sampling fields of the row's request, such as max_tokens,seed.",
+        help="Columns of a table to use as sampling fields, such as max_tokens,seed.",
     ),
     click.option(
         "--keep-columns",
@@ -178,13 +178,13 @@ class TableOutput:
         if source == self.out or (
             (os.path.exists(source) and os.path.exists(self.out)) and os.path.samefile(source, self.out)
         ):
-            raise OutputError(f"{source} is input and output; results need a file of their own")
+            raise OutputError(f"{source} is input and output; write the results to another file")
         if os.path.isdir(self.out):
             raise OutputError(f"{self.out} is a folder; name a file with -o")
         if mode is Mode.OVERWRITE or not exists(self.out):
             return
         if mode is Mode.NEW:
-            raise OutputError(f"{self.out} is there already; --overwrite replaces it")
+            raise OutputError(f"{self.out} already exists; use --overwrite to replace it")
         self._claims_to_be_whole = not self.journal.exists()
 
     def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
@@ -206,8 +206,8 @@ class TableOutput:
         remedy = "nothing was changed: name another output with -o, or replace it with --overwrite"
         if (found := Finished.of(self.out)) is None:
             raise OutputError(
-                f"{self.out} cannot be resumed: there is no {self.journal.name}, and nothing says that a run finished "
-                f"it; {remedy}"
+                f"{self.out} cannot be resumed: there is no {self.journal.name}, and there is no record that a run "
+                f"finished it; {remedy}"
             )
         for _ in lines:
             pass

@@ -91,8 +91,8 @@ def simulate_machines(
     """
     if cost.residual > HOPELESS:
         raise _common.NotStarted(
-            f"the cost model misses the time of a step by {100 * cost.residual:.0f} % of the mean step, so no number "
-            "of machines follows from it: record a longer run on a quiet machine"
+            f"the cost model misses the time of a step by {100 * cost.residual:.0f} % of the mean step, so no "
+            f"number of machines can be computed: record a longer run on a quiet machine"
         )
     from xla_engine.tools.simulator.replicas import (
         Goal,
@@ -113,9 +113,9 @@ def simulate_machines(
         click.echo(f"{_machines(replicas)}: {report.requests} requests in {took:.1f} s", err=True)
         if wanted.searches and report.longest > FURTHEST * machine.length:
             raise _common.NotStarted(
-                f"the longest request has {report.longest} tokens, and the recorded engine took {machine.length} at "
-                f"most: no number of machines follows from it. Record a run with --max-model-len {report.longest}, or "
-                "take a trace of shorter requests"
+                f"the longest request has {report.longest} tokens, and the recorded engine allowed at most "
+                f"{machine.length}: no number of machines can be computed. Record a run with --max-model-len "
+                f"{report.longest}, or use a trace of shorter requests"
             )
         return report
 
@@ -132,7 +132,7 @@ def simulate_machines(
     if goal:
         goals = ", ".join(f"{name} {most:g} s" for name, most in goal.wanted.items() if most is not None)
         answer = (
-            "no number of machines keeps it: a single request takes longer"
+            "no number of machines is enough: a single request takes longer"
             if wanted.searches
             else "none of these"
         )

@@ -22,11 +22,13 @@ from xla_engine.utils.progress import counting
     "--url", metavar="URL", help="Check an OpenAI-compatible server instead; --model is its name there."
 )
 @click.option("--remote", is_flag=True, help="Allow a --url that is not on this machine.")
-@click.option("--api-key-env", metavar="NAME", help="The environment variable that has the server's API key.")
-@click.option("--long", "is_long", is_flag=True, help="Also among 256 others, with three times the limits.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable with the server's API key.")
+@click.option(
+    "--long", "is_long", is_flag=True, help="Also test 256 concurrent requests, with three times the limits."
+)
 @click.option("--save", metavar="FILE", help="Write the server's answers, for a later --baseline.")
 @click.option(
-    "--baseline", metavar="FILE", help="Compare the server with answers saved before, such as by a restart."
+    "--baseline", metavar="FILE", help="Compare with answers that --save wrote, for example before a restart."
 )
 @click.option(
     "--markdown", "form", flag_value="markdown", default=None, help="A report for an issue tracker."
@@ -41,13 +43,13 @@ from xla_engine.utils.progress import counting
 @click.option(
     "--schedules", type=click.IntRange(1), default=4, help="Random schedules that share the requests."
 )
-@click.option("--seed", type=int, default=0, help="Chooses the random requests and schedules.")
+@click.option("--seed", type=int, default=0, help="Seed of the random requests and schedules.")
 @click.option(
     "--against",
     type=click.Choice(["alone", "config", "speculation", "transformers", "golden"]),
     default="alone",
-    help="alone: among peers against alone, bit for bit. config: other engine configurations, and prefill for "
-    "decode. speculation: right, wrong and mixed guesses against none. transformers: greedy tokens in float32 (extra "
+    help="alone: in a batch against alone, bit for bit. config: other engine configurations, and prefill for "
+    "decode. speculation: right, wrong and mixed drafts against none. transformers: greedy tokens in float32 (extra "
     "`oracle`). golden: the embedded model with --bits portable, against the bits that every processor must give.",
 )
 @click.option(
@@ -116,11 +118,11 @@ def verify(
         sys.exit(_verify_url(context))
     for name in _OF_SERVERS[1:]:
         if _given(context, name):
-            raise _common.NotStarted(f"{_OPTIONS.get(name, '--' + name.replace('_', '-'))} goes with --url")
+            raise _common.NotStarted(f"{_OPTIONS.get(name, '--' + name.replace('_', '-'))} needs --url")
     if against == "golden":
         sys.exit(_verify_golden(context))
     if record_path is not None and against != "alone":
-        raise _common.NotStarted("--record goes with --against alone: there is one engine to record")
+        raise _common.NotStarted("--record works with --against alone only, which has one engine to record")
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             engine = stack.enter_context(_common.load_one_engine(options, show=True))
@@ -199,7 +201,7 @@ def _verify_url(context: click.Context) -> int:
     given = context.params
     known = {*_OF_SERVERS, "requests", "seed", "model"}
     if others := ", ".join(sorted(name for name in given if name not in known and _given(context, name))):
-        raise _common.NotStarted(f"{others}: an option of an engine here, which goes without --url")
+        raise _common.NotStarted(f"{others}: options of a local engine, which cannot be used with --url")
     from xla_engine.environment import api_key
     from xla_engine.same_bits import checks
     from xla_engine.same_bits.server import LONG, HttpTarget, Limits
@@ -208,7 +210,7 @@ def _verify_url(context: click.Context) -> int:
     key_env = given["api_key_env"]
     key = None if key_env is None else api_key(key_env)
     if key_env is not None and not key:
-        raise _common.NotStarted(f"the environment variable {key_env} (--api-key-env) has no key")
+        raise _common.NotStarted(f"the environment variable {key_env} (--api-key-env) is not set")
     limits = LONG if given["is_long"] else Limits()
     click.echo(f"sending to {given['url']} at most {limits}", err=True)
     try:

@@ -114,7 +114,9 @@ class Callbacks:
                     job.on_output(output)
                 except Exception:
                     job.failed = True
-                    engine_log.exception("request %r is aborted: its on_output failed", output.request_id)
+                    engine_log.exception(
+                        "request %r is aborted because its on_output failed", output.request_id
+                    )
                     self._engine.abort(output.request_id)
             if output.finished:
                 with self._lock:

@@ -50,7 +50,7 @@ def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> Po
     classes = 0 if form.classifier is None else len(form.classifier)
     if params.task != "embed" and not classes:
         raise InvalidRequestError(
-            "this model has no classifier, it makes embeddings: use embed, and compare the vectors"
+            "this model returns embeddings and has no classifier: use embed, and compare the vectors"
         )
     if params.task == "score" and classes != 1:
         raise InvalidRequestError(f"the model's classifier has {classes} classes and no score; use classify")
@@ -88,7 +88,7 @@ def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> t
     the vector is not finite.
     """
     if not np.isfinite(vector).all():
-        raise InvalidRequestError("no vector could be made: the model's numbers are not finite")
+        raise InvalidRequestError("no vector could be computed: the model's numbers are not finite")
     wide: Array = vector.astype(np.float64)
     active = form.use_activation if params.use_activation is None else params.use_activation
     if params.task == "embed":

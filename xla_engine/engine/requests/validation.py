@@ -128,7 +128,7 @@ class RequestValidator:
         self._check_length(len(token_ids), params)
         if (why := self.never_fits(len(token_ids), _least_tokens(params))) is not None:
             raise TokenLimitError(
-                f"prompt and max_tokens never fit: {why}; ask for less or give more num_blocks"
+                f"prompt and max_tokens can never fit: {why}; lower max_tokens or raise num_blocks"
             )
         return token_ids
 
@@ -171,7 +171,7 @@ class RequestValidator:
             )
         if (why := self.never_fits(prompt_tokens, tokens + more)) is not None:
             raise TokenLimitError(
-                f"the longer request never fits: {why}; ask for less or give more num_blocks"
+                f"the longer request can never fit: {why}; lower max_tokens or raise num_blocks"
             )
 
     def check_queue(self, n: int, waiting: int, free: int) -> None:
@@ -188,7 +188,8 @@ class RequestValidator:
             )
         if waiting + n > self.max_waiting + free:
             raise QueueFullError(
-                f"{n} sequences were not taken: {max(waiting - free, 0)} wait and max_waiting is {self.max_waiting}; "
+                f"{n} sequences were not accepted: {max(waiting - free, 0)} wait and max_waiting is "
+                f"{self.max_waiting}; "
                 "submit them again after a step, lower n, or raise the bound"
             )
 
@@ -235,7 +236,7 @@ class RequestValidator:
         """
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
-                "the model has no tokenizer.json, so stop strings cannot be seen; use stop_token_ids"
+                "the model has no tokenizer.json, so stop strings cannot be found; use stop_token_ids"
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
@@ -341,7 +342,7 @@ class RequestValidator:
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
         if params.logprobs_start and params.logprobs_start >= prompt_tokens:
             raise InvalidRequestError(
-                f"logprobs_start {params.logprobs_start} is behind the prompt of {prompt_tokens} tokens; give at most "
+                f"logprobs_start {params.logprobs_start} is beyond the prompt of {prompt_tokens} tokens; give at most "
                 f"{prompt_tokens - 1}"
             )
         least = _least_tokens(params)

@@ -51,9 +51,11 @@ def make_speculator(
 def _inexact(runner: Runner, found: SelfCheck | None) -> str | None:
     """Why verifying several tokens at once may give other bits than decoding them one by one; None if it cannot."""
     if found is None:
-        return "no self-check ran (self_check, or blocks enough for it)"
+        return "no self-check ran (set self_check, and give it enough blocks)"
     if not runner.has_one_row_code:
-        return "prefill and decode are not the same code (they are with the C++ operations, for bfloat16 and int8)"
+        return (
+            "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8)"
+        )
     if not (found.ok and found.prefill_equals_decode and found.cut_invariant):
         return f"the self-check found {found.differences[0]}"
     return None

@@ -157,10 +157,10 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if self._take(4) != b"GGUF":
-            self._fail("begins with another magic word, so it is no GGUF file")
+            self._fail("does not begin with the magic word of GGUF files")
         (version,) = self._unpack("<I")
         if version not in _VERSIONS:
-            self._fail(f"has version {version} (or the other byte order); readable are {_VERSIONS}")
+            self._fail(f"has version {version} (or another byte order); supported are {_VERSIONS}")
         tensors, pairs = self._unpack("<QQ")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):

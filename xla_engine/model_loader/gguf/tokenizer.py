@@ -69,7 +69,7 @@ class _Vocabulary:
         self.types: list[int] = self._list(file, "token_type", int, [_NORMAL] * count)
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         if len(self.ids) != count:
-            raise _inexact(file, "some of its tokens are spelled alike")
+            raise _inexact(file, "some of its tokens have the same text")
         self.added = [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
             for token, kind in zip(self.tokens, self.types, strict=True)
@@ -86,7 +86,7 @@ class _Vocabulary:
     def _list(self, file: GgufReader, name: str, kind: type, default: list[Any] | None) -> list[Any]:
         values = file.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
-            raise _inexact(file, f"its tokenizer.ggml.{name} is no list of {kind.__name__}")
+            raise _inexact(file, f"its tokenizer.ggml.{name} is not a list of {kind.__name__}")
         if hasattr(self, "tokens") and len(values) != len(self.tokens):
             raise _inexact(file, f"its tokenizer.ggml.{name} has another length than its tokens")
         return values
@@ -96,7 +96,7 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
     name = file.get("tokenizer.ggml.pre")
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
     if any(len(merge) != 2 for merge in merges):
-        raise _inexact(file, "one of its merges is no pair")
+        raise _inexact(file, "one of its merges is not a pair")
     backend = _built(
         file,
         lambda: tokenizers.Tokenizer(
@@ -114,7 +114,7 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
         words = pre_tokenizers.Split(Regex(_WORDS[name]), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain])
     else:
-        raise _inexact(file, f"how it cuts text into words ({name!r}) is not known here")
+        raise _inexact(file, f"how it cuts text into words ({name!r}) is not known")
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
@@ -191,7 +191,7 @@ def _add_ends(
     if not ids:
         return
     if any(number >= len(vocabulary.tokens) for number in ids.values()):
-        raise _inexact(file, "a special token of it has no spelling")
+        raise _inexact(file, "one of its special tokens has no text")
     named = {name: vocabulary.tokens[number] for name, number in ids.items()}
     pieces = [named.get("bos"), "$A", named.get("eos")]
     backend.post_processor = processors.TemplateProcessing(
@@ -211,5 +211,5 @@ def _built(file: GgufReader, build: Any) -> tokenizers.Tokenizer:
 
 def _inexact(file: GgufReader, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{file.path}: {reason}, so text cannot be tokenised exactly. Put the model's tokenizer.json beside the file"
+        f"{file.path}: {reason}, so text cannot be tokenised exactly. Put the model's tokenizer.json next to the file"
     )

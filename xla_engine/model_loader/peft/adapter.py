@@ -28,15 +28,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 # Unsupported fields of the configuration, and why.
 _REFUSED = {
-    "use_dora": "magnitudes of DoRA are not computed",
-    "lora_bias": "adapters have no biases here",
-    "modules_to_save": "whole modules of an adapter are not loaded; merge it into the checkpoint",
-    "fan_in_fan_out": "weights are [out, in]",
-    "rank_pattern": "every weight has the same rank",
-    "alpha_pattern": "every weight has the same scale",
-    "layer_replication": "layers are those of the checkpoint",
-    "trainable_token_indices": "embeddings are those of the checkpoint; merge it",
-    "target_parameters": "experts have no adapters; merge it",
+    "use_dora": "DoRA is not supported",
+    "lora_bias": "biases of adapters are not supported",
+    "modules_to_save": "whole modules in an adapter are not supported; merge it into the checkpoint",
+    "fan_in_fan_out": "weights must be [out, in]",
+    "rank_pattern": "every weight must have the same rank",
+    "alpha_pattern": "every weight must have the same scale",
+    "layer_replication": "layers must be those of the checkpoint",
+    "trainable_token_indices": "embeddings of adapters are not supported; merge it",
+    "target_parameters": "adapters of experts are not supported; merge it",
 }
 _MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 _MOST_RANK = 4096
@@ -92,7 +92,8 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
     if pairs:
         raise CheckpointError(
             f"{files.names}: the adapter changes {min(pairs)}, and here it can only change {_MODULES} of this model's "
-            f"{config.num_hidden_layers} layers. Take an adapter of this very model, or merge it into the checkpoint "
+            f"{config.num_hidden_layers} layers. Use an adapter that was trained for this model, or merge it into "
+            f"the checkpoint "
             "with PEFT's merge_and_unload()"
         )
     digest = hashlib.sha256(repr((scale, files.fingerprint())).encode())
@@ -108,7 +109,7 @@ def _scale(fields: Fields, form: LoraForm) -> float:
         if fields.values.get(name):
             fields.fail(name, f"is not possible here: {why}")
     if fields.values.get("bias", "none") != "none":
-        fields.fail("bias", "adapters have no biases here. Merge it into the checkpoint")
+        fields.fail("bias", "biases of adapters are not supported. Merge it into the checkpoint")
     rank = fields.integer("r", high=_MOST_RANK)
     if rank > form.rank:
         fields.fail(
@@ -125,7 +126,8 @@ def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise CheckpointError(
-                f"{files.names}: tensor {name!r} is no part of a LoRA adapter of linear layers. Merge the adapter "
+                f"{files.names}: tensor {name!r} does not belong to a LoRA adapter of linear layers. Merge the "
+                f"adapter "
                 "into the checkpoint with PEFT's merge_and_unload()"
             )
         found.setdefault(match["module"], {})[match["which"]] = name
@@ -146,7 +148,8 @@ def _matrices(
     """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, with rows in the leaf's order."""
     if source.order is not None or source.convert is not None or source.scales is not None:
         raise CheckpointError(
-            f"{files.names}: adapters for {source.name} are not built, as this family stores it in a form of its own. "
+            f"{files.names}: adapters for {source.name} are not supported, because this family stores it in its own "
+            f"form. "
             "Merge the adapter into the checkpoint with PEFT's merge_and_unload()"
         )
     rank = fields.values["r"]
@@ -157,7 +160,7 @@ def _matrices(
         if info.shape != shape or info.dtype not in files.dtypes:
             raise CheckpointError(
                 f"{info.file}: tensor {pair[which]} is {info.dtype}{list(info.shape)}, not a float {list(shape)}, "
-                f"which the model and r = {rank} ask for. Take an adapter of this very model"
+                f"which the model and r = {rank} ask for. Use an adapter that was trained for this model"
             )
         arrays[which] = files.read(pair[which]).astype(np.float32)
         if not np.isfinite(arrays[which]).all():
@@ -167,8 +170,9 @@ def _matrices(
     most = {which: float(np.abs(array).max()) for which, array in arrays.items()}
     if not max(1, most["A"] * source.shape[1]) * max(1, most["B"] * rank * scale) < _LARGEST_CHANGE:
         raise CheckpointError(
-            f"{files.names}: {pair['A']} and {pair['B']} hold values as large as {most['A']:.2g} and {most['B']:.2g}, "
-            f"which are scaled by {scale:.3g}: products of them overflow, and results would not be numbers. Save the "
+            f"{files.names}: {pair['A']} and {pair['B']} contain values as large as {most['A']:.2g} and "
+            f"{most['B']:.2g}, "
+            f"which are scaled by {scale:.3g}: their products overflow. Save the "
             "adapter again"
         )
     return arrays["A"], source.in_engine_order(arrays["B"]).T * np.float32(scale)

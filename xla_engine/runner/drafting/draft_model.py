@@ -41,12 +41,13 @@ class DraftModel:
         if own.vocab_size != model.vocab_size:
             raise ConfigError(
                 f"the draft model has {own.vocab_size} token ids and the model {model.vocab_size}; "
-                "use one of the same tokenizer"
+                "use one with the same tokenizer"
             )
         if own.max_position_embeddings < context_length:
             raise ConfigError(
-                f"the draft model knows {own.max_position_embeddings} positions, requests may have {context_length}; "
-                f"use max_model_len {own.max_position_embeddings} at most, or another draft model"
+                f"the draft model has {own.max_position_embeddings} positions, but requests may have "
+                f"{context_length}; "
+                f"use max_model_len {own.max_position_embeddings} or less, or another draft model"
             )
         if own.delta is not None:
             raise ConfigError(

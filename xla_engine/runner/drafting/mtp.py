@@ -63,8 +63,8 @@ def load_mtp(checkpoint: Checkpoint) -> Checkpoint:
                 "is missing" if info is None else f"has shape {list(info.shape)}, not {list(source.shape)}"
             )
             raise CheckpointError(
-                f"{tensors.names}: tensor {source.name} of the MTP layer {found}; leave method 'mtp' out, or take a "
-                "checkpoint that has such a layer (Qwen3-Next, Qwen3.5)"
+                f"{tensors.names}: tensor {source.name} of the MTP layer {found}; leave method 'mtp' out, or use a "
+                f"checkpoint that has such a layer (Qwen3-Next, Qwen3.5)"
             )
     weights = StoredWeights(tensors, sources, config, checkpoint.dtype, more=shapes)
     return replace(checkpoint, config=config, weights=weights)

@@ -74,7 +74,7 @@ def register(isa: str | None = None, parts: Collection[str] = PARTS) -> str:
             try:
                 if _register(each, frozenset(parts)):
                     if failed is not None:
-                        _log.warning("the C++ operations are for %s only: %s", each.name, failed)
+                        _log.warning("the C++ kernels are compiled for %s only: %s", each.name, failed)
                     return each.name
             except NativeBuildError as error:  # a lesser instruction set may still work
                 failed = failed or error
@@ -109,7 +109,7 @@ def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
                 _origins[isa.name] = BUNDLED
                 _digests[isa.name] = hashlib.sha256(found.read_bytes()).hexdigest()
         except (bundled.Unfit, OSError, AttributeError, RuntimeError) as error:
-            _log.warning("the C++ library that came with the package is not used: %s", error)
+            _log.warning("the C++ library in the package is not used: %s", error)
     missing = sorted(part for part in parts if (isa.name, part) not in _bound)
     if missing:
         for part, path in build(isa, missing).items():
@@ -153,7 +153,7 @@ def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
         try:
             return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
         except OSError as error:
-            raise NativeBuildError(f"the library cannot be kept: {error}") from error
+            raise NativeBuildError(f"the library cannot be cached: {error}") from error
 
 
 def _identity(isa: InstructionSet) -> str:

@@ -63,12 +63,12 @@ def library(folder: Path, isa: InstructionSet, sources: str, ffi: tuple[int, int
     if name is None:
         return None
     if manifest.sources != sources:
-        raise Unfit("it was made from other sources than those installed")
+        raise Unfit("it was built from other sources than those installed")
     # XLA serves interfaces of the same major version that are not newer than its own.
     if manifest.ffi[0] != ffi[0] or manifest.ffi[1] > ffi[1]:
         theirs, ours = (".".join(map(str, version)) for version in (manifest.ffi, ffi))
         raise Unfit(
-            f"it was made with jaxlib {manifest.jaxlib} for version {theirs} of XLA's foreign-function interface, "
+            f"it was built with jaxlib {manifest.jaxlib} for version {theirs} of XLA's foreign-function interface, "
             f"and the installed jaxlib has {ours}"
         )
     path = folder / file_name(name)

@@ -42,8 +42,8 @@ def _temporary_directory(why: str) -> Path:
     """One for all that this process cannot keep, so that the log says it once."""
     if not _temporary:
         _log.warning(
-            "compiled code is not kept: %s. It is compiled anew for this process; make the directory yours with mode "
-            "0700, or name another with XLA_ENGINE_CACHE",
+            "compiled code is not cached: %s. It is compiled for this process only; give the directory mode 0700 "
+            "and your user as owner, or set XLA_ENGINE_CACHE to another",
             why,
         )
         _temporary.append(Path(tempfile.mkdtemp(prefix="xla-engine-")))
@@ -101,7 +101,7 @@ def read_own(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or _why_not_ours(status) is not None:
-            raise PermissionError(f"{path} is not ours")
+            raise PermissionError(f"{path} belongs to another user")
         return file.read()
 
 
@@ -126,7 +126,7 @@ def _why_not_safe(directory: Path) -> str | None:
     for parent in directory.resolve().parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            return f"everyone can rename what is in {parent}"
+            return f"everyone can rename files in {parent}"
     return _why_not_ours(directory.stat())
 
 
@@ -134,7 +134,7 @@ def _why_not_ours(status: os.stat_result) -> str | None:
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & _OTHERS_WRITE:
-        return f"it can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+        return f"others can write to it (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 

@@ -104,7 +104,7 @@ class BatchRoutes:
         if self._uploads[tenant] >= UPLOADS:
             raise ApiError(
                 429,
-                f"{UPLOADS} uploads are under way; send this one when another is done",
+                f"{UPLOADS} uploads are in progress; send this one when another is done",
                 code="too_many_uploads",
                 headers={"retry-after": "1"},
             )
@@ -123,7 +123,7 @@ class BatchRoutes:
             try:
                 message = await asyncio.wait_for(request.receive(), settings.body_timeout_s)
             except TimeoutError as error:
-                late = "the file does not come; send it faster"
+                late = "the file did not arrive in time; send it faster"
                 raise ApiError(408, late, code="request_timeout", headers={"connection": "close"}) from error
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -178,7 +178,9 @@ class BatchRoutes:
             raise ApiError(400, message, code="invalid_request", param="endpoint")
         window = _WINDOW.fullmatch(body.completion_window)
         if window is None:
-            message = f'completion_window must be hours or days, as "24h", not {body.completion_window!r}'
+            message = (
+                f'completion_window must be in hours or days, such as "24h", not {body.completion_window!r}'
+            )
             raise ApiError(400, message, code="invalid_request", param="completion_window")
         try:
             check_labels({"metadata": body.metadata})
@@ -217,7 +219,7 @@ class BatchRoutes:
     async def cancel(self, request: Request) -> Response:
         record = self._batch(request)
         if record.status not in UNFINISHED or record.status == "finalizing":
-            message = f"cannot cancel a batch with status '{record.status}'; only one that is not finished"
+            message = f"cannot cancel a batch with status '{record.status}'; only an unfinished batch can be cancelled"
             raise ApiError(409, message, code="not_cancellable")
         if record.status != "cancelling":
             self._batches.cancel(record)

@@ -51,9 +51,7 @@ class Store:
             pass
         except BlockingIOError as error:
             self._lock.close()
-            raise ConfigError(
-                f"another server has {folder}; give this one a --batch-dir of its own"
-            ) from error
+            raise ConfigError(f"another server uses {folder}; use another --batch-dir") from error
         self.files = _load(self._files_folder, "meta.json", FileRecord)
         self.batches = _load(self._batches_folder, "batch.json", BatchRecord)
         self.stored = StoredBytes(max_stored_bytes)
@@ -221,7 +219,7 @@ def room_on_disk() -> Iterator[None]:
             raise
         raise ApiError(
             507,
-            "the server's disk is full; delete files (DELETE /v1/files/ID), or ask its operator for room",
+            "the server's disk is full; delete files (DELETE /v1/files/ID), or ask its operator for space",
             code="insufficient_storage",
         ) from error
 

@@ -27,8 +27,8 @@ class StoredBytes:
             if held + size > self._limit:
                 raise ApiError(
                     413,
-                    f"the files and results of this key have {held} bytes, and {self._limit} may be stored; delete "
-                    "some (DELETE /v1/files/ID), or ask the server's operator to raise --max-stored-bytes",
+                    f"the files and results of this key have {held} bytes, and the limit is {self._limit}; delete "
+                    f"some (DELETE /v1/files/ID), or ask the server's operator to raise --max-stored-bytes",
                     code="storage_limit_exceeded",
                 )
             self._files[file_id] = (tenant, self._files.get(file_id, (tenant, 0))[1] + size)

@@ -35,7 +35,7 @@ def problems_of(
             if len(found) >= SHOWN_PROBLEMS:
                 break
     if not total:
-        found.append(_problem("empty_file", "the file holds no request", None))
+        found.append(_problem("empty_file", "the file contains no request", None))
     return total, found[:SHOWN_PROBLEMS]
 
 

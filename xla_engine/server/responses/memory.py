@@ -46,7 +46,9 @@ class Memory:
         """A response and its items as JSON. Raises ApiError as `response` does."""
         data = self._kept[tenant].get(name) if tenant in self._kept else None
         if data is None:
-            message = f"no response found with id {name[:100]!r}; those with store: true are kept for a while"
+            message = (
+                f"no response found with id {name[:100]!r}; store: true keeps responses for a limited time"
+            )
             raise ApiError(404, message, code="not_found", param="id")
         return data
 

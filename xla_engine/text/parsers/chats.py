@@ -104,7 +104,8 @@ def _strict(tools: Tools, dialect: Dialect) -> StructuredOutputsParams | None:
         return tagged_xml(tools)
     if dialect.tools != "hermes":
         raise InvalidRequestError(
-            f"tools: strict: true cannot be kept for calls in the format {dialect.tools} of this model; leave strict "
+            f"tools: strict: true is not supported for calls in the format {dialect.tools} of this model; leave "
+            f"strict "
             'out, or give tool_choice "required" or a function'
         )
     return tools.tagged()

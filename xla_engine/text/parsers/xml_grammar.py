@@ -47,7 +47,7 @@ def _parameters(tools: Tools, name: str) -> Iterator[str]:
         raise _cannot(name, f"the required parameter {min(unknown)!r} without a schema")
     for key, each in properties.items():
         if (value := _value(each, schema)) is None:
-            raise _cannot(name, f"the parameter {key!r}, whose text no grammar can hold to its schema")
+            raise _cannot(name, f"the parameter {key!r}, whose schema no grammar of its text can express")
         yield rf"({_quoted(f'<parameter={key}>')} {value} /\s*/)" + ("" if key in required else "?")
 
 
@@ -83,6 +83,6 @@ def _quoted(text: str) -> str:
 
 def _cannot(name: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"tools: strict: true cannot be kept for the function {name!r}: it has {what}, in the format qwen3_coder of "
+        f"tools: strict: true is not supported for the function {name!r}: it has {what}, in the format qwen3_coder of "
         'this model. Leave strict out, or give tool_choice "required" or a function'
     )

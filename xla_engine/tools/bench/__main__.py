@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="xla-engine bench",
         usage="xla-engine bench [OPTIONS]",
-        description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Every "
-        "engine runs in a process of its own; a peer that is not installed is skipped, and named. Greedy streams "
+        description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Each "
+        "engine runs in its own process; peers that are not installed are skipped with a message. Greedy streams "
         "are judged in float32, and a rate whose streams are wrong, or too dull to show a fault, is void. Ends with "
         "one JSON line.",
         epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ".",
@@ -66,32 +66,40 @@ def parser() -> argparse.ArgumentParser:
     )
     option(
         "--dtype",
-        "Of weights and activations: bfloat16 or float32.",
+        "Dtype of weights and activations: bfloat16 or float32.",
         "TYPE",
         choices=["bfloat16", "float32"],
         default="bfloat16",
     )
-    option("--batches", "Slots of every engine.", type=_positive, nargs="+", default=[8, 32])
+    option("--batches", "Numbers of slots of every engine.", type=_positive, nargs="+", default=[8, 32])
     option("--workloads", "What is run.", "NAME", nargs="+", choices=workloads, default=workloads)
     option("--rounds", "Measured turns of every engine.", type=_positive, default=3)
     option("--threads", "Cores for every engine.", type=_positive, default=core_count())
     option(
         "--peer",
-        "Interpreter that has the peer; this one where none is named. Repeatable.",
+        "Interpreter with the peer, by default this one. Repeatable.",
         "NAME=PYTHON",
         action="append",
         default=[],
     )
-    option("--only", "Peers to run at most.", "NAME", nargs="*", choices=list(PEERS))
-    option("--prompt-tokens", "Of uniform, prefill and pair.", type=_positive, default=128)
-    option("--new-tokens", "Of uniform and pair.", type=_positive, default=128)
+    option("--only", "Run only these peers.", "NAME", nargs="*", choices=list(PEERS))
+    option("--prompt-tokens", "Prompt length of uniform, prefill and pair.", type=_positive, default=128)
+    option("--new-tokens", "New tokens of uniform and pair.", type=_positive, default=128)
     option(
-        "--arrival-rate", "Poisson arrivals of ragged, per second; else all at once.", "NUMBER", type=float
+        "--arrival-rate",
+        "Arrivals per second (Poisson) of ragged; by default all at once.",
+        "NUMBER",
+        type=float,
     )
     option("--verify", "Requests to verify at each number of slots; 0 leaves it out.", type=int, default=40)
     option("--judge", "Requests judged per workload; 0 leaves it out.", type=int, default=8)
-    option("--seed", "Of prompts and arrivals.", type=int, default=0)
-    option("--cache", "For written models.  [default: the user's cache directory]", "DIRECTORY", type=Path)
+    option("--seed", "Seed of prompts and arrivals.", type=int, default=0)
+    option(
+        "--cache",
+        "Directory for generated models.  [default: the user's cache directory]",
+        "DIRECTORY",
+        type=Path,
+    )
     option("--output", "Also write the JSON line here.", "FILE", type=Path)
     option("--plot", "Draw decode tokens per second against slots (extra `plot`).", "FILE", type=Path)
     option(

@@ -77,7 +77,7 @@ def dull_reason(streams: Ids) -> str | None:
     with prompts of their own begin alike, so does a row that reads the slot of another.
     """
     looked = [stream[:_LOOKED_AT] for stream in streams if len(stream) >= _LEAST_TOKENS]
-    remedy = "use a model with livelier streams, such as the random ones that this command writes"
+    remedy = "use a model with more varied streams, such as the random ones that this command writes"
     if looked:
         distinct = [len(set(stream)) for stream in looked]
         if statistics.median(d / len(s) for d, s in zip(distinct, looked, strict=True)) < _LEAST_DISTINCT:

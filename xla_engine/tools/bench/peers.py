@@ -146,7 +146,7 @@ def parse_peers(words: list[str]) -> Mapping[str, str]:
             raise ValueError(f"{word!r} is not NAME=PATH with a name out of {', '.join(PEERS)}")
         if not PEERS[name].kind.startswith("xla:") and not _OTHERS.is_dir():
             raise ValueError(
-                f"{name}: a wheel has no workers of peers; run from a checkout (pip install -e .)"
+                f"{name}: wheels do not contain the workers of peers; run from a checkout (pip install -e .)"
             )
         found[name] = path
     return found

@@ -115,7 +115,7 @@ def warnings(points: Sequence[Point]) -> list[str]:
         values = point.decode_tok_s.values if point.decode_tok_s is not None else ()
         if (apart := max(values) / min(values) - 1) > UNEVEN:
             found.append(
-                f"{point.slots} slots: rounds differ by {100 * apart:.0f} %; measure on a machine at rest"
+                f"{point.slots} slots: rounds differ by {100 * apart:.0f} %; measure on an idle machine"
             )
     for before, after in pairwise(measured):
         rate, step = _ratio(before, after, "decode_tok_s"), _ratio(before, after, "itl_p50_ms")
@@ -143,7 +143,7 @@ def warnings(points: Sequence[Point]) -> list[str]:
             for point in measured
             if point.decode_tok_s is not None and point.decode_tok_s.median >= (1 - NOTICEABLE) * best
         )
-        more = "" if enough is not measured[-1] else "; more were not measured, and may pay"
+        more = "" if enough is not measured[-1] else "; more slots were not measured and may be faster"
         found.append(
             f"{enough.slots} slots decode within {100 * NOTICEABLE:.0f} % of the most measured{more}"
         )

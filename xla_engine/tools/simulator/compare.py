@@ -51,7 +51,7 @@ class Comparison:
         """The comparison as text: each figure measured, predicted, and the difference."""
         same = f"all {self.steps} steps as recorded"
         if self.first_difference is not None:
-            same = f"step {self.first_difference} is the first that is not as recorded"
+            same = f"step {self.first_difference} is the first that differs from the record"
         found = [f"schedule             {same}", f"{'':<20} {'measured':>12} {'predicted':>12} {'':>8}"]
         for name, scale, unit in FIGURES:
             was, said = (scale * figure(report, name) for report in (self.measured, self.predicted))

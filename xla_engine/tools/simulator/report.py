@@ -102,7 +102,7 @@ def table(reports: Mapping[str, Report]) -> list[str]:
     lines = aligned(rows, right=range(len(head)))
     for name, report in reports.items():
         if refused := report.finished.get(REFUSED):
-            lines.append(f"{name}: {refused} of {report.requests} requests never fit into the blocks")
+            lines.append(f"{name}: {refused} of {report.requests} requests can never fit into the blocks")
     return lines
 
 

@@ -106,7 +106,7 @@ def read_csv(path: Path | str) -> Iterator[Arrival]:
         if layout is None:
             wanted = "; ".join(", ".join(sorted(needed)) for needed, _ in LAYOUTS)
             raise RecordError(
-                f"{path}: a trace has the columns of one of: {wanted}; this has {sorted(names)}"
+                f"{path}: a trace has one of these sets of columns: {wanted}; this file has {sorted(names)}"
             )
         first: float | None = None
         last = -math.inf
@@ -120,7 +120,7 @@ def read_csv(path: Path | str) -> Iterator[Arrival]:
             first = time if first is None else first
             if time < last:
                 raise RecordError(
-                    f"{path}, line {rows.line_num}: it comes before the line above; sort by time"
+                    f"{path}, line {rows.line_num}: it is earlier than the line above; sort by time"
                 )
             last = time
             yield Arrival(

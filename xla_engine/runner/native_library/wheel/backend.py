@@ -98,14 +98,15 @@ def compile_libraries(sources: Path, folder: Path) -> list[str]:
         from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS
     except ImportError as error:
         _log.warning(
-            "a wheel without libraries: the headers of jaxlib are needed to compile them (%s)", error
+            "the wheel will contain no libraries: the headers of jaxlib are needed to compile them (%s)",
+            error,
         )
         return []
     finally:
         sys.path.remove(str(_ROOT))
     program = shutil.which(compiler())
     if program is None:
-        _log.warning("a wheel without libraries: there is no C++ compiler %r", compiler())
+        _log.warning("the wheel will contain no libraries: no C++ compiler %r", compiler())
         return []
     headers = Path(jax.ffi.include_dir())
     sets = (each for each in INSTRUCTION_SETS if platform.machine().lower() in each.machines)
