@@ -1,6 +1,6 @@
-"""What an attention backend is: rotation, cache layout, KV write and attention, owned together.
+"""The protocol of attention backends, which own rotation, cache layout, KV write and attention.
 
-A graph hands it projected heads and never looks into a cache. All backends share one capacity: whole spans of
+A graph passes projected heads to it and never reads a cache itself. All backends share one capacity: whole spans of
 `KEY_SPAN` positions. Law 1 rests on them: what a row gets is a function of its own q, k, v, length and cache, bit for
 bit, whatever the other rows, the `key_length` and the values behind its own keys.
 """
@@ -29,7 +29,7 @@ class LayerCache(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """Parameters of attention itself, all float32, None where a model has none.
+    """Parameters of attention itself, all float32, None if a model has none.
 
     q_norm, k_norm `[Dh]`: RMS norm of every query and key head, before rotation. sinks `[H]`: one more logit per query
     head in the softmax's denominator, which carries no value (gpt-oss).
@@ -41,18 +41,18 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """What decode and prefill tell a backend alike about one layer. An argument list: it crosses no jit boundary.
+    """The arguments about one layer that decode and prefill share. It crosses no jit boundary.
 
     form: what is static of the layer's attention.
     weights: the layer's own.
     rope: `[..., 2, Dh/2]`, cosines and sines of the call's positions, float32.
-    key_length (static): the bucket of keys attended to; no row of the call reaches beyond it.
+    key_length (static): the bucket of keys attended to; no row of the call has more keys.
     compute_dtype (static): of the products.
     block_tables: i32 `[B, max_blocks]`; position p of slot b lies at `p % block_size` of block
         `block_tables[b, p // block_size]` of the store, which is then a pool. Entries behind a slot's last block may
         hold anything. None: slots are contiguous. The bits of a result are the same either way, but for a soft cap in
         float32 under `xla`.
-    layer_in_store (static): which layer of its store is meant; 0 where a store is one layer's.
+    layer_in_store (static): index of the layer in its store; 0 if each store is one layer's.
     """
 
     form: AttentionForm
@@ -67,8 +67,8 @@ class AttentionCall(NamedTuple):
 class Attention(Protocol):
     """An attention backend. Instances are frozen and hashable: a graph is compiled for one.
 
-    name: what `attention_backend` calls it.
-    isa: the instruction set of its C++ operation; None: it has none.
+    name: its value of `attention_backend`.
+    isa: the instruction set of its C++ kernel; None without one.
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
         serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
     shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for

@@ -1,7 +1,7 @@
 """The kernels of the backend `gpu`, in Pallas for Triton, and their pieces.
 
-Triton knows sizes that are powers of two only: what a head, a group or a tile does not fill is masked. A reference
-that a model has no use for is None.
+Triton supports only sizes that are powers of two: the rest of a head, a group or a tile is masked. A reference that a
+model does not need is None.
 """
 
 from __future__ import annotations

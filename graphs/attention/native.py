@@ -36,7 +36,7 @@ _LANES = 16  # keys, and dimensions, side by side in a tile
 class NativeAttention:
     """See `graphs.attention.backend.Attention`; the layout of the cache is described in `attention_cache.h`.
 
-    isa: the instruction set whose library serves. call_positions: see `kept_positions`.
+    isa: the instruction set of the library. call_positions: see `kept_positions`.
     """
 
     isa: str

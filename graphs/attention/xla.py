@@ -8,9 +8,8 @@ otherwise survive the masked probabilities.
 
 Scores, softmax and sums are float32; probabilities are rounded to the compute dtype for the second product. Keys are
 taken in spans of fixed size: both products see the same shapes whatever the `key_length` (a static bucket over the
-valid keys), and spans are added in order, so that masked spans behind a row's own keys change no bit of it. Where
-slots borrow blocks, one span at a time is brought together, for each of the products: the context is never there as a
-whole.
+valid keys), and spans are added in order, so that masked spans behind a row's own keys change no bit of it. With KV
+blocks, one span at a time is gathered for each of the products: the context is never gathered as a whole.
 """
 
 from __future__ import annotations

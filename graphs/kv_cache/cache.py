@@ -1,4 +1,4 @@
-"""What a model keeps of its slots: a list of stores, each of one layer or of several that are alike."""
+"""The state that a model keeps for its slots: a list of stores, each of one layer or of several equal layers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Linear layers: the one home of every product with weights."""
+"""Linear layers: every product with weights."""

@@ -1,4 +1,4 @@
-"""Weights as a quantised file has them: products unpack them as they go, to what bf16 weights would be.
+"""Weights in the format of a quantised file: products unpack them on the fly to the bf16 values.
 
 Each value is that of the dequantised file rounded to bf16, so a product has the bits that it has with bf16 weights.
 `native/coded_weights.h` describes the array.
@@ -85,7 +85,7 @@ class Coded(NamedTuple):
 def coded_form(
     stored: tuple[tuple[str, int], ...], width: int, rows: np.ndarray | None = None
 ) -> CodedForm | None:
-    """How one of several devices can hold a leaf `[F, width]` that is stored so; None where it cannot.
+    """How one of several devices stores its part of a leaf `[F, width]` in this format; None if it cannot.
 
     rows `[devices, features]`: which of the leaf's rows each device has, -1 for zeros; None: one has all.
     """

@@ -48,8 +48,8 @@ _WHOLE = 32  # features of a task
 class NativeProducts:
     """See `graphs.linear.products.Products`. Rows of prefill and of decode run the same code: their bits agree.
 
-    Rows that are not live are not multiplied: zeros stand in their places, or the residual. isa: the instruction set
-    whose library serves.
+    Rows that are not live are not multiplied: their results are zeros, or the residual. isa: the instruction set of
+    the library.
     """
 
     isa: str
@@ -211,7 +211,7 @@ def features_of(weight: Weight) -> int:
 
 
 def norm_weight(norm: Norm | None) -> jax.Array:
-    """The weight of a norm, or an empty array where there is none."""
+    """The weight of a norm, or an empty array without one."""
     return or_nothing(None if norm is None else norm.weight)
 
 

@@ -1,4 +1,4 @@
-"""Linear projections: the one place that knows which operand order is fast.
+"""Linear projections, in the operand order that is fast.
 
 Weights stay `[F, D]` as in the checkpoint. XLA:CPU re-packs the right operand of a product on every call and
 keeps the left one, so with few rows the weight must be the left operand; with many rows the activations are.
@@ -53,7 +53,7 @@ Term = jax.Array | None  # that is added to a product
 
 
 class Products(Protocol):
-    """The products of a decoder with what stands before and behind them.
+    """The products of a decoder, with their norms, biases and residuals.
 
     x is `[N, D]`, float32 or the weight's dtype, or what `gated` returned. What a row becomes is a function of that
     row, to the bit: law 1 rests on it.
@@ -66,16 +66,16 @@ class Products(Protocol):
 
     @property
     def isa(self) -> str | None:
-        """The instruction set of their C++ operations; None: they have none."""
+        """The instruction set of their C++ kernels; None without kernels."""
         ...
 
     @property
     def task(self) -> int:
-        """Features that a product takes at once: where several devices share its features, each has whole tasks."""
+        """Features in one task of a product: if several devices share its features, each has whole tasks."""
         ...
 
     def for_rows(self, live: jax.Array) -> Self:
-        """The same products where only the rows `live [N]` are read; what others become is finite."""
+        """The same products if only the rows `live [N]` are read; the others are finite."""
         ...
 
     def linear(

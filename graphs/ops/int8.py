@@ -4,8 +4,8 @@ A product quantises its activations too, each group of a row by its own largest 
 int8 by int8 into int32, which is exact in any order; groups are scaled and added in float32, K ascending. A row's
 result is thus a function of the row, and the operand order changes no bit.
 
-Both sides are rotated before, a group at a time: that changes no product and spreads what is far from the rest, whose
-largest value makes the steps of all its group (Ashkboos et al., "QuaRot", 2024). What each part gains:
+Both sides are rotated before, a group at a time: that changes no product and spreads outliers, which would make the
+quantisation steps of their whole group larger (Ashkboos et al., "QuaRot", 2024). What each part gains:
 findings/int8.md.
 """
 
@@ -77,7 +77,7 @@ def quantize_rows(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """int8 values of `x [N, D]` or `[D, N]` and a float32 scale for each group, `[N, G]` or `[G, N]`; `axis` is D's.
 
     Rotated, multiplied by the inverse of the scale, and rounded to nearest, ties to even: `native/grouped_dots.h`
-    does the same, to the bit. NaN in a group makes its scale NaN, and with it all results of the row.
+    does the same, to the bit. A NaN in a group makes its scale NaN, and so all results of the row.
     """
     width, shape = x.shape[axis], list(x.shape)
     shape[axis : axis + 1] = groups_of(width), GROUP

@@ -28,7 +28,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def norm_heads(heads: jax.Array, form: AttentionForm, weight: jax.Array | None) -> jax.Array:
-    """Every head of `heads [..., Dh]` normalised, where the model does so."""
+    """Every head of `heads [..., Dh]`, normalised if the model does so."""
     return heads if weight is None else rms_norm(heads, weight, form.norm_eps)
 
 

@@ -218,6 +218,6 @@ def test_the_engine_stops_at_the_string_and_frees_the_slot(embedded: XlaBatchEng
 
 
 def test_stop_strings_need_a_tokenizer(tiny: XlaBatchEngine) -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer\.json, so stop strings cannot be seen"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, so stop strings cannot be found"):
         tiny.submit([1], SamplingParams(stop="x"))
     assert not tiny.has_unfinished

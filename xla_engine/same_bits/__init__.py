@@ -1,4 +1,4 @@
-"""Does a server, or a function, give a request the same answer whatever runs beside it? Standard library only."""
+"""Checks whether a server or a function gives a request the same answer under any load. Standard library only."""
 
 from __future__ import annotations
 

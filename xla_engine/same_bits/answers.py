@@ -1,4 +1,4 @@
-"""From the JSON of an OpenAI-compatible server to answers. Whatever does not look like one raises `Malformed`."""
+"""Parses the JSON of an OpenAI-compatible server into answers. Anything else raises `Malformed`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xla_engine.same_bits.target import Choice, Token
 
 
 class Malformed(Exception):
-    """An answer that no reader could use; the message says how."""
+    """An answer that cannot be parsed; the message says why."""
 
 
 def choices_of(answer: dict[str, Any], *, most: int | None = None) -> tuple[Choice, ...]:

@@ -1,7 +1,7 @@
 """The checks: one request in two situations, and its two answers compared.
 
-Every comparison is exact. A check in which nothing was visible is "not visible", never "same": answers that were not
-proven to be generated together show nothing about batches.
+Every comparison is exact. A check that had nothing to compare is "not visible", never "same": answers that
+were not proven to be generated together say nothing about batches.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Checks:
     ) -> None:
         self._target, self._among, self._progress = target, among, progress
         self._draw = random.Random(seed)
-        self._fresh = random.Random()  # what no cache may know is new in every run
+        self._fresh = random.Random()  # prompts that no cache may contain are new in every run
         self._stream = "stream" in target.features
         self._asks = [self._drawn() for _ in range(requests)]
         self._alone: list[Answer] = []

@@ -1,4 +1,4 @@
-"""Where two answers to one request first differ, and what may be the cause.
+"""Where two answers to one request first differ, and the likely cause.
 
 A difference by rounding moves log-probabilities a little, and changes a token only where two candidates were nearly
 equal. One that changes a token which was far ahead is not rounding: stale keys and values, or another request's

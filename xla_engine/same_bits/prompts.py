@@ -19,7 +19,7 @@ def draw_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> st
 
 
 def fresh_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> str | tuple[int, ...]:
-    """The same, led by what no prompt began with before, so that no cache knows it."""
+    """The same with a new beginning, so that no cache contains it."""
     if corpus:
         nonce = tuple(draw.choice(corpus) for _ in range(12))
         piece = draw_prompt(draw, tokens - len(nonce), corpus)

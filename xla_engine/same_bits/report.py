@@ -1,4 +1,4 @@
-"""What a run of the checks saw, as text, Markdown and JSON."""
+"""The results of the checks as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from xla_engine.same_bits.differences import Difference
 
 SAME, DIFFERS, NOT_VISIBLE = "same", "differs", "not visible"
-# without these, nothing was compared that a server could get wrong by load
+# without these, nothing was compared that depends on load
 _DECISIVE = ("repeat", "co-batch")
 
 
@@ -129,7 +129,7 @@ class Report:
         return "\n".join([*head, "", *(line.rstrip() for line in body), *self._tail(), self.conclusion])
 
     def markdown(self) -> str:
-        """To paste into a tracker. Texts of the target stand in code, so that none of them is markup."""
+        """For an issue tracker. Texts of the target are formatted as code, so that none of them is markup."""
         head = [f"- {name}: `{_value(value).replace('`', chr(39))}`" for name, value in self._head().items()]
         table = ["| " + " | ".join(row).replace("`", "'") + " |" for row in self._table()]
         found = "\n".join(self._tail(every=True)).replace("```", "'''")

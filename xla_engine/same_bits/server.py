@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as a target: what is sent is bounded, and so is what is read."""
+"""An OpenAI-compatible server as a target, with limits on what is sent and read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Spent:
 
 
 class _Refused(Exception):
-    """A status other than 200: the server took the request for a wrong one."""
+    """A status other than 200: the server refused the request."""
 
 
 class HttpTarget:
@@ -274,7 +274,7 @@ class HttpTarget:
             time.sleep(wait_s)
 
     def _send(self, method: str, path: str, body: Any, stack: ExitStack) -> http.client.HTTPResponse:
-        """Send a request to the address that was checked, whatever the name stands for by now."""
+        """Send a request to the address that was checked, even if the name resolves to another by now."""
         limit_s = min(ANSWER_S, self._spent.left_s())
         try:
             plain = stack.enter_context(socket.create_connection(self._address, timeout=limit_s))
@@ -313,7 +313,7 @@ class HttpTarget:
         raise _Refused(f"status {response.status}: {text[:300]}")
 
     def _safe(self, text: str) -> str:
-        """Text of the server, without the key and without what a terminal would obey."""
+        """Text of the server, without the key and without control characters."""
         text = text.replace(self._key, "[key]") if self._key else text
         return "".join(each if each.isprintable() else " " for each in text)[:300]
 

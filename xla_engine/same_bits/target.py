@@ -1,4 +1,4 @@
-"""What is asked, what is answered, and who answers."""
+"""Requests, answers, and the targets that answer."""
 
 from __future__ import annotations
 

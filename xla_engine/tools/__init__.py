@@ -1,1 +1,1 @@
-"""Programs about the engine: its benchmark, its simulator, soak tests, and runs drawn as pictures."""
+"""Programs that measure, simulate and test the engine, and draw its runs."""

@@ -1,4 +1,4 @@
-"""Libraries that came compiled with the package: written when its wheel is built, looked for at a start.
+"""Compiled libraries in the package: written when its wheel is built, looked up at start-up.
 
 `libraries/` beside this file holds one for each variant of each instruction set, and a manifest that says what they
 were made from. A checkout has none.
@@ -18,7 +18,7 @@ _MANIFEST = "manifest.json"
 
 
 class Unfit(Exception):
-    """A library came with the package, and is not for this source, this jaxlib or this machine; the text says why."""
+    """The package has a library that does not fit this source, this jaxlib or this machine; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where there is none. Raises Unfit for one that cannot be read."""
+    """The manifest of a folder; None if there is none. Raises Unfit for one that cannot be read."""
     try:
         fields = json.loads((folder / _MANIFEST).read_text())
         return Manifest(**{**fields, "ffi": tuple(fields["ffi"])})
@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def library(folder: Path, isa: InstructionSet, sources: str, ffi: tuple[int, int]) -> Path | None:
-    """The library of a folder for an instruction set and this processor; None where the folder holds none for it.
+    """The library of a folder for an instruction set and this processor; None if the folder has none for it.
 
     sources, ffi: as in `Manifest`, of what is installed. Raises Unfit where there is one that must not be loaded: made
     from another source, for another interface of jaxlib, or damaged.

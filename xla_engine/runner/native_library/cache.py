@@ -1,4 +1,4 @@
-"""Directories of compiled code: what lies there runs in this process, so it must be ours and whole."""
+"""Directories of compiled code. The code runs in this process, so it must belong to this user and be complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _temporary: list[Path] = []  # made when first needed
 def private_directory(directory: Path) -> Path:
     """`directory`, made with mode 0700 if it is not there, where only this user and root can write into it.
 
-    Else a temporary one for this process alone, and one line in the log says why.
+    Otherwise a temporary directory for this process, with a log line that says why.
     """
     try:
         for each in (*reversed(directory.parents), directory):
@@ -88,7 +88,7 @@ def _put(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether a library is there, is ours, and is what its digest says."""
+    """Whether a library exists, belongs to this user, and matches its digest."""
     try:
         wanted = read_own(_digest_file(path)).decode("ascii", "replace")
         return hashlib.sha256(read_own(path)).hexdigest() == wanted
@@ -122,7 +122,7 @@ def _close_to_group(directory: Path) -> None:
 
 
 def _why_not_safe(directory: Path) -> str | None:
-    """Why others could put files there; None where they cannot."""
+    """Why others could put files there; None if they cannot."""
     for parent in directory.resolve().parents:
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

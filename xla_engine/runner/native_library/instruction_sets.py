@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """machines: as `platform.machine` names them. needs: features of the processor, in the words of Linux. flags: of
+    """machines: as `platform.machine` names them. needs: features of the processor, as Linux names them. flags: of
     the compiler, the same on every machine. extras: flags that are added where the processor has a feature; they
     change no bit. tuning: flags besides these where the machine compiles for itself."""
 
@@ -101,7 +101,7 @@ def available() -> tuple[InstructionSet, ...]:
 
 @functools.cache
 def features() -> frozenset[str]:
-    """What the processor can do, in the words of Linux."""
+    """The features of the processor, as Linux names them."""
     if not (text := _cpuinfo()):
         return frozenset(feature for name, feature in _DARWIN.items() if _sysctl(name) == "1")
     lines = (line.partition(":") for line in text.splitlines())
@@ -132,7 +132,7 @@ def processor() -> str:
 
 
 def _cpuinfo() -> str:
-    """What Linux says of the processor; empty elsewhere."""
+    """Linux' description of the processor; empty elsewhere."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -140,7 +140,7 @@ def _cpuinfo() -> str:
 
 
 def _sysctl(name: str) -> str:
-    """What macOS says; empty elsewhere."""
+    """macOS' description of the processor; empty elsewhere."""
     try:
         return subprocess.run(
             ["sysctl", "-n", name], capture_output=True, text=True, check=False

@@ -13,7 +13,7 @@ _SECONDS = 600  # a compiler gets this long for a file, on a machine that may be
 
 
 class NativeBuildError(Exception):
-    """The C++ operations cannot be built here; the text says why and what would help."""
+    """The C++ kernels cannot be built here; the text says why and what to do."""
 
 
 def compile_library(

@@ -101,7 +101,7 @@ class Probe:
             self._runner.few_choices = ()
 
     def crowd(self, lanes: int) -> list[Prompt]:
-        """A random neighbour, the probe in each of its slots, and neighbours that fill the last prefill call."""
+        """A random neighbour, the probe in each of its slots, and neighbours for the rest of the last prefill call."""
         probes = [self._in_slot(slot) for slot in self.slots]
         if not self._crowds:
             return probes

@@ -1,4 +1,4 @@
-"""What an earlier start's self-check saw, kept beside the compiled programs.
+"""The result of an earlier self-check, cached with the compiled programs.
 
 The check takes as long as a prompt of a thousand tokens or more: seconds where weights are large. The same programs of
 the same code, with the same weights and options on the same machine, give the same answer, so a start reads what an
@@ -27,9 +27,9 @@ _CODE = ("*.py", "*.cc", "*.h")
 
 
 def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck | None:
-    """`run_self_check`, or what it saw at an earlier start. fingerprint: of the checkpoint.
+    """The result of `run_self_check`, or the cached one of an earlier start. fingerprint: of the checkpoint.
 
-    With `EngineConfig.compile_cache` off the check always runs, and nothing is kept.
+    With `EngineConfig.compile_cache` off, the check always runs and its result is not cached.
     """
     if not runner.config.compile_cache:
         return run_self_check(runner, vocab_size)

@@ -1,4 +1,4 @@
 """`xla-engine bench`: this engine and its peers take turns on the same weights, prompts and threads.
 
-The driver touches no device: every engine, this one too, runs in a process of its own.
+The driver uses no device: every engine, including this one, runs in its own process.
 """

@@ -24,7 +24,7 @@ NOT_STARTED = 2
 
 
 class _Help(argparse.HelpFormatter):
-    """Help that looks like that of the other commands."""
+    """Formats help like the other commands."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, "Usage: ")
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run with command line words (None: the process's own); the exit status."""
+    """Run with command-line arguments (None: those of the process); returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(words)
     cache = options.cache or cache_directory() / "bench"

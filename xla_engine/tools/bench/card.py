@@ -90,7 +90,7 @@ def _table(workload: str, entries: list[dict[str, Any]]) -> list[str]:
     known = _COLUMNS[workload]
     columns = {
         heading: key for heading, key in known.items() if any(key in entry["figures"] for entry in entries)
-    } or dict(list(known.items())[:1])  # every rate is void: a column that says so
+    } or dict(list(known.items())[:1])  # a column for the case that every rate is void
     ratio_of = next((key for entry in entries for key in entry.get("ratio", ())), None)
     rows = []
     for entry in entries:
@@ -126,7 +126,7 @@ def _streams(entry: dict[str, Any]) -> str:
 
 
 def _own_lines(entries: list[dict[str, Any]]) -> list[str]:
-    """Figures that only this engine tells."""
+    """Figures that only this engine reports."""
     lines = []
     for entry in entries:
         found = {title: entry["figures"].get(key) for title, key in _OWN.items()}

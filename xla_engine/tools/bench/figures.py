@@ -1,4 +1,4 @@
-"""Figures of the card, from the times at which tokens were known; computed alike for every engine."""
+"""Figures of the card, computed in the same way for every engine from the times of its tokens."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Spread:
 
 
 def spread_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Per figure the values of all rounds; figures that some round lacks are left out."""
+    """The values of all rounds for each figure; figures that are missing in a round are left out."""
     shared = [name for name in rounds[0] if all(name in each for each in rounds)]
     return {name: Spread(tuple(each[name] for each in rounds)) for name in shared}
 
 
 def ratios(ours: Spread, theirs: Spread) -> Spread:
-    """Ours over theirs, round by round, so that a noisy minute harms both alike."""
+    """Ours over theirs, round by round, so that noise affects both in the same way."""
     return Spread(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
 
 
 def figures(workload: Workload, answer: Answer) -> dict[str, float]:
     """Rates, per second, and latencies, in milliseconds, of one run.
 
-    seconds: that the job took.
+    seconds: time of the job.
     requests_s, tok_s: requests, and new tokens, over these seconds.
     prefill_tok_s: prompt tokens over the seconds until each request had its first token; for jobs of one new token.
-    decode_tok_s: tokens that came while all requests were decoding, over that time; for jobs with such a time.
+    decode_tok_s: tokens sampled while all requests were decoding, over that time, if there is such a time.
     ttft_p50_ms, ttft_p99_ms: from arrival to the first token.
     itl_p50_ms, itl_p99_ms: between tokens.
     """

@@ -1,4 +1,4 @@
-"""Judging greedy streams: the rate of an engine whose streams are wrong, or could hide that they are, is void."""
+"""Judges greedy streams. If streams are wrong, or could hide that they are, the engine's rate is void."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Ids = Sequence[Sequence[int]]
 # deviations of its row of logits. Some 30 roundings to bf16 (2^-9 each) that do not help each other leave 0.05.
 NEAR_TIE = {"bfloat16": 0.2, "float32": 0.001}
 
-_LOOKED_AT = 48  # tokens of a stream, from its beginning: later ones may come round again
-_LEAST_TOKENS = 16  # a stream of fewer is too short to be called dull
+_LOOKED_AT = 48  # tokens from the beginning of a stream; later ones may repeat
+_LEAST_TOKENS = 16  # shorter streams are not called dull
 _LEAST_DISTINCT = 0.25  # of the tokens looked at
 _HEAD = 8  # tokens by which streams are told apart
 
@@ -27,7 +27,7 @@ class Verdict:
     judged: tokens the judge looked at.
     off: share of them float32 would not have chosen.
     worst: largest regret, in standard deviations of the logits.
-    same: share of tokens equal to the reference engine's, position by position; None where it did not run.
+    same: share of tokens equal to the reference engine's, position by position; None if it did not run.
     beyond: the largest regret as a multiple of what is excused at its token; the streams are wrong above 1.
     """
 
@@ -73,8 +73,8 @@ def verdict(
 def dull_reason(streams: Ids) -> str | None:
     """Why a fault could pass these streams unseen; None if it could not.
 
-    Where a stream repeats a few tokens, a position that is off by one chooses the same ones again. Where requests
-    with prompts of their own begin alike, so does a row that reads the slot of another.
+    If a stream repeats a few tokens, a position that is off by one chooses the same tokens. If requests with different
+    prompts begin alike, a row that reads the slot of another goes unnoticed.
     """
     looked = [stream[:_LOOKED_AT] for stream in streams if len(stream) >= _LEAST_TOKENS]
     remedy = "use a model with more varied streams, such as the random ones that this command writes"

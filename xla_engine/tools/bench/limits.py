@@ -1,4 +1,4 @@
-"""What the machine could do at best, and what a step has to move and compute."""
+"""The limits of the machine, and the bytes and operations of a step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def core_count() -> int:
 
 
 def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:
-    """GB/s at which `threads` cores together read memory that no cache holds; the best round."""
+    """GB/s at which `threads` cores together read memory that is in no cache; the best round."""
     parts = np.ones((threads, megabytes * 2**18 // threads), np.float32)
     best = math.inf
     with ThreadPoolExecutor(threads) as pool:
@@ -83,12 +83,12 @@ def step_bytes(
 
 
 def token_flops(config: ModelConfig, keys: float) -> float:
-    """Operations one token takes with `keys` keys to attend to."""
+    """Operations of one token that attends to `keys` keys."""
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * keys
     return 2 * (weight_count(config) + attention)
 
 
 def prompt_flops(config: ModelConfig, length: int) -> float:
-    """Operations a prompt takes: half of the keys on average, and one position through the output head."""
+    """Operations of a prompt: half of the keys on average, and one position through the output head."""
     head = 2 * config.vocab_size * config.hidden_size
     return length * (token_flops(config, length / 2) - head) + head

@@ -24,7 +24,7 @@ class Options:
 
     model: its name on the card. files, config: its forms and shape.
     dtype: of weights and activations.
-    batches: numbers of slots, each measured with engines of its own.
+    batches: numbers of slots, each measured with separate engines.
     workloads: names in `WORKLOADS`.
     rounds: measured turns of every engine.
     threads: cores for every engine.
@@ -34,7 +34,7 @@ class Options:
     seed, prompt, new, rate: of the workloads, as in `Sizes`.
     verify: requests to verify at each batch size; 0 leaves it out.
     judge: requests to judge in each workload; 0 leaves it out.
-    say: takes lines about the progress.
+    say: called with lines about the progress.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Run all engines and workloads; returns the record, which is the JSON line and from which the card is made."""
+    """Run all engines and workloads; returns the record: the JSON line, and the data of the card."""
     record: dict[str, Any] = {
         "bench": 1,
         "model": options.model,
@@ -89,7 +89,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _open_judge(options: Options, record: dict[str, Any]) -> Process:
-    """A judge: transformers in float32 where it is installed, else this engine's plain forward pass."""
+    """A judge: transformers in float32 if it is installed, else this engine's plain forward pass."""
     candidates = ((options.peers.get(REFERENCE, options.python), "hf:Judge"), (options.python, "xla:Judge"))
     for python, kind in candidates:
         judge = None
@@ -124,7 +124,7 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
             continue
         record["workloads"].setdefault(str(batch), {})[name] = known[name].about
         workloads.append(known[name])
-    # Long enough for every workload, asked for or not: the engines are the same in every run.
+    # Long enough for every workload, so that the engines are the same in every run.
     longest = max(each.longest for each in known.values() if each.longest <= limit)
     longest = min(longest + STOP_SLACK, limit)
     sides: list[Side] = []

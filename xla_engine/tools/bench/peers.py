@@ -1,4 +1,4 @@
-"""Peers of the benchmark, each a process that answers one question after another."""
+"""Peers of the benchmark: processes that answer one question after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _WORKER = Path(__file__).parent / "workers" / "worker.py"
-_OTHERS = _WORKER.parent / "peers"  # wheels do without
+_OTHERS = _WORKER.parent / "peers"  # not in wheels
 _ROOT = Path(__file__).parents[3]
 _LOG_TAIL = 500
 
@@ -70,7 +70,7 @@ class PeerFailed(RuntimeError):
 
 
 class Process:
-    """An engine in a process of its own; `ask` sends one question and waits for its answer."""
+    """An engine in a separate process; `ask` sends one question and waits for its answer."""
 
     def __init__(self, python: str, kind: str, threads: int, *, worker: Path = _WORKER) -> None:
         # Another interpreter must not see our packages.

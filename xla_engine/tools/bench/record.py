@@ -1,4 +1,4 @@
-"""`--record`: the card as a section of this kind of machine's page, under the command that made it."""
+"""`--record`: the card as a section of the page of this kind of machine, under its command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xla_engine.tools.bench.card import card
 from xla_engine.tools.bench.peers import OURS
 
 _ROOT = Path(__file__).parents[3]
-_FILES = {"--cache", "--output", "--plot", "--record"}  # options that say nothing about what is measured
+_FILES = {"--cache", "--output", "--plot", "--record"}  # options that do not affect what is measured
 _FORMS = {"table": "{}", "heading": "### {}", "list": "- {}"}
 
 

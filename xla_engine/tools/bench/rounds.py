@@ -41,7 +41,7 @@ _OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")
 
 @dataclass(slots=True)
 class Side:
-    """One engine at one batch size. loaded: its answer to `load`. failed: why it is out, None while it runs."""
+    """One engine at one batch size. loaded: its answer to `load`. failed: why it ended, None while it runs."""
 
     name: str
     process: Process
@@ -104,7 +104,8 @@ def _can(side: Side, workload: Workload) -> bool:
 
 
 def _guard(side: Side, turns: dict[str, Turns], work: Callable[[], object]) -> None:
-    """Do work for a side. One that fails is out and what it measured is void; a failure of this engine is raised."""
+    """Do work for a side. If a peer fails, it ends and its measurements are void; a failure of this engine is
+    raised."""
     try:
         work()
     except PeerFailed as error:
@@ -149,7 +150,9 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
         try:
             found = side.process.ask("bare", prompts=workload.prompts, max_tokens=workload.max_tokens)
             turns[BARE].figures.append(found)
-        except PeerFailed as error:  # such as requests too short for a step that decodes them all
+        except (
+            PeerFailed
+        ) as error:  # for example because requests are too short for a step that decodes them all
             turns[BARE].void = str(error)
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second and latency against the number of slots: where more slots stop paying, and where they cost."""
+"""Tokens per second and latency against the number of slots: from where more slots gain nothing or slow down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
 UNEVEN = 0.3  # of a width's slowest round, by which the fastest may differ
-STEEP = 1.25  # a step may take so much longer than the rows it gained would explain
+STEEP = 1.25  # how much longer a step may take than its additional rows explain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What workloads are made for.
+    """The sizes of workloads.
 
     batch: slots.
     vocab_size: token ids are below it.
@@ -123,7 +123,7 @@ def ragged(sizes: Sizes) -> Workload:
 
 
 def pair(sizes: Sizes) -> Workload:
-    """Two requests; the second is to arrive while the first runs, when is for the measurement to say."""
+    """Two requests; the second arrives while the first runs, at a time that the measurement chooses."""
     about = f"a second request while one runs, {sizes.prompt} in, {sizes.new} out"
     return _at_once("pair", about, sizes, [(sizes.prompt, sizes.new)] * 2)
 

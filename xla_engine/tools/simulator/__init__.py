@@ -1,1 +1,1 @@
-"""The scheduler on a clock of its own: what a run would take, without a device."""
+"""Runs the scheduler on a simulated clock, without a device, to predict the times of a run."""

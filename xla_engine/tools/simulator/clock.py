@@ -18,8 +18,8 @@ class Clock:
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self.now = 0.0
-        self._free = 0.0  # when the device has done all it was given
-        self._done: deque[float] = deque()  # when each step not yet read is over
+        self._free = 0.0  # when the device has finished all its steps
+        self._done: deque[float] = deque()  # when each unread step ends
         self._noise = cycle(cost.noise)
 
     def wait(self, until: float) -> bool:
@@ -29,7 +29,7 @@ class Clock:
         return not late
 
     def submit(self) -> None:
-        """Let the host take a request."""
+        """Let the host accept a request."""
         self._work(self.cost.submit)
 
     def start(self, host: HostWork, device: DeviceWork) -> None:
@@ -37,12 +37,12 @@ class Clock:
         self.run(host, self.cost.device(device))
 
     def run(self, host: HostWork, seconds: float) -> None:
-        """Let the host prepare a step and start it, which takes so long on the device."""
+        """Let the host prepare a step and start it; `seconds` is its time on the device."""
         self._work(self.cost.host(host))
         self._run(seconds)
 
     def read(self) -> float:
-        """Let the host wait for the oldest step that it has not read; returns when that is over."""
+        """Let the host wait for the oldest unread step; returns the time at which it ends."""
         self.now = max(self.now, self._done.popleft())
         return self.now
 

@@ -1,4 +1,4 @@
-"""A recorded run beside its simulation: whether the schedules are the same, and how far the times are apart."""
+"""Compares a recorded run with its simulation: schedules and times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_engine.tools.simulator.trace import of_step_log
 
 
 class RecordedClock(Clock):
-    """Takes the times of a recorded run in place of a cost model's."""
+    """Uses the times of a recorded run in place of a cost model."""
 
     def __init__(self, cost: CostModel, log: StepLog) -> None:
         super().__init__(cost)
@@ -79,7 +79,7 @@ def figure(report: Report, name: str) -> float:
 
 
 def compare(log: StepLog, cost: CostModel) -> Comparison:
-    """Simulate the requests of a recorded run as they came, once with its own times and once with the model's."""
+    """Simulate the requests of a recorded run as they arrived, once with its own times and once with the model's."""
     config = SchedulerConfig(**log.scheduler)
     reports = []
     difference: int | None = None

@@ -1,4 +1,4 @@
-"""What a step costs: a linear model of what its plan holds, fitted to a recorded run by least squares.
+"""The cost of a step: a linear model of the contents of its plan, fitted to a recorded run by least squares.
 
 The device works through the steps in order. A step costs it
 
@@ -6,7 +6,7 @@ The device works through the steps in order. A step costs it
     + decode + rows + keys the rows read
     + KV entries that go to the host or come back
 
-    + its share of what the host did in that time, where both run on the same cores
+    + its share of the host's work in that time, if both run on the same cores
 
 The host, from having read one step to having started the next, takes
 
@@ -17,8 +17,7 @@ and some time for each request that is submitted.
 Steps of the same content differ: threads wake up late, other programs run. So each simulated step takes longer or
 shorter by as much as some recorded step did, in a fixed order that looks random.
 
-Where attention has several programs, one for each key length, every lane or row reads as many keys as its program
-has.
+If attention has several programs, one for each key length, every lane or row reads as many keys as its program has.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from xla_engine.observability.step_log import StepLog
 
 
 class DeviceWork(NamedTuple):
-    """What a step asks of the device.
+    """The work of a step on the device.
 
     calls: lanes of each prefill call.
     prefill_keys: keys that the chunks read, see `Machine.prefill_keys`.
@@ -58,7 +57,7 @@ class DeviceWork(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """What the host does from having read a step to having started the next.
+    """The work of the host between reading a step and starting the next.
 
     tokens: read with the step. ended: requests that ended with it. calls: prefill calls it starts.
     woken: 1 if it had nothing to do before, else 0.
@@ -120,7 +119,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedMachine:
-    """What a step log says of its engine, and what its steps cost, from a file that people may have edited."""
+    """The engine and the costs of a step log, from a file that may have been edited."""
 
     scheduler: Mapping[str, Any]
     engine: Mapping[str, Any]
@@ -133,7 +132,7 @@ def read_stated(path: Path | str) -> StatedMachine:
         found = json.loads(Path(path).read_text("utf-8"))
         cost = dict(found["cost"])
         cost["call"] = {int(lanes): float(seconds) for lanes, seconds in cost["call"].items()}
-        noise = cost.get("noise") or [0.0]  # written in order of size, which is no order to be met in
+        noise = cost.get("noise") or [0.0]  # written in order of size, so shuffled here
         cost["noise"] = tuple(random.Random(0).sample(noise, len(noise)))
         machine = found["machine"]
         return StatedMachine(scheduler=machine["scheduler"], engine=machine["engine"], cost=CostModel(**cost))

@@ -19,7 +19,7 @@ BLOCKED = 0.3  # a read tells how long the device took if the host waited for at
 
 
 def works_of(log: StepLog) -> list[DeviceWork]:
-    """What each step of a log asked of the device."""
+    """The work of each step of a log on the device."""
     machine = machine_of(log)
     holder: dict[int, int] = {}  # slot -> request
     base: dict[int, int] = {}  # request -> keys it holds in a step, less the step's number
@@ -52,7 +52,7 @@ def works_of(log: StepLog) -> list[DeviceWork]:
 
 
 class _Turn(NamedTuple):
-    """A timed turn of the host. submitted: requests that it took as well."""
+    """A timed turn of the host. submitted: requests that it accepted as well."""
 
     work: HostWork
     submitted: int

@@ -1,4 +1,4 @@
-"""What a simulation knows of a live request."""
+"""The state of a live request in a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several machines behind one router, and how many of them a load needs."""
+"""Several machines behind one router, and the number of machines that a load needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Goal:
         return {"first_token": self.first_token, "inter_token": self.inter_token, "whole": self.whole}
 
     def is_met(self, report: Report) -> bool:
-        """Whether a simulation kept to it."""
+        """Whether a simulation meets it."""
         return all(
             most is None or getattr(report, name).at(0.99) <= most for name, most in self.wanted.items()
         )
@@ -56,8 +56,8 @@ def simulate_replicas(
 ) -> Report:
     """Run a trace on several machines of one kind; the report is of all together.
 
-    A request goes where `data_parallel_size` would send it, at the time it comes: to the machine that read its prefix
-    last, where that is known and the machine is not much busier than others; else to the one with the fewest requests.
+    A request is routed when it arrives, as by `data_parallel_size`: to the machine that last read its prefix, if that
+    is known and the machine is not much busier than others; else to the one with the fewest requests.
     The router and the network take no time.
     """
     each = [Simulation(config, machine, Clock(cost), lag=lag) for _ in range(replicas)]
@@ -101,9 +101,9 @@ def together(reports: Iterable[Report]) -> Report:
 
 
 def fewest(simulate: Callable[[int], Report], goal: Goal) -> tuple[int | None, dict[int, Report]]:
-    """The smallest number of machines that keeps to a goal, found by doubling and halving, and every report.
+    """The smallest number of machines that meets a goal, found by doubling and bisection, and every report.
 
-    None where `MOST` do not: more machines make no request faster than it is alone.
+    None if `MOST` machines do not meet it: no number of machines makes a request faster than it is alone.
     """
     reports: dict[int, Report] = {}
 
@@ -124,7 +124,7 @@ def fewest(simulate: Callable[[int], Report], goal: Goal) -> tuple[int | None, d
 
 
 def _is_flat(reports: Mapping[int, Report], high: int) -> bool:
-    """Whether twice the machines made nothing faster by a hundredth."""
+    """Whether twice the machines gain less than 1 % everywhere."""
     now, before = reports[high], reports[high // 2]
     return all(
         getattr(now, name).at(0.99) > 0.98 * getattr(before, name).at(0.99)

@@ -23,16 +23,16 @@ REFUSED = "refused"  # among the ends of requests: it needs more blocks than the
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a simulation found. Times in seconds.
+    """The results of a simulation. Times are in seconds.
 
     config: of the scheduler.
     wall: from the first arrival to the last token.
-    steps: all of them. skipped: those that were passed over in bulk.
+    steps: all of them. skipped: those simulated in bulk.
     decode_steps: steps in which a row decoded. row_steps: rows of all these.
     requests, prompt_tokens, new_tokens: how many there were.
     finished: requests by the reason of their end.
     most_waiting: the longest queue.
-    preemptions: how often a request lost its slot.
+    preemptions: how often a request was preempted.
     longest: positions of the longest request. beyond: requests longer than those the cost model was fitted to.
     queued: from arrival to a slot.
     first_token: from arrival to the first token.
@@ -107,7 +107,8 @@ def table(reports: Mapping[str, Report]) -> list[str]:
 
 
 def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Machine) -> list[str]:
-    """What the figures rest on that was not measured, and by how much. machine: that the cost model was fitted to."""
+    """Warnings about extrapolation: which figures exceed what was measured, and by how much. machine: the cost
+    model's."""
     lines = []
     if cost.residual > DOUBTFUL:
         lines.append(

@@ -42,7 +42,7 @@ from xla_engine.tools.simulator.trace import Arrival, distinct
 
 
 class Simulation:
-    """Runs a trace through a scheduler of its own.
+    """Runs a trace through a scheduler.
 
     machine: the programs that steps are made of.
     lag: as in `EngineConfig`.
@@ -72,7 +72,7 @@ class Simulation:
         self._clock = clock
         self._log = log
         self._live: dict[str, LiveRequest] = {}
-        self._irregular = 0  # live requests that do not get a token in every step
+        self._irregular = 0  # running requests that do not get a token in every step
         self._widths = None if speculated is None else [step.width for step in speculated]
         verified = None if speculated is None else [step.verified for step in speculated]
         self._stops = StopTokens(config.max_num_seqs, apart=config.keeps_tokens, verified=verified)
@@ -91,18 +91,18 @@ class Simulation:
         self._tokens = self._ended = self._woken = 0
 
     def run(self, arrivals: Iterable[Arrival]) -> Report:
-        """Run until every request has ended. Raises ValueError for a request that cannot be."""
+        """Run until every request has ended. Raises ValueError for a request that can never run."""
         for arrival in arrivals:
             self.take(arrival)
         return self.finish()
 
     @property
     def live(self) -> int:
-        """Requests that came and have not ended."""
+        """Requests that have arrived and not ended."""
         return len(self._live)
 
     def take(self, arrival: Arrival) -> None:
-        """Run until a request is due, and take it. Raises ValueError for one that cannot be."""
+        """Run until a request is due, and accept it. Raises ValueError for one that can never run."""
         while not self._is_due(arrival, not self._is_busy):
             self._pass(arrival)
         self._submit(arrival)
@@ -149,7 +149,7 @@ class Simulation:
             self.report.finished[REFUSED] = self.report.finished.get(REFUSED, 0) + 1
             return
         self._clock.submit()
-        # Recorded arrivals come when the loop gets to them; timed ones have waited since their time.
+        # Recorded arrivals count from the turn that accepts them; timed ones have waited since their time.
         came = self._clock.now if arrival.moment is not None else arrival.time
         prompt = arrival.prompt
         if prompt is None:
@@ -264,7 +264,9 @@ class Simulation:
         skip_plans(self._scheduler, taken, steady.chunks)
         skip_commits(self._scheduler, taken, rows)
         self._next_step += taken
-        for plan in self._pipeline.in_flight:  # nobody else has them; copies would cost as much as a turn
+        for (
+            plan
+        ) in self._pipeline.in_flight:  # not shared, so not copied: a copy would cost as much as a turn
             object.__setattr__(plan, "step", plan.step + taken)
         self._tokens = rows
         return taken
@@ -285,7 +287,7 @@ class Simulation:
             self._start(plan)
         started = plan is not None
         while self._pipeline.is_due(started=started):
-            self._take_back()  # a request may have been taken back while the host waited
+            self._take_back()  # a request may have been aborted while the host waited
             self._read()
             started = True
 
@@ -296,7 +298,7 @@ class Simulation:
         )
 
     def _held(self) -> Collection[str]:
-        """The requests that sit out the next step, as recorded; all, where a turn had none to plan then."""
+        """The requests that skip the next step, as recorded; all, if the recorded turn planned none."""
         log, number = self._recorded, self._next_step
         if log is None or number >= len(log.steps):
             return ()

@@ -1,4 +1,4 @@
-"""What steps that are much alike take on the device, one after the other."""
+"""Device times of a series of similar steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps sample a stop token: those after which a request has the tokens that its trace says."""
+"""Which steps sample a stop token: a request ends with the number of tokens in its trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPS = frozenset({STOP.token_id})
 
 @dataclass(slots=True)
 class _Request:
-    """A live request that gets fewer tokens than it asks for.
+    """A running request that ends before its max_tokens.
 
     step: the one that samples its stop token, None while it does not decode.
 
@@ -31,7 +31,7 @@ class _Request:
 class StopTokens:
     """Samples in place of a device with `slots` rows.
 
-    apart: whether each request gets tokens of its own, so that no answer is found in the cache for another.
+    apart: whether each request gets distinct tokens, so that no answer is found in the cache for another.
     verified: of a run with speculation, how many tokens the rows of `Plan.verify` sampled and how many drafts they
         had, step by step. The tokens of all requests are counted then, else those of constrained ones.
     """
@@ -52,7 +52,7 @@ class StopTokens:
         return self._heap[0][0] if self._heap else None
 
     def submit(self, number: int, arrival: Arrival) -> None:
-        """Take a request, the `number`-th."""
+        """Add a request, the `number`-th."""
         if self._own is not None:
             self._own[arrival.name] = Sample(number + 2)
         if arrival.new_tokens < arrival.max_tokens or arrival.fails:
@@ -102,7 +102,7 @@ class StopTokens:
             return StepResult(first=first, decode=decode)
         assert self._verified is not None
         counts = self._verified[plan.step] if plan.step < len(self._verified) else ()
-        # Where the run has gone another way than the recorded one, rows sample one token each.
+        # If the run differs from the recorded one, rows sample one token each.
         counts = counts if len(counts) == len(plan.verify) else [(1, 0)] * len(plan.verify)
         return StepResult(
             first=first,

@@ -1,4 +1,4 @@
-"""Traces: when requests come, how long their prompts are and how many tokens they get.
+"""Traces: arrival times, prompt lengths and numbers of new tokens.
 
 Traces are read one line at a time. Files are CSV with a header, packed if named .gz, in one of these layouts:
 
@@ -27,20 +27,20 @@ SPREAD = 1 << 24  # token ids of one prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request to come.
+    """A future request.
 
     name: its id.
     time: seconds since the first request.
     prompt_tokens: length of its prompt.
     new_tokens: how many tokens it gets.
-    max_tokens: how many it asks for, at least `new_tokens`.
+    max_tokens: its limit, at least `new_tokens`.
     priority, constrained, max_cached_tokens: as in `Request`.
-    moment: when it comes, in steps of the loop, in place of the time; None in traces that do not say.
-    gives_up: when its caller, its time or its text ends it, and the reason; None where a token does.
+    moment: when it arrives, in steps of the loop, in place of the time; None if the trace does not say.
+    gives_up: when it is aborted, or ended by its deadline or its text, and the reason; None if a token ends it.
     fails: whether the device cannot choose its last token.
     deadline: seconds after its arrival, None without one.
     prompt: token ids that stand for the real ones, where it is known what prompts have in common; else None.
-    custom_id: the caller's name for it, None where that is not known.
+    custom_id: the caller's name for it, None if unknown.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""A soak: an engine under everything that callers and devices do, and what must hold."""
+"""Soak tests: engines under every kind of request and fault, and the properties that must hold."""

@@ -1,4 +1,4 @@
-"""A request's result held against what it returns alone: the same bits, or their beginning where it was ended."""
+"""Compares a request's result with the result alone: the same bits, or their beginning if it was ended early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN_ENDS = ("stop", "length", "error")
 
 
 def difference(alone: RequestOutput, found: RequestOutput) -> str | None:
-    """What differs, in words; None where nothing does."""
+    """The difference in words; None if there is none."""
     for expected, got in zip(alone.outputs, found.outputs, strict=True):
         whole = got.finish_reason in OWN_ENDS and PLANTED not in str(found.error)
         if (what := _differs(expected, got, whole=whole)) is not None:

@@ -1,4 +1,4 @@
-"""A life whose requests come through `AsyncLLM`: each is a task that reads its stream, or goes away."""
+"""A life whose requests go through `AsyncLLM`: each is a task that reads its stream or disconnects."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AsyncLife(Life):
         requests[:] = live.values()  # the others were never taken
 
     async def _follow(self, request: SoakRequest, live: dict[str, SoakRequest]) -> None:
-        """Send a request and read what comes. Where it is taken, it is among `live` from then on."""
+        """Send a request and read its outputs. If it is accepted, it is added to `live`."""
         live[request.name] = request
         if request.params.structured_outputs is not None:
             request.text_fails = None  # the text begins when the constraint was tried, in another turn
@@ -95,7 +95,7 @@ class AsyncLife(Life):
     def _disturb(
         self, live: dict[str, SoakRequest], readers: dict[str, asyncio.Task[None]], turn: int
     ) -> None:
-        """Cancel readers, abort requests and take their slots, as this turn has it."""
+        """Cancel readers, abort and preempt requests, as drawn for this turn."""
         for request in live.values():
             if request.abort_turn == turn and (request.reader == "gone" or self._draw.random() < 0.5):
                 if readers[request.name].cancel():

@@ -1,5 +1,5 @@
-"""What goes wrong in a soak: steps that fail, hang or take long, an interrupt, a device that is lost, text that cannot
-be made; and the clock, which only steps move, so that a seed says when a deadline passes."""
+"""The faults of a soak: steps that fail, hang or take long, an interrupt, a lost device, text that cannot be decoded.
+Its clock is moved by steps only, so that a seed determines when a deadline passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Honest clients of a server: what they ask, and what they must be answered, to the bit."""
+"""Honest clients of a server: their requests, and the answers that they must get, to the bit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def answer_of(address: Address, body: Body, *, stream: bool) -> Choices:
     path, fields = body
     status, data = 429, b""
     until = time.monotonic() + PATIENCE_S
-    while status == 429 and time.monotonic() < until:  # a full queue is nobody's harm
+    while status == 429 and time.monotonic() < until:  # a full queue is no error
         status, data = address.ask(path, {**fields, "stream": stream})
     if status != 200:
         raise RuntimeError(f"{path} is answered {status}: {data[:200]!r}")

@@ -1,6 +1,7 @@
-"""Clients that stop, flood, do not read, or send what nobody should. Each is a function of an address and a draw.
+"""Clients that stop, flood, do not read, or send invalid data. Each is a function of an address and a random
+generator.
 
-They return the status that the server answered, None where it answered nothing. No 5xx is right.
+They return the status of the server's answer, None if there was none. A 5xx is never right.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def stops_somewhere(address: Address, draw: random.Random) -> int | None:
 
 
 def does_not_read(address: Address, draw: random.Random) -> int | None:
-    """Asks for much, takes nothing of it, and lies there for a while."""
+    """Requests a large answer, reads none of it, and stays connected for a while."""
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "n": 4, "logprobs": 5, "echo": True}
     with address.open() as connection:
         connection.sendall(_request("/v1/completions", {**body, "stream": draw.random() < 0.7}))

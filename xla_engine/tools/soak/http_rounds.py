@@ -88,7 +88,7 @@ class HttpRounds:
         self._expected: list[tuple[Body, Choices]] = []
 
     def run(self, name: str) -> list[str]:
-        """Let clients of both kinds loose at once, and look at what is left of them; what broke, in words.
+        """Run clients of both kinds at the same time, then check the server; returns what broke, in words.
 
         name: of the round, from which what they send is drawn. Before the first round its bodies are asked alone.
         """
@@ -146,7 +146,7 @@ class HttpRounds:
         self.tally.slowest_health_s = max(self.tally.slowest_health_s, time.monotonic() - began)
 
     def _come_to_rest(self) -> None:
-        """Wait until no client has left anything. Raises RuntimeError where that does not happen."""
+        """Wait until the server is idle. Raises RuntimeError if it does not become idle."""
         until = time.monotonic() + _IDLE_S
         while (left := self._left()) and time.monotonic() < until:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""`xla-engine serve` in a process of its own, for a whole soak: its memory is seen over all of it."""
+"""`xla-engine serve` in a separate process for a whole soak, so that its memory is measured over all of it."""
 
 from __future__ import annotations
 

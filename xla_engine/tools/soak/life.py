@@ -92,7 +92,7 @@ class Life:
         self._tally.problems.append(f"{self._seed}, {what}")
 
     def run_round(self, number: int, *, last: bool) -> None:
-        """Run the requests of one round to their ends, look at what is left of them, and run some alone.
+        """Run the requests of one round to their ends, check that nothing is left of them, and run some alone.
 
         last: the engine ends in the middle of it.
         """

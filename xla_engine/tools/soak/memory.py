@@ -1,4 +1,4 @@
-"""What a process holds, and whether it grows: memory, objects of requests, threads."""
+"""Measures whether a process grows: memory, objects of requests, threads."""
 
 from __future__ import annotations
 

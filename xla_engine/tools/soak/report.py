@@ -1,4 +1,4 @@
-"""What a soak did and found, and how fast each kind of engine was at it."""
+"""The results of a soak, and the rates of each kind of engine."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SoakReport:
 
     @property
     def grows(self) -> bool:
-        """Whether each request surely left more behind than it may."""
+        """Whether the growth per request surely exceeds the limit."""
         found, error = self.growth
         return found - error > ALLOWED_GROWTH
 

@@ -158,7 +158,7 @@ def _begin(
 
 
 def _remains(others: Counter[str], threads: int) -> Iterator[str]:
-    """What is left of an engine that is no more, beside `others` and `threads`, which were there before the soak."""
+    """What is left of a closed engine, besides `others` and `threads`, which existed before the soak."""
     until = time.monotonic() + _PATIENCE_S
     while len(memory.threads()) > threads and time.monotonic() < until:
         time.sleep(0.01)  # a step that hung was let go, and still has to end

@@ -1,4 +1,4 @@
-"""A model of two small layers for a soak, whose steps take so little that what is around them is most of the work."""
+"""A model of two small layers for a soak, whose steps are so short that the host does most of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of a run over its steps, as a picture: a page, a figure, or trace events."""
+"""Draws the slots of a run over its steps: as a page, a figure, or trace events."""
 
 from xla_engine.tools.timeline.model import Segment as Segment
 from xla_engine.tools.timeline.model import Timeline as Timeline

@@ -57,7 +57,7 @@ def draw(timeline: Timeline, path: Path | str) -> None:
         if (last + 1 - first) / steps > ROOM * len(name) and tall * height / deep > LOWEST:
             about = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
             axes.text((first + last + 1) / 2, middle, name, **about)
-    for kind in sorted(KINDS, key=LONG.__contains__, reverse=True):  # what is short goes on top
+    for kind in sorted(KINDS, key=LONG.__contains__, reverse=True):  # short segments are drawn on top
         if boxes[kind]:
             edge = "white" if kind in LONG and len(boxes[kind]) < 4000 else "none"
             axes.add_collection(
@@ -96,7 +96,7 @@ def draw(timeline: Timeline, path: Path | str) -> None:
 
 
 def _drafts(timeline: Timeline) -> dict[str, list[list[tuple[float, float]]]]:
-    """In each step, from the lower edge of a slot up, drafts that were right, and above them those that were not."""
+    """Draw the accepted drafts of each step from the lower edge of a slot up, and the rejected ones above."""
     found: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in DRAFTS}
     for lane, step, *counts in timeline.drafts:
         edge = lane + 0.42

@@ -1,4 +1,4 @@
-"""Timelines: which request held which slot in which steps, and what it did there."""
+"""Timelines: which request held which slot in which steps, and its work there."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = ("prefill", "decode", "held", "cached", "parked", "verify")  # idle is w
 
 
 class Segment(NamedTuple):
-    """One stretch of steps, first and last included, in which a slot did one thing for one request.
+    """A range of steps, first and last included, in which a slot did one kind of work for one request.
 
     lane: the slot; from `Timeline.slots` on, places of parked requests.
     first, last: steps.
-    kind: one of `KINDS`. "held": the request did not run, for want of token budget or because its last token was not
-        read yet. "cached": the step in which a prompt began with what a slot held of it. "verify": it decoded and
-        might sample several tokens in each step.
+    kind: one of `KINDS`. "held": the request did not run, because the token budget was used up or its last token was
+        not read yet. "cached": the step in which a prompt began with the cached tokens of a slot. "verify": it
+        decoded and might sample several tokens in each step.
     request: index into `Timeline.requests`.
     """
 
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Guesses of what a row would sample, checked in one step: how many were right, and how many were not."""
+    """Drafts of a row verified in one step: how many were accepted, and how many rejected."""
 
     lane: int
     step: int
@@ -46,7 +46,7 @@ class Drafts(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What is shown of a request. tokens: new ones, None where not known. end: the reason, None if it did not end."""
+    """A request as shown. tokens: new ones, None if unknown. end: the reason, None if it did not end."""
 
     name: str
     prompt_tokens: int

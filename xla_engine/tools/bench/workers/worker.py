@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """Most memory this process ever held, loading included."""
+    """Peak memory of this process, loading included."""
     with contextlib.suppress(OSError):  # the system's own count of a child starts with its parent's
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -27,12 +27,12 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan, Request, Scheduler
 
 Ids = list[list[int]]
-SLOTS_OF_PAGES = 4  # for one slot of its own
+SLOTS_OF_PAGES = 4  # for one slot
 _AHEAD = 4  # bare steps started before one is waited for: each holds its scratch memory from its start
 
 
 class Watch:
-    """What the engine does with its row-steps, from its plans and what came of them."""
+    """Counts the use of row-steps from plans and their results."""
 
     def __init__(self, engine: XlaBatchEngine) -> None:
         self._engine = engine
@@ -92,7 +92,7 @@ class Engine:
         }
 
     def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
-        """How keys and values lie that would take `positions` for each slot."""
+        """The layout of keys and values for `positions` in each slot."""
         return config
 
     @property
@@ -225,7 +225,7 @@ class Gguf(Engine):
 
 
 class Blocks(Engine):
-    """More slots in the same memory, of which they borrow blocks."""
+    """More slots in the same memory, with KV blocks."""
 
     def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
         blocks = config.device_rows * positions // config.block_size

@@ -1,1 +1,1 @@
-"""The peers' workers, each run by the interpreter of its peer. Wheels do without them."""
+"""The peers' workers, each run by the interpreter of its peer. Wheels do not contain them."""

@@ -1,7 +1,7 @@
 """llama.cpp through the C interface of llama-cpp-python, on a GGUF file written once from the checkpoint.
 
 The loop does what llama.cpp's server does: one batch per step with the next token of every decoding sequence and as
-many prompt tokens as fit beside them; a sequence that ends makes room for the next request.
+many prompt tokens as fit; when a sequence ends, the next request takes its place.
 """
 
 from __future__ import annotations

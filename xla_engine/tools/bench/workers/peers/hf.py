@@ -11,7 +11,7 @@ import transformers
 Ids = list[list[int]]
 
 PAGE = 256  # positions per page of the paged cache, the default
-PROMPT_TOKENS = 512  # prompt tokens a step may take beside the decoding rows
+PROMPT_TOKENS = 512  # prompt tokens of a step besides the decoding rows
 
 
 class Static:
@@ -123,7 +123,7 @@ class Continuous(Static):
 
 
 class Judge:
-    """Says how good greedy tokens are, in float32."""
+    """Rates greedy tokens in float32."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -138,7 +138,7 @@ class Judge:
     def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
         """Per token, how far its float32 logit lies below the best one, given the tokens before it.
 
-        In standard deviations of that row of logits; 0 where float32 would have chosen the same.
+        In standard deviations of that row of logits; 0 if float32 would have chosen the same token.
         """
         return {"regrets": [self._regrets(*pair) for pair in zip(prompts, streams, strict=True)]}
 
@@ -168,7 +168,7 @@ class Judge:
 
 
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
-    """Notes when each token was known; stops nothing."""
+    """Records when each token was known; never stops a text."""
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -206,7 +206,7 @@ def eight_bits(model: Any) -> Any:
 
 
 def matrices(model: Any) -> list[Any]:
-    """The modules of a model that hold one."""
+    """The modules of a model that have a matrix."""
     return [each for each in model.modules() if isinstance(each, torch.nn.Linear | torch.nn.Embedding)]
 
 

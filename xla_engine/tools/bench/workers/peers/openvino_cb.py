@@ -16,7 +16,7 @@ import openvino_genai
 
 Ids = list[list[int]]
 
-PROMPT_TOKENS = 2048  # prompt tokens a step may take beside the decoding rows
+PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
 class Plain:

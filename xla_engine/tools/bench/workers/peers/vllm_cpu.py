@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 
 Ids = list[list[int]]
 
-PROMPT_TOKENS = 2048  # prompt tokens a step may take beside the decoding rows
+PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
 class Plain:
