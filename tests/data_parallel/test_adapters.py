@@ -137,7 +137,7 @@ def test_results_are_those_of_one_engine(
 
 @pytest.mark.full
 def test_killed_processes_change_nothing(single: XlaBatchEngine, loras: list[LoRARequest]) -> None:
-    """A process that is killed has its adapters again when it is back; its requests run on the other one."""
+    """A killed process loads its adapters again when it restarts; its requests run on the other process."""
     wanted = requests(loras, 150)
     found: dict[str, bytes] = {}
     draw, killed = random.Random(2), 0
@@ -222,7 +222,7 @@ def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
 
 @dataclass
 class Heard:
-    """A process that has room for so many adapters, does as it is told, and no more than that."""
+    """A fake process with room for a fixed number of adapters."""
 
     room: int
     has: list[int] = field(default_factory=list)

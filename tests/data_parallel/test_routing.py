@@ -63,7 +63,7 @@ def test_the_machine_is_divided() -> None:
 
 @given(st.integers(1, 8), st.floats(0.05, 1.0))
 def test_engines_take_equal_parts_of_the_memory_that_is_allowed(engines: int, utilization: float) -> None:
-    """Whether they start one after the other, or one of them again beside all the others."""
+    """When engines start one after the other, or one of them restarts while the others run."""
     config, parts = EngineConfig(memory_utilization=utilization), shares(engines, cores=range(8), gpus=[])
     each = utilization / engines
     for running in range(engines):

@@ -1,4 +1,4 @@
-"""README and docs say what is so: their blocks run, their paths exist, the public names have docstrings.
+"""README and docs are correct: their blocks run, their paths exist, and the public names have docstrings.
 
 The blocks of a page run in order, as a reader would run them. The title of a block says what is special about it:
 "not run in the tests: WHY", "takes a minute" (marked `full` here), "exit status N", or a file name, under which a

@@ -1,4 +1,4 @@
-"""The notebooks are those of their sources, and what they show is what they print, to the byte where it is no time."""
+"""The notebooks have the code of their sources, and show what it prints, to the byte except for times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators' page and the metrics there are: each is in the other."""
+"""The operators' page and the metrics list the same names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_names_follow_prometheus_rules() -> None:
 
 
 def test_every_metric_of_an_engine_has_the_name_of_its_model() -> None:
-    """As the page says: a dashboard that asks for one model must find all of it."""
+    """As the page says: a dashboard that filters by model must find every metric."""
     facts = EngineFacts(model_name="mine", block_size=16, num_blocks=4, enable_prefix_caching=True)
     families = engine_metrics(EngineStats(finished={"stop": 1}, phases=PhaseTimes()), facts)
     samples = [(family.name, sample.labels) for family in families for sample in family.samples]

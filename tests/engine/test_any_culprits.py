@@ -85,7 +85,7 @@ def test_the_search_costs_few_steps(slots: int, bad: int) -> None:
 
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_request_is_not_blamed_for_one_that_was_taken_back(lag: int) -> None:
-    """Whoever submits what fails, and aborts it while the step runs, ends nobody else."""
+    """A caller who submits a failing request, and aborts it while the step runs, ends no other request."""
     engine = FailingEngine(4, {f"bad{number}": Culprit() for number in range(30)}, lag=lag)
     engine.submit("good", tokens=200)
     for number in range(30):
@@ -101,7 +101,7 @@ def test_a_request_is_not_blamed_for_one_that_was_taken_back(lag: int) -> None:
 
 
 def test_a_fault_outside_of_any_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something of the host's that fails in every turn: nobody waits for the search through all requests."""
+    """A host error in every turn: no request waits for a search through all requests."""
     engine = FailingEngine(2, {})
     for number in range(100):
         engine.submit(str(number))

@@ -1,4 +1,4 @@
-"""One engine for many tasks: each has its tokens and one end, whatever the others do and however slow it is."""
+"""One engine for many tasks: each gets its tokens and one end, whatever the others do and however slowly it reads."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_loop_that_was_closed_with_live_requests_does_not_lock_the_engine(
 
 
 def test_a_pause_changes_nothing_but_the_time(tiny: XlaBatchEngine, alone: list[tuple[int, ...]]) -> None:
-    """Nothing arrives while it lasts; what was there, and what comes meanwhile, goes on with its own tokens."""
+    """No output arrives during a pause; earlier and new requests then continue with their own tokens."""
     llm = AsyncLLM.from_engine(tiny)
 
     async def main() -> None:

@@ -83,7 +83,7 @@ def test_blocks_hold_more_requests_and_change_no_bit(tiny: XlaBatchEngine, paged
 
 
 def storm(engine: XlaBatchEngine, seed: int, lag: int, requests: int = 24) -> int:
-    """Prompts that begin alike, aborts, and slots lost at random steps; returns how many slots were lost.
+    """Prompts with a common beginning, aborts, and preemption at random steps; returns the number of preemptions.
 
     Each request is first run alone, with nothing of it known.
     """

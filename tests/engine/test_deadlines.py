@@ -30,7 +30,7 @@ SOON = 0.05  # seconds
 
 
 class BusyDevice:
-    """A device whose n-th step does not come back before it is released. busy: that step is waited for."""
+    """A device whose n-th step does not return before it is released. busy: a thread waits for that step."""
 
     def __init__(self, engine: XlaBatchEngine, step: int) -> None:
         self.busy, self.release = threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ def test_a_batch_run_writes_the_line_while_the_step_runs(
 
 
 def leave_a_step(engine: XlaBatchEngine) -> BusyDevice:
-    """Let a step be under way whose only request has ended; it comes back in a moment."""
+    """Leave a step in flight whose only request has ended; it returns soon."""
     device = BusyDevice(engine, 3)
     while not device.busy.is_set():
         engine.submit([1, 2], LONG, deadline_s=SOON)

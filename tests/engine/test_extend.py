@@ -1,4 +1,4 @@
-"""A request that goes on after its end returns what one longer request returns, bit for bit."""
+"""An extended request returns the same as one longer request, bit for bit."""
 
 from __future__ import annotations
 

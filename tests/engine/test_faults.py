@@ -65,7 +65,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     verb: str,
 ) -> None:
-    """Ctrl-C in a notebook: the cell ends, and the next one goes on to the same bits."""
+    """Ctrl-C in a notebook: the cell ends, and the next one continues with the same bits."""
     fail_at(monkeypatch, tiny, verb, {4, 11, 12}, KeyboardInterrupt())
     submit_all(tiny, cases)
     interrupts, outputs = 0, []
@@ -88,7 +88,7 @@ def test_a_turn_that_breaks_off_between_commit_and_delivery_loses_no_end(
     where: str,
     error: BaseException,
 ) -> None:
-    """The scheduler has ended requests then whose callers know nothing: they are told, with all their tokens."""
+    """The scheduler has then ended requests whose callers do not know it yet: they get all their tokens."""
     before, counted, broken = tiny.stats(), tiny.snapshot().counters, 0
     delivery = tiny._loop._delivery
     real = getattr(delivery, where)

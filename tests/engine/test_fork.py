@@ -140,7 +140,7 @@ TINY_CHUNK = KEEPS.chunk_size
 
 
 def test_text_and_noise_of_a_fork(embedded: XlaBatchEngine) -> None:
-    """A fork without a suffix goes on as its source does; a live source needs nothing kept."""
+    """A fork without a suffix continues like its source; a running source needs no `keep_finished`."""
     assert embedded.config.keep_finished == 0
     wanted = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
     embedded.submit("def area(", wanted, request_id="a")

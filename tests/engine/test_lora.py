@@ -137,7 +137,7 @@ def scores(output: Any) -> list[float]:
 
 
 def test_adapters_come_and_go_while_others_run(engine: XlaBatchEngine, loras: list[LoRARequest]) -> None:
-    """Four adapters in three slots: those that nobody has make room. One that runs is not let go of."""
+    """Four adapters in three slots: idle adapters are evicted, used ones are not."""
     expected = alone(engine, loras)
     compiled = engine.stats().compiles_after_warmup
     engine.blank()
@@ -273,7 +273,7 @@ def test_other_engines_give_the_same_bits(
 
 
 def assert_they_go_on(engine: XlaBatchEngine, loras: list[LoRARequest]) -> None:
-    """A request that goes on has its adapter, which is kept for it; so has one that is forked off."""
+    """An extended request keeps its adapter, which stays loaded for it; so does a fork."""
     longer = replace(PARAMS, max_tokens=20)
     engine.submit(PROMPTS[2], longer, request_id="whole", lora_request=loras[0])
     whole = ended(engine)["whole"]

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and no bit tells."""
+"""The common beginning of prompts is computed once, and no bit changes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_is_wholly_cached_computes_its_last_token_only(engine: Xla
 
 
 def test_the_operations_in_cpp_are_exact_for_any_cut(embedded: XlaBatchEngine) -> None:
-    """A conversation goes on from what was generated, and a wholly cached prompt computes one token."""
+    """A conversation continues from the generated tokens, and a fully cached prompt computes one token."""
     if not embedded.runner.has_one_row_code:
         pytest.skip("this machine has no C++ products")
     embedded.reset_prefix_cache()

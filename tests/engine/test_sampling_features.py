@@ -224,7 +224,7 @@ def test_ids_beyond_the_vocabulary_and_empty_masks_are_refused(tiny: XlaBatchEng
 def test_the_sequences_of_a_request_share_one_mask_at_its_beginning(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each goes on by itself: bad words of two tokens forbid the second one only after the first."""
+    """Each continues by itself: bad words of two tokens forbid the second token only after the first."""
     tokenised = []
     real = type(tiny.validator).token_mask
 

@@ -57,7 +57,7 @@ def bits(output: RequestOutput, start: int) -> list[tuple[int, bytes, int]]:
 
 @pytest.mark.parametrize("start", [0, 1, 2, 16, 17, 64, 119, 120])
 def test_scores_from_a_position_on_are_those_of_the_whole_prompt(engine: XlaBatchEngine, start: int) -> None:
-    """Cold, with the cache warm, and beside others: the same bits, and what comes before is not given."""
+    """Cold, with a warm cache, and in a batch: the same bits; earlier positions are not returned."""
     prompts = [[*STEM, *end] for end in ENDS]
     engine.reset_prefix_cache()
     whole = [run(engine, [prompt], [WHOLE])[0] for prompt in prompts]

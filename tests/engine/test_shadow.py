@@ -192,7 +192,7 @@ def test_without_it_nothing_changes(tiny: XlaBatchEngine) -> None:
 
 
 def test_it_works_while_nobody_asks_for_anything() -> None:
-    """On a server without requests, and a request that comes meanwhile has its bits."""
+    """On an idle server; a request that arrives meanwhile gets its bits."""
 
     async def main() -> None:
         engine = XlaBatchEngine(tiny_checkpoint(), None, SHADOWED)

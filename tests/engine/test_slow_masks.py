@@ -43,7 +43,7 @@ GATED = [
 
 
 class Masks:
-    """Masks are made beside the loop, and `slow` is called before each; `made` counts them."""
+    """Masks are computed in a background thread, and `slow` is called before each; `made` counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate, self.entered = threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class Masks:
         assert self.gate.wait(60)
 
     def close(self) -> None:
-        """Let the next mask that is made beside the loop wait."""
+        """Let the next mask of the background thread wait."""
         self.gate.clear()
         self.entered.clear()
 

@@ -164,7 +164,7 @@ def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBat
 
 
 def test_one_slot_speculates_in_the_blocks_of_one_request(tiny: XlaBatchEngine) -> None:
-    """Its self-check makes do with what a request can have: no other is ever beside it."""
+    """Its self-check uses the blocks of one request, because no two requests ever run together."""
     blocks = -(-TINY_ENGINE.buckets(TINY_ENGINE.context_length(512))[-1] // 32)
     config = replace(SPECULATING, max_num_seqs=1, num_blocks=blocks, prefill_lanes=(2,))
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
@@ -362,7 +362,7 @@ def test_a_row_that_makes_its_verify_steps_fail_ends_alone(
 
 
 class Silent(SuffixProposer):
-    """Knows nothing, and keeps what it was asked and told."""
+    """Proposes nothing, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def test_no_family_s_bits_change(name: str) -> None:
     "name", ["hybrid", *(pytest.param(each, marks=pytest.mark.release) for each in ("experts", "ring"))]
 )
 def test_what_wrong_drafts_wrote_is_never_read(name: str) -> None:
-    """Behind every row's length lies rubbish before each step: keys, values, tokens."""
+    """Before each step, garbage is written beyond every row's length: keys, values, tokens."""
     plain, other = engines(name)
     with plain, other:
         if not other.runner.has_one_row_code:

@@ -86,7 +86,7 @@ def test_a_time_limit_changes_no_identity_and_no_bit(
 def test_a_step_that_hangs_before_it_runs_ends_every_request_too(
     make_engine: Callable[..., XlaBatchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`start` does not come back; a deadline that passes meanwhile does not keep the limit from counting."""
+    """`start` does not return; a deadline that passes meanwhile does not stop the time limit."""
     engine = make_engine(replace(TINY_ENGINE, step_timeout_s=30.0))
     release, hung, now = threading.Event(), threading.Event(), [0.0]
     real, calls = engine.runner.start, []

@@ -64,7 +64,7 @@ def test_without_sharing_nothing_is_kept() -> None:
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=8), own=TEXTS, most=st.integers(0, 12))
 def test_a_guess_was_seen_behind_the_longest_match(texts: list[list[int]], own: list[int], most: int) -> None:
-    """Against a search through everything, where no place is forgotten."""
+    """Compared with an exhaustive search, as long as no position is dropped."""
     proposer = SuffixProposer()
     for number, text in enumerate(texts[:6]):
         told(proposer, str(number), text)

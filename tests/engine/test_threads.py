@@ -35,7 +35,7 @@ def test_threads_generate_at_once(tiny: XlaBatchEngine) -> None:
 
 
 def test_a_short_call_does_not_wait_for_a_long_one(tiny: XlaBatchEngine) -> None:
-    """Threads take turns fairly: whoever has its results returns."""
+    """Threads take turns fairly: each returns when it has its results."""
     llm, ended = LLM.from_engine(tiny), []
     long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     running = threading.Event()

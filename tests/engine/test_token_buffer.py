@@ -99,7 +99,7 @@ class Row:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_request_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> None:
-    """Requests join, lose their slot, come back in another, are read and end, at any step."""
+    """Requests arrive, are preempted, continue in another slot, are read and end, at any step."""
     draw, buffer = random.Random(seed), TokenBuffer()
     kinds: list[dict[str, object]] = [{}, {"logprobs": 0}, {"logprobs": 2}, {"stop": ["~"]}]
     rows = [Row(live(buffer, str(number), **draw.choice(kinds))) for number in range(9)]

@@ -1,4 +1,4 @@
-"""A constraint that was not seen before is tried beside the loop: its request waits, and no other does."""
+"""A new constraint is compiled in a background thread: its request waits, and no other does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 class Gate:
-    """Trials that do not come back until the gate is opened. entered: one has begun."""
+    """Trials that do not return until the gate is opened. entered: one has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
@@ -187,7 +187,7 @@ def test_an_event_loop_serves_others_and_raises_where_it_was_asked(
 
 
 def test_lines_of_a_run_do_not_wait_for_a_constraint_before_them(tmp_path: Any, gate: Gate) -> None:
-    """The line behind it has its result first; the one that is no constraint has its error."""
+    """The line after it gets its result first; the invalid constraint gets its error."""
     import io
     import json
 

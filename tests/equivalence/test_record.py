@@ -52,7 +52,7 @@ def test_limits_a_hand_edited_record_breaks_are_told(
 
 
 def test_turns_in_which_nothing_happens_are_passed_over(tiny: XlaBatchEngine) -> None:
-    """The record tells the turns as they were asked for."""
+    """The record contains the turns as they were requested."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     cases = [Case(request_id=name, prompt_token_ids=(5, 6), params=params) for name in ("soon", "late")]
     actions = [

@@ -19,7 +19,7 @@ from xla_engine.equivalence.record_file import read_record, to_json, write_recor
 
 @pytest.fixture
 def loaded(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The tiny engine whatever is asked for; what was asked for is in the list."""
+    """Always the tiny engine; the list records the requested options."""
     asked: list[dict[str, Any]] = []
 
     @contextlib.contextmanager

@@ -164,7 +164,7 @@ def sequence(shape: Shape, length: int, seed: int) -> Array:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAttention, shape: Shape) -> None:
-    """A prompt in odd chunks, two of them consecutive lanes of one call, then decode beside a neighbour."""
+    """A prompt in odd chunks, two of them consecutive lanes of one call, then decode together with another row."""
     slots, tokens, other = Slots.of_nan(attention, shape), sequence(shape, 60, 1), sequence(shape, 40, 2)
     found = slots.feed([(1, tokens[:17]), (1, tokens[17:34]), (0, other[:13])], 17)
     found += slots.feed([(1, tokens[34:45]), (0, other[13:30])], 17)
@@ -252,7 +252,7 @@ def test_host_form_is_exact(shape: Shape) -> None:
 
 @pytest.mark.parametrize("tables", [None, np.array([[2, 0], [1, 3]], np.int32)], ids=["slots", "pages"])
 def test_a_layer_of_a_store_is_as_it_is_alone(attention: NativeAttention, tables: Array | None) -> None:
-    """Its bits; and the layers beside it keep theirs."""
+    """Its bits, and those of the other layers in the store."""
     shape, rng = SHAPES[0], np.random.default_rng(9)
     size = (2, 2, shape.kv_heads, S) if tables is None else (2, 4, shape.kv_heads, 64)
     layers = [rng.standard_normal((*size, shape.head_dim)).astype(shape.dtype) for _ in range(3)]

@@ -86,7 +86,7 @@ def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
 def test_an_engine_with_rings_keeps_the_law(
     make_engine: Callable[..., XlaBatchEngine], name: str, dtype: str
 ) -> None:
-    """Prompts longer than a ring, beside layers that keep everything."""
+    """Prompts longer than a ring, together with layers that keep all positions."""
     model = replace(
         TINY, layer_types=(SLIDING, FULL), sliding_window=100, qk_norm="head", max_position_embeddings=1024
     )

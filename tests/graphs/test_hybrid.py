@@ -1,4 +1,4 @@
-"""Law 1 for layers of other kinds: recurrent state beside keys and values, routed experts in place of MLPs."""
+"""Law 1 for other kinds of layers: recurrent state in addition to keys and values, routed experts in place of MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit behind bits "portable": what it refuses, which families pass, and what a barrier does."""
+"""The audit for bits "portable": what it refuses, which families pass, and what a barrier does."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_draws_follow_the_distribution(sample: Sample) -> None:
 
 
 def test_noise_depends_on_seed_and_position_only(sample: Sample) -> None:
-    """A row's draw is the same in any row, beside any peers; its own seed and position do matter."""
+    """A row's sample is the same at any index and in any batch; only its own seed and position matter."""
     column = random_logits(512, 9)[:, :1]
     logits = jnp.asarray(np.repeat(column, ROWS, axis=1))
     same = rows(seed=[[0, 7]] * ROWS, temperature=1.5)

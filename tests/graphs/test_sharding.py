@@ -1,4 +1,4 @@
-"""How a model lies on devices: every feature once, heads whole, and weights that come together again."""
+"""How a model is split over devices: every feature once, heads whole, and weights that can be put together again."""
 
 from __future__ import annotations
 

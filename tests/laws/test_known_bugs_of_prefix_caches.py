@@ -78,7 +78,7 @@ def test_what_was_evicted_is_found_nowhere() -> None:
 
 
 def test_an_insert_with_everything_in_use_returns() -> None:
-    """With all nodes pinned, eviction looped for ever. Here every slot is live, and there is nothing to evict."""
+    """With all nodes pinned, eviction looped forever. Here every slot is in use, so nothing can be evicted."""
     driven = loop(2)
     stem = tuple(range(1, 13))
     driven.submit(request("a", prompt=(*stem, 1), max_tokens=50))

@@ -196,7 +196,7 @@ def test_nothing_imports_the_folders_by_their_bare_names() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_long_files_are_few(package: str) -> None:
-    """A file of more than 600 lines owes a reason, which stands beside its name here."""
+    """A file of more than 600 lines needs a reason, which is listed here next to its name."""
     reasons = {
         "xla_engine/engine/batch_engine.py": "a method for each thing a caller may ask, mostly its documentation"
     }

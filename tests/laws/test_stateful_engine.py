@@ -284,7 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.live[output.request_id]
 
     def check_end(self, life: Life, output: RequestOutput, found: CompletionOutput) -> None:
-        """An end of its own is that of the request alone, text included; any other has its cause."""
+        """A request that ends by itself ends as it does alone, text included; any other end has its cause."""
         now = self.clock.now
         match found.finish_reason:
             case "deadline":

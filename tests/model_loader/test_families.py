@@ -1,4 +1,5 @@
-"""Every model family against transformers, from committed files (make_golden_families.py), through the real graphs."""
+"""Every model family compared with transformers, from committed files (make_golden_families.py), through the compiled
+programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of an engine: limits, progress, failed steps; and nothing where nobody asked."""
+"""The log of an engine: limits, progress, failed steps; and nothing unless logging is configured."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_timeline_shows_each_slot_doing_what_the_plans_say(log_path: Path) -> No
 
 
 def test_parked_and_cached_are_drawn(tiny: XlaBatchEngine, tmp_path: Path) -> None:
-    """Twelve requests that begin alike take turns on eight slots."""
+    """Twelve requests with a common beginning share eight slots."""
     usual = tiny.scheduler
     options = {"scheduling_policy": "round_robin", "quantum": 4, "preemption": False}
     tiny.scheduler = Scheduler(replace(usual.config, **options))

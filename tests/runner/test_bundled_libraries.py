@@ -1,4 +1,4 @@
-"""Libraries that came with the package serve where they fit; where they do not, one line says why."""
+"""Libraries in the package are used if they fit; otherwise a log line says why."""
 
 from __future__ import annotations
 

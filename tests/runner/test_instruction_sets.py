@@ -1,4 +1,4 @@
-"""Every instruction set of this machine can be asked for, keeps the laws, and says that it serves."""
+"""Every instruction set of this machine can be selected, keeps the laws, and is reported."""
 
 from __future__ import annotations
 

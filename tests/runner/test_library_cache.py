@@ -1,4 +1,5 @@
-"""The cache of compiled code: only what is ours and whole is loaded, and whatever lies there, a start goes on."""
+"""The cache of compiled code: only complete files of this user are loaded, and a start continues whatever the cache
+contains."""
 
 from __future__ import annotations
 

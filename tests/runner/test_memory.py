@@ -1,4 +1,5 @@
-"""Memory accounting: the figures are those of the real engine, and never-fit is told with the arithmetic."""
+"""Memory accounting: the figures are those of the real engine, and an engine that can never fit is refused with the
+calculation."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ AUTO = replace(TINY_ENGINE, max_num_seqs="auto")
 
 
 class Device:
-    """Says that it has so much memory."""
+    """Reports a fixed amount of memory."""
 
     platform = "gpu"
 
@@ -93,7 +93,7 @@ PAGED = replace(TINY_ENGINE, block_size=16, kv_cache_memory_bytes=200_000)
 
 
 def test_memory_for_pages_becomes_their_number() -> None:
-    """What an engine with so many pages allocates is what it was given, but for less than a page."""
+    """An engine with this many blocks allocates the memory that it was given, except for less than a block."""
     config = resolve_sizes(PAGED, SPEC, 300, Device(None))
     assert config.num_blocks is not None and config.kv_cache_memory_bytes is None and config.uses_blocks
     pool = Pool(config.num_blocks, 16, 32)

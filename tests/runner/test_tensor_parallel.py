@@ -104,7 +104,8 @@ def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
     ids=["slots", "blocks"],
 )
 def test_what_a_scheduler_does_changes_nothing(form: dict[str, Any]) -> None:
-    """Slots lost and given back, prompts that begin alike, drafts, random schedules: on two devices as on one."""
+    """Preemption, prompts with a common beginning, drafts and random schedules give the same results on two devices as
+    on one."""
     options = {
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "self_check": True,  # which speculation needs

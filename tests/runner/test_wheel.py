@@ -1,4 +1,4 @@
-"""The wheel: built as `python -m build` builds it, installed and run where no compiler is."""
+"""The wheel: built as by `python -m build`, installed and run without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent to a server, and read from it, is bounded; it goes nowhere else."""
+"""What is sent to a server and read from it is limited, and nothing is sent elsewhere."""
 
 from __future__ import annotations
 

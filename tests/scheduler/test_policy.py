@@ -1,4 +1,4 @@
-"""Who goes first: each policy by its table, its bound, and law 1 under all of them."""
+"""Scheduling policies: the order and the bound of each, and law 1 under all of them."""
 
 from __future__ import annotations
 

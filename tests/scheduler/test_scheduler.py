@@ -40,7 +40,7 @@ from xla_engine.scheduler import (
 
 
 def test_row_of_the_last_chunk_decodes_in_the_same_plan_unless_no_other_does() -> None:
-    """Alone, its own decode step would hold its first token up; beside others, it would miss a step."""
+    """Alone, its own decode step would delay its first token; with others, it would miss a step."""
     engine = make()
     engine.submit(ask("a", prompt=6, tokens=5))
     plan = engine.plan()

@@ -1,4 +1,4 @@
-"""Files and batches: the results of `xla-engine run`, beside interactive requests, and exactly once."""
+"""Files and batches give the results of `xla-engine run`, exactly once, also while interactive requests run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LONG = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "temperature"
 
 
 class Client:
-    """An ASGI client that hangs up when it is told to."""
+    """An ASGI client that disconnects on command."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self._body: bytes | None = json.dumps(body).encode()

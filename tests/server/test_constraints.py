@@ -1,4 +1,4 @@
-"""Constraints that take long to compile hold up nobody but those who sent them."""
+"""Constraints that take long to compile delay only the clients who sent them."""
 
 from __future__ import annotations
 

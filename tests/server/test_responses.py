@@ -87,7 +87,8 @@ def test_log_probabilities_are_those_of_a_chat(client: openai.OpenAI, asked: Any
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_log_probabilities_stand_beside_the_text_of_their_tokens(size: int) -> None:
-    """Those of reasoning and calls are told nowhere, however the text comes; those without text are a message's."""
+    """Log-probabilities of reasoning and calls are not returned, streamed or not; tokens without text belong to the
+    message."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tokens = [
         "<think>",

@@ -1,4 +1,4 @@
-"""What the server keeps: bounded for each key, whole or not there, and nobody else's."""
+"""Stored files: limited per key, complete or absent, and invisible to other keys."""
 
 from __future__ import annotations
 

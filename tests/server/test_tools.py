@@ -214,7 +214,7 @@ def test_a_schema_that_no_text_in_tags_can_be_held_to_is_refused(schema: Any, na
 
 
 def goes(text_grammar: Any, text: str) -> str:
-    """How far a text can go; one that goes to its end must be accepted."""
+    """How much of a text a grammar accepts; a text that it accepts to the end must be valid."""
     grammar = llguidance.LLMatcher.grammar_from_lark(text_grammar)
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, grammar)

@@ -1,4 +1,5 @@
-"""Structured output on the embedded model: the text matches beside any others; a bad constraint ends one request."""
+"""Structured output on the embedded model: texts match their constraints in any batch; a bad constraint ends only its
+own request."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def test_json_regex_and_choice_come_out_right(embedded: XlaBatchEngine) -> None:
-    """Eight seeds of each at once, beside free rows, with lag 1."""
+    """Eight seeds of each at the same time, together with unconstrained rows, at lag 1."""
     expected: dict[str, Any] = {}
     for seed in range(8):
         for kind, given in (("json", SCHEMA), ("regex", REGEX), ("choice", CHOICES)):

@@ -41,7 +41,7 @@ def written(directory: Path, **fields: Any) -> Path:
 def test_a_tokenizer_that_would_grow_texts_for_ever_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Forty normalisers that double did not come back; their size alone is enough to see it."""
+    """Forty normalisers that double the text never returned; their growth is detected without running them."""
     monkeypatch.setattr(texts, "why_not_load", lambda _: pytest.fail("it was tried"))
     with pytest.raises(CheckpointError, match=r"times as long.*authors"):
         Tokenizer.from_pretrained(written(tmp_path, **fields))

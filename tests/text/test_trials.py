@@ -1,4 +1,5 @@
-"""Constraints that would end or hold the engine's process end one request with a reason; the process goes on."""
+"""A constraint that would crash or block the engine's process ends one request with a reason; the process
+continues."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def submit(engine: XlaBatchEngine, constraint: dict[str, Any]) -> None:
 def test_a_constraint_that_kills_or_holds_is_refused(
     embedded: XlaBatchEngine, constraint: dict[str, Any], why: str
 ) -> None:
-    """Each of these ended the whole process, or did not come back; its neighbour gets the same tokens as alone."""
+    """Each of these crashed the process or never returned; another request in the batch gets the same tokens as
+    alone."""
     wanted = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[a-z ]{1,40}"})
     embedded.submit("x = ", wanted)
     (alone,) = embedded.drain()
@@ -128,7 +130,8 @@ def test_a_verdict_is_remembered_and_only_so_many_are(
 def test_the_tokenizer_is_told_once_and_again_to_a_new_process(
     embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A constraint that kills its child leaves the kept tokenizer; a killed worker is replaced and told again."""
+    """A constraint that kills its child process does not lose the cached tokenizer; a killed worker is replaced and
+    initialised again."""
     assert embedded.tokenizer is not None
     tried = ConstraintTrials(embedded.tokenizer.to_json(), 4096, (0,), {})
     kinds: list[str] = []
