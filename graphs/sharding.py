@@ -39,7 +39,7 @@ class Sharding:
 
     config: of the whole model.
     devices: how many; None: one, without a mesh.
-    task: features that must stay together, because a product processes so many at once.
+    task: features that must stay together, because a product processes this many at once.
     least: the fewest features of a product on a device; 1: no limit. If a shard would have fewer, the weight is not
         sharded. Does not apply to the products of experts.
     """

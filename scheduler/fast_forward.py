@@ -30,7 +30,7 @@ class Steady(NamedTuple):
 
 
 def steady_plans(scheduler: Scheduler) -> Steady | None:
-    """The next plans, as far as they are alike, if no request arrives and none that has a row ends meanwhile.
+    """The next plans, as long as they are equal, if no request arrives and none with a row ends meanwhile.
 
     None if not even the next one can be predicted.
     """

@@ -70,7 +70,7 @@ class Attention(Protocol):
     name: its value of `attention_backend`.
     isa: the instruction set of its C++ kernel; None without one.
     bounded_by_length: every row reads its own keys only, so that one graph, whose `key_length` is the whole cache,
-        serves all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
+        is used for all lengths; otherwise the work grows with `key_length` and the engine compiles key buckets.
     shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for
         every buffer it is given and gives back (findings/host_time.md).
 

@@ -239,7 +239,7 @@ def _capacity(layer: LayerCache, call: AttentionCall) -> int | None:
 
 
 def _visible(position: jax.Array, keys: int, window: int | None, capacity: int | None) -> jax.Array:
-    """Which of so many keys the queries at `position [N, R]` see: `[N, R, S]`.
+    """Which keys the queries at `position [N, R]` see: `[N, R, S]`.
 
     A slot of `capacity` positions may be a ring: a query sees what was written less than a window before its own key.
     What has been written since lies further back, going round. None: blocks, which do not repeat.

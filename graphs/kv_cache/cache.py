@@ -26,7 +26,7 @@ def make_cache(
     """Zeroed state of `rows` slots of `length` positions, whole spans: a record for each of `stores(spec)`.
 
     Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
-    `num_blocks`, keys and values are a pool of so many blocks of `length` positions each, for block tables; other
+    `num_blocks`, keys and values are a pool of this many blocks of `length` positions each, for block tables; other
     state stays by row. `config`: with other heads than those of one device. Raises ValueError for a block the backend
     cannot read.
     """

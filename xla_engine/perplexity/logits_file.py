@@ -1,4 +1,4 @@
-"""Saved logits in the format of llama-perplexity's `--kl-divergence-base`, so that one file serves both programs.
+"""Saved logits in the format of llama-perplexity's `--kl-divergence-base`, so that both programs can use one file.
 
 Little-endian: `_logits_`; i32 tokens of a window T, vocabulary V, windows C; the tokens, i32 `[C, T]`; then for each
 scored position a row: f32 scale, f32 least log-probability, u16 `[V]` (padded to an even number). A log-probability is

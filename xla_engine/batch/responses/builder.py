@@ -27,7 +27,7 @@ class ResponseBuilder:
         created: int,
         logprobs: MessageLogprobs | None = None,
     ) -> None:
-        """logprobs: what is told of tokens, if anything; it has read those whose text is added."""
+        """logprobs: the log-probabilities of tokens, if requested; it has read those whose text is added."""
         self._logprobs = logprobs
         self.output: list[dict[str, Any]] = []
         self._name = name

@@ -28,7 +28,7 @@ class MessageLogprobs:
         self._in_message = False
 
     def add(self, token_ids: Sequence[int], entries: Iterable[Any]) -> None:
-        """Read more tokens. entries: what is told of each."""
+        """Read more tokens. entries: the log-probabilities of each."""
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._text.push(token_id)
             self._untold.append((text, entry))
@@ -63,7 +63,7 @@ class MessageLogprobs:
 
 
 def _last(tokens: Sequence[tuple[str, Any]], characters: int) -> list[Any]:
-    """The entries of the last tokens whose texts have so many characters, and of those without text before them."""
+    """The entries of the last tokens whose texts have this many characters, and of those without text before them."""
     begin = len(tokens)
     while begin and (characters > 0 or not tokens[begin - 1][0]):
         begin -= 1

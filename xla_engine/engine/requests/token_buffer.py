@@ -12,7 +12,7 @@ from xla_engine.engine.requests.token_gaps import TokenGaps
 from xla_engine.observability.distributions import Histograms
 from xla_engine.scheduler import Decoded
 
-FLUSH_STEPS = 192  # every buffered request takes its tokens at least once in so many steps
+FLUSH_STEPS = 192  # every buffered request takes its tokens at least once in this many steps
 
 
 class BufferedRequest(Protocol):

@@ -64,7 +64,7 @@ def library(folder: Path, isa: InstructionSet, sources: str, ffi: tuple[int, int
         return None
     if manifest.sources != sources:
         raise Unfit("it was built from other sources than those installed")
-    # XLA serves interfaces of the same major version that are not newer than its own.
+    # XLA accepts interfaces of the same major version that are not newer than its own.
     if manifest.ffi[0] != ffi[0] or manifest.ffi[1] > ffi[1]:
         theirs, ours = (".".join(map(str, version)) for version in (manifest.ffi, ffi))
         raise Unfit(

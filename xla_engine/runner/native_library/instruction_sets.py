@@ -1,6 +1,6 @@
-"""Instruction sets that the C++ operations are built for: what a machine needs for each, and what a compiler is told.
+"""Instruction sets of the C++ kernels: the requirements of each on the machine, and its compiler flags.
 
-The library is built once for each that is asked for. Operations bear its name: several can serve in one process.
+The library is built for each one that is used. The names of kernels contain it, so one process can use several.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class InstructionSet:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An instruction set with some of its extras: a name for a library, and what a compiler is told."""
+    """An instruction set with some of its extras: a name for a library, and its compiler flags."""
 
     name: str
     flags: tuple[str, ...]

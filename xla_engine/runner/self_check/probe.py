@@ -33,7 +33,7 @@ class TooFewBlocksError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt in a slot, and what the device is told about it.
+    """A prompt in a slot, with the inputs of its chunks.
 
     Run are the first `head` positions and those from `tail` on; the keys between are whatever the slot holds.
     last_alone: the last token is a chunk of its own.
@@ -210,7 +210,7 @@ class Probe:
             yield chunk, call.reshape(lanes, self._runner.config.chunk_size, -1)[index % lanes]
 
     def _tables(self, prompts: Sequence[Prompt]) -> tuple[BlockTable, ...]:
-        """A page for all positions that a prompt writes; where it writes nothing, one that nobody writes."""
+        """A block for each position that a prompt writes; for other positions, a block that no prompt writes."""
         config = self._runner.config
         size, (untouched, *free) = config.block_size, range(config.num_blocks or 1)
         tables = []

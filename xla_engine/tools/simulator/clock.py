@@ -51,7 +51,7 @@ class Clock:
     ) -> list[float]:
         """Run steps that are read one by one; returns the times at which they are.
 
-        steps: at most so many. until: no step starts at this time or later.
+        steps: at most this many. until: no step starts at this time or later.
         first_host, host: seconds the host takes before the first step, and before each later one.
         device: seconds that each step takes on the device.
         """

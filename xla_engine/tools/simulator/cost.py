@@ -87,7 +87,7 @@ class Machine:
         return self.key_buckets[-1]
 
     def calls(self, chunks: int) -> tuple[int, ...]:
-        """Lanes of the calls that run so many chunks: the largest program as often as it is full, then one that
+        """Lanes of the calls that run this many chunks: the largest program as often as it is full, then one that
         holds the rest."""
         full, rest = divmod(chunks, self.lanes[-1])
         last = (self.lanes[bisect_left(self.lanes, rest)],) if rest else ()

@@ -64,7 +64,7 @@ class FaultyDevice:
         return getattr(self._runner, name)
 
     def hang_after(self, steps: int) -> None:
-        """Let a step be started or read for ever, after so many that are not, until `release`."""
+        """After this many steps, let the start or the read of a step hang until `release`."""
         self._steps_to_hang = steps
 
     @property
@@ -77,7 +77,7 @@ class FaultyDevice:
         self._lost = True
 
     def release(self) -> None:
-        """Let a step come back that hangs."""
+        """Let a hanging step return."""
         self._released.set()
 
     def start(self, plan: Plan, *rest: Any) -> InFlight:

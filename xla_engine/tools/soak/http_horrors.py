@@ -112,7 +112,7 @@ def floods_a_head(address: Address, draw: random.Random) -> int | None:
 
 
 def floods_chunks(address: Address, draw: random.Random) -> int | None:
-    """A body in chunks: tiny ones, too much of them, or with sizes and extensions that nobody means."""
+    """A body in chunks: tiny ones, too many, or with invalid sizes and extensions."""
     begin = _head("/v1/completions", b"transfer-encoding: chunked")
     size = draw.choice((b"1", b"1;" + b"e" * 1000, b"1000", b"ffffffffffffffff", b"-1", b"g", b"0x1", b""))
     data = b"{" * (4096 if size == b"1000" else 1)
@@ -121,7 +121,7 @@ def floods_chunks(address: Address, draw: random.Random) -> int | None:
 
 
 def has_no_key(address: Address, draw: random.Random) -> int | None:
-    """Is refused before its body has come, goes on for a little, and stays."""
+    """Is refused before it has sent its body, continues for a while, and stays connected."""
     begin = _head("/v1/completions", b"transfer-encoding: chunked", key="")
     with address.open() as connection:
         connection.settimeout(_PATIENCE_S)

@@ -23,7 +23,9 @@ from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_reque
 
 ENDS = ("drain", "hang", "close", "lost")
 REQUESTS = 24  # of a round
-_COMPARED_SHARE = 6  # one of so many, of a round, besides those that ended with an error that was not planted
+_COMPARED_SHARE = (
+    6  # one in this many of a round is compared, besides those that ended with an unplanted error
+)
 
 
 @dataclass(slots=True)

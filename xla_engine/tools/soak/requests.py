@@ -28,7 +28,7 @@ class SoakRequest:
 
     reader: "step" finds its news in `XlaBatchEngine.step`; the others have a collector of their own, which is read in
         every turn ("own"), now and then ("slow"), or never, by a reader that has gone away ("gone").
-    abort_turn: None lets it run. preempt: (turn, how). text_fails: its text fails after so many tokens.
+    abort_turn: None lets it run. preempt: (turn, how). text_fails: its text fails after this many tokens.
     poison: every step with it fails, or with "decode" every one in which it decodes; "" for a good one.
     ends: its terminal results. aborted: whether the abort took effect. left: its reader was cancelled.
     tokens: of each sequence, when last looked at.

@@ -22,7 +22,7 @@ from xla_engine.tools.soak.life import ENDS, REQUESTS, Life
 from xla_engine.tools.soak.report import KindTimes, SoakReport
 
 ROUNDS = 40  # of a life
-EVERY = 3  # so many lives, one goes through `AsyncLLM`
+EVERY = 3  # one in this many lives uses `AsyncLLM`
 WARM_LIVES = 4  # whose memory is not looked at: one of each kind
 _BLOCK = 32
 _PATIENCE_S = 30.0  # for threads to end

@@ -288,7 +288,7 @@ def of_record(record: Record) -> Timeline:
 def _parks(record: Record, started: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
     """(request, slot) by the step before which a request was parked.
 
-    A record says what was asked for, not whether it took effect; a request that gets a slot again had lost one.
+    A record has the requested actions, not their effects; a request that gets a slot again was preempted.
     """
     admissions: dict[str, list[tuple[int, int]]] = {}  # (step, slot)
     for at, step in enumerate(record.steps):

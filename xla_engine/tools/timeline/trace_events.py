@@ -46,7 +46,7 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
 
 
 def _about_step(timeline: Timeline, step: int, busy: int) -> dict[str, Any]:
-    """What is told of a step: busy slots, and microseconds of the host's time where they were measured."""
+    """The counters of a step: busy slots, and microseconds of the host's time if measured."""
     spent = timeline.phases[step] if timeline.phases else None
     return {"busy slots": busy} | {
         f"{name}, us": each / 1000 for name, each in zip(PHASES, spent or (), strict=False)

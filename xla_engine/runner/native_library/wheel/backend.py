@@ -1,7 +1,7 @@
 """The build backend: setuptools', with a step that compiles the C++ operations into wheels.
 
 An editable install compiles nothing: a checkout does so at its first start. A wheel that is built where there is no
-C++ compiler has no libraries either, and serves every platform.
+C++ compiler contains no libraries, and works on every platform.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every engine's process: `python worker.py FILE:CLASS THREADS [ROOT]`, one JSON object per line in and out.
 
-Runs in the interpreter of the engine it serves, so it needs the standard library only. FILE.py is next to this one or
+Runs in the interpreter of its engine, so it needs the standard library only. FILE.py is next to this one or
 in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
 with the other fields. What every engine can be asked:
 

@@ -136,7 +136,7 @@ class Plain:
             raise RuntimeError(f"llama_decode failed with status {status}")
         if not asked:
             return []
-        # Rows of logits lie in the order in which they were asked for.
+        # Rows of logits are in the order of the requests for them.
         logits = np.ctypeslib.as_array(
             ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float)),
             (len(asked), self._vocab_size),
