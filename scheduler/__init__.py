@@ -24,6 +24,7 @@ from xla_engine.scheduler.plan import Sample as Sample
 from xla_engine.scheduler.plan import Slot as Slot
 from xla_engine.scheduler.plan import Speculation as Speculation
 from xla_engine.scheduler.plan import StepResult as StepResult
+from xla_engine.scheduler.plan import StoredBlock as StoredBlock
 from xla_engine.scheduler.plan import Swap as Swap
 from xla_engine.scheduler.plan import TokenEvent as TokenEvent
 from xla_engine.scheduler.plan import VerifyRow as VerifyRow

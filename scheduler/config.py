@@ -37,6 +37,7 @@ class SchedulerConfig(Immutable):
     preemption: a request may take the slot of one that is behind it in line; see `Scheduler.preempt`.
     swap_tokens: tokens of parked requests that fit into host memory.
     recompute_tokens: requests of up to this many tokens are recomputed instead of parked, if that is exact.
+    stores_blocks: plans say which blocks to copy out of the pool: those that a second request shares.
     keeps_finished: finished requests can be extended, see `scheduler.continuation`.
     """
 
@@ -58,6 +59,7 @@ class SchedulerConfig(Immutable):
     swap_tokens: int = 1 << 20
     recompute_tokens: int = 0
     keeps_finished: bool = False
+    stores_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name in (

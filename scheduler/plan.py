@@ -117,6 +117,17 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlock:
+    """A full block whose content lies outside of the pool too, or shall: its key, that of the block before it (or the
+    root of the chain), and its tokens. block: its place in the pool; -1: none yet."""
+
+    block: int = -1
+    key: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
     """Sets the blocks of an occupancy from its `start`-th block on, in order of position; the others stay."""
 
@@ -161,12 +172,15 @@ class Plan:
         Constrained rows come last, and only if none of their tokens is in flight. Without them, the tuple is the same
         object from plan to plan until a row joins or leaves.
     decisions: in the order in which they were made. Of the queue, only the head gets one.
-    parks: states to move to the host. Parks, copies, resumes and reuses run first in the step, in this order.
+    parks: states to move to the host. Parks, stores, loads, copies, resumes and reuses run first in the step, in this
+        order.
     resumes: states to move back from the host.
     reuses: cached prefixes that requests begin with.
     continues: finished requests that continue in their slots; set up before all rows and chunks.
     replays: ids of preempted requests that will sample all their tokens again.
     tables: new entries of block tables.
+    stores: blocks whose content to copy out of the pool.
+    loads: blocks of the pool to fill with content from outside.
     copies: blocks to copy.
     verify: the rows that may sample several tokens, each with its number for this step. If any samples more than one,
         the constrained rows are among them, and last; then `decode` is empty.
@@ -188,6 +202,8 @@ class Plan:
     reuses: tuple[Reuse, ...] = ()
     replays: tuple[str, ...] = ()
     tables: tuple[BlockTable, ...] = ()
+    stores: tuple[StoredBlock, ...] = ()
+    loads: tuple[StoredBlock, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     verify: tuple[VerifyRow, ...] = ()
     width: int = 0
@@ -224,6 +240,7 @@ class Plan:
 
 
 MASK = "its mask is being computed"  # why a request is held
+LOADING = "its cached prefix is being loaded"  # why a request waits
 
 # Values in place of a token id:
 NO_TOKEN = -1  # the row did not decode, or had stopped

@@ -48,6 +48,8 @@ class Request(Immutable):
     deadline: time on the caller's clock at which `expire` ends the request, whatever its status.
     queue_deadline: time at which `expire` ends it if it still waits for its first slot.
     quantum: steps before it gives up its slot under "round_robin"; None: the value of `SchedulerConfig`.
+    stored_blocks: how many full blocks at the beginning of the prompt can be loaded from outside of the pool. Next in
+        line, the request waits for `Scheduler.load`, unless the pool has them by then.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class Request(Immutable):
     queue_deadline: float | None = None
     quantum: int | None = None
     adapter: str = ""
+    stored_blocks: int = 0
 
     @property
     def group(self) -> str:

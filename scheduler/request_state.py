@@ -38,6 +38,7 @@ class RequestState:
     ready: tokens of its context that `blocks` held when it got them.
     left: after it gave up its blocks, (index, block, times taken) of those that are not settled.
     reached: positions it had written when it lost its slot.
+    awaits_blocks: it waits for its `stored_blocks` when it is next in line.
     goes_on: it has finished in `occupancy` and is extended, and nothing is known to have overwritten its KV there.
     finish_reason: set when it ends.
     decision: the latest about it, None before the first.
@@ -65,6 +66,7 @@ class RequestState:
     ready: int = 0
     reached: int = 0
     left: tuple[tuple[int, int, int], ...] = ()
+    awaits_blocks: bool = False
     goes_on: bool = False
     finish_reason: FinishReason | None = None
     decision: Decision | None = None

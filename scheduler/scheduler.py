@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
-from xla_engine.scheduler.plan import MASK, Admitted, Decision, Plan, Speculation, StepResult
+from xla_engine.scheduler.plan import (
+    LOADING,
+    MASK,
+    Admitted,
+    Decision,
+    Plan,
+    Speculation,
+    StepResult,
+    StoredBlock,
+)
 from xla_engine.scheduler.queue.deadlines import Deadlines
 from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
@@ -35,6 +44,7 @@ class Scheduler:
     token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends once: by
     a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
 
+    awaits_blocks: the id of the request that is next in line and waits for `load`; None if there is none.
     untold: requests that `commit` and `expire` have ended since the last plan, by id. If the engine restarts before it
         has delivered such an end, the request runs again.
     """
@@ -43,6 +53,7 @@ class Scheduler:
         self.config = config
         self.ended: dict[str, RequestState] = {}  # see `scheduler.continuation`
         self.untold: dict[str, RequestState] = {}
+        self.awaits_blocks: str | None = None
         self._states: dict[str, RequestState] = {}  # every live request
         self._kv = KVAllocator(config)
         self._waiting = WaitingQueue(config, only)
@@ -73,7 +84,9 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} can never run: {why}")
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
-        self._queue(RequestState(request=request, arrival=self._submitted, turn=next(self._waiting.turns)))
+        state = RequestState(request=request, arrival=self._submitted, turn=next(self._waiting.turns))
+        state.awaits_blocks = request.stored_blocks > 0
+        self._queue(state)
         self._submitted += 1
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
@@ -152,6 +165,7 @@ class Scheduler:
             planned += self._constrained.done()
         decisions.extend(self._hand_over(state) for state in planned)
         is_empty = not (work.chunks or decode or verify or parks or resumes)
+        stores, loads = ((), ()) if blocks is None or is_empty else blocks.take_stored()
         plan = Plan(
             step=self._next_step,
             admitted=admitted,
@@ -163,6 +177,8 @@ class Scheduler:
             reuses=work.reuses,
             replays=() if is_empty else self._preemption.take_replays(),
             tables=tables,
+            stores=stores,
+            loads=loads,
             copies=copies,
             verify=verify,
             width=width,
@@ -206,6 +222,29 @@ class Scheduler:
         """Forget all cached prefixes."""
         self._kv.forget()
 
+    def full_blocks(self, request: Request) -> Iterable[StoredBlock]:
+        """The full blocks of a prompt, in order, by the keys of the block pool; none without a pool."""
+        return () if self._kv.blocks is None else self._kv.blocks.full_blocks(request)
+
+    def missing_blocks(self, request_id: str) -> list[StoredBlock]:
+        """Those of a waiting request's `stored_blocks` that the pool lacks, from the first such on."""
+        request, blocks = self._states[request_id].request, self._kv.blocks
+        return [] if blocks is None else blocks.missing_blocks(request, request.stored_blocks)
+
+    def has_block(self, key: bytes) -> bool:
+        """Whether the block pool has the block with this key."""
+        return self._kv.blocks is not None and self._kv.blocks.pool.find(key) is not None
+
+    def load(self, request_id: str, keys: Collection[bytes]) -> tuple[StoredBlock, ...]:
+        """Let the next plan load those of a request's `stored_blocks` that the pool lacks, up to the first that is not
+        in `keys`; the request waits for no others. Returns those that will be loaded: none if no live request has this
+        id, and fewer if not enough blocks are free."""
+        state, blocks = self._states.get(request_id), self._kv.blocks
+        if state is None or blocks is None:
+            return ()
+        state.awaits_blocks = False
+        return blocks.load(state.request, keys)
+
     def commit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
 
@@ -222,6 +261,7 @@ class Scheduler:
     def _admit(self, decisions: list[Decision]) -> Admitted:
         """Give free slots to the requests at the head of the queue."""
         admitted, resumes, continues = [], [], []
+        self.awaits_blocks = None
         while self._waiting:
             state = self._waiting.next_in_line(self._kv.cached_tokens)
             if state.credited < state.planned_before:
@@ -229,6 +269,10 @@ class Scheduler:
                 break
             if state.request_id in self._constrained.held and state.awaits_mask:
                 decisions.append(state.decide("wait", MASK))
+                break
+            if state.awaits_blocks and self.missing_blocks(state.request_id):
+                self.awaits_blocks = state.request_id
+                decisions.append(state.decide("wait", LOADING))
                 break
             if state.goes_on and not self._kv.still_holds(state):
                 state.goes_on, state.occupancy = False, None

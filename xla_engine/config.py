@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import PurePath
 from typing import Any, Final, Literal, Self
 
 from xla_engine.errors import ConfigError
@@ -70,7 +71,8 @@ _PORTABLE_FREE = frozenset(
         ),
         *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
         *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
-        *("kv_cache_memory_bytes", "preemption", "swap_space", "compile_cache", "self_check"),
+        *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes"),
+        *("preemption", "swap_space", "compile_cache", "self_check"),
         *("speculative_config", "step_timeout_s", "phase_timers", "keep_finished", "shadow_rate", "runner"),
     )
 )
@@ -157,6 +159,9 @@ class EngineConfig:
         run out, the last request in line is preempted and continues later.
     kv_cache_memory_bytes: the memory of the pool, instead of `num_blocks`; "auto" takes what weights and slots leave
         of `memory_utilization`, up to `max_model_len` tokens for every slot.
+    prefix_cache_dir: a directory in which blocks of shared prefixes are kept, for later starts and other processes
+        (docs/prefix_cache.md). It needs a pool of blocks, and changes no bit. The files contain prompts in clear.
+    prefix_cache_bytes: the most bytes of files there; the least recently used ones are deleted.
     preemption: under fcfs and priority, a request may take the slot of one that is behind it in line; that one
         continues later.
     swap_space: GiB of host memory for the state of preempted requests; if it is full, they are computed again.
@@ -218,6 +223,8 @@ class EngineConfig:
     block_size: int = 64
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | Literal["auto"] | None = None
+    prefix_cache_dir: str | None = None
+    prefix_cache_bytes: int = 10 << 30
     preemption: bool = True
     swap_space: float = 4.0
     compile_cache: bool = True
@@ -263,6 +270,7 @@ class EngineConfig:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size}"
             )
+        self._check_prefix_cache()
         if not is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
             raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
         if self.step_timeout_s is not None and (
@@ -320,6 +328,25 @@ class EngineConfig:
                 f"bits 'portable' has the speculative methods {' and '.join(_PORTABLE_PROPOSERS)}, not "
                 f"{shown(speculation.method)}"
             )
+
+    def _check_prefix_cache(self) -> None:
+        at_least("prefix_cache_bytes", self.prefix_cache_bytes, 1)
+        if self.prefix_cache_dir is None:
+            return
+        if isinstance(self.prefix_cache_dir, PurePath):
+            object.__setattr__(self, "prefix_cache_dir", str(self.prefix_cache_dir))
+        if not isinstance(self.prefix_cache_dir, str) or not self.prefix_cache_dir:
+            raise ConfigError(f"prefix_cache_dir must be a directory, not {shown(self.prefix_cache_dir)}")
+        if not self.uses_blocks:
+            raise ConfigError(
+                "prefix_cache_dir keeps blocks of the pool: add kv_cache_memory_bytes 'auto', or give num_blocks"
+            )
+        if not self.enable_prefix_caching:
+            raise ConfigError("prefix_cache_dir needs enable_prefix_caching: leave one of them out")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("prefix_cache_dir is for models on one device: leave tensor_parallel_size out")
+        if self.pools:
+            raise ConfigError("prefix_cache_dir is for requests that generate: leave it out")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> Self:
@@ -413,13 +440,14 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name that are compared with those in files; without speculation and timers, which change no
-        result.
+        """All options by name that are compared with those in files; without speculation, timers and the prefix cache
+        on disk, which change no result.
 
         Options that were added later are omitted if they have their default, so that older files stay valid.
         """
         given = asdict(self)
-        del given["speculative_config"], given["phase_timers"]
+        for name in ("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"):
+            del given[name]
         late = (
             *(("bits", "machine"), ("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1)),
             *(("keep_finished", 0), ("enable_dry", False), ("shadow_rate", 0.0)),

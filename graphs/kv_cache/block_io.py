@@ -61,12 +61,26 @@ def write_blocks(
 ) -> tuple[KVCache, RowState]:
     """The inverse of `read_blocks`, into any slot and of `blocks [G]` into those from `first` to before `end`."""
 
+    put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), by_slot(rows), row)
+    cache, written = load_blocks(spec, cache, rows, blocks, first, end, moved)
+    return cache, replace(put, history=written.history, block_tables=rows.block_tables)
+
+
+def load_blocks(
+    spec: ModelSpec,
+    cache: KVCache,
+    rows: RowState,
+    blocks: jax.Array,
+    first: jax.Array,
+    end: jax.Array,
+    moved: Blocks,
+) -> tuple[KVCache, RowState]:
+    """Of `blocks [G]`, those from `first` to before `end` get their content in `moved`, in order."""
+
     def write(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, blocks[index], jax.tree.map(lambda leaf: leaf[index], moved))
 
-    put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), by_slot(rows), row)
-    cache, written = _with_history(rows, lax.fori_loop(first, end, write, (cache, rows.history)))
-    return cache, replace(put, history=written.history, block_tables=rows.block_tables)
+    return _with_history(rows, lax.fori_loop(first, end, write, (cache, rows.history)))
 
 
 def _get(spec: ModelSpec, state: Blocks, block: jax.Array) -> Blocks:

@@ -9,6 +9,8 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
+from xla_engine.scheduler.plan import StoredBlock
+from xla_engine.scheduler.request import Request
 from xla_engine.scheduler.request_state import RequestState
 
 
@@ -26,18 +28,26 @@ class BlockHashes:
     def of_context(self, state: RequestState) -> tuple[bytes, ...]:
         """Keys of the blocks of a request's context; computed once."""
         if state.block_hashes is None:
-            state.block_hashes = tuple(self._chain(self._root(state), state.context))
+            state.block_hashes = tuple(self._chain(self._root(state.request), state.context))
         return state.block_hashes
+
+    def full_blocks(self, request: Request) -> Iterator[StoredBlock]:
+        """The full blocks of a prompt, in order, with no place in the pool."""
+        tokens, parent = request.prompt_token_ids, self._root(request)
+        whole = len(tokens) // self.block_size * self.block_size
+        for at, key in enumerate(self._chain(parent, tokens[:whole])):
+            own = tuple(tokens[at * self.block_size : (at + 1) * self.block_size])
+            yield StoredBlock(key=key, parent=parent, tokens=own)
+            parent = key
 
     def of_all(self, state: RequestState) -> tuple[bytes, ...]:
         """Keys of the blocks of context and generated tokens."""
         tokens = (*state.request.prompt_token_ids, *state.generated)
         known = self.of_context(state)[: state.context_tokens // self.block_size]
         rest = tokens[len(known) * self.block_size :]
-        return (*known, *self._chain(known[-1] if known else self._root(state), rest))
+        return (*known, *self._chain(known[-1] if known else self._root(state.request), rest))
 
-    def _root(self, state: RequestState) -> bytes:
-        request = state.request
+    def _root(self, request: Request) -> bytes:
         root = hashlib.sha256(f"{self._model}\0{request.cache_salt}".encode(errors="surrogatepass")).digest()
         if not request.adapter:
             return root

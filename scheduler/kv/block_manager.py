@@ -15,13 +15,15 @@ copies run before writes, so a lookup never finds stale content.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import islice
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_pool import BlockPool
-from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, Swap
-from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, StoredBlock, Swap
+from xla_engine.scheduler.request import Request, Status
 from xla_engine.scheduler.request_state import RequestState
 
 _WATERMARK = 100  # admission leaves one block in so many free, as vLLM does by default
@@ -39,6 +41,10 @@ class BlockManager:
         self._due: dict[int, list[tuple[RequestState, Slot]]] = {}  # by step; some entries are stale
         self._copies: list[BlockCopy] = []
         self._tables: list[BlockTable] = []
+        self._stores: list[StoredBlock] = []  # written before the plan being made
+        self._later_stores: list[StoredBlock] = []  # perhaps written by it
+        self._loads: list[StoredBlock] = []
+        self._known_outside: set[bytes] = set()  # keys that were stored or loaded
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have enough blocks, with the arithmetic; None if it fits alone."""
@@ -71,6 +77,7 @@ class BlockManager:
             self.pool.share(block)
         state.blocks = (*found[:whole], *self.pool.allocate(needed - whole))
         state.settled, state.ready, state.left = whole, length, ()
+        self._store(state, self._stores)
         self._copy_part(state, found, length)
         self._show(state)
 
@@ -166,6 +173,54 @@ class BlockManager:
         self._tables.clear()
         return moves
 
+    def take_stored(self) -> tuple[tuple[StoredBlock, ...], tuple[StoredBlock, ...]]:
+        """Remove and return the stores and loads for the plan being made, which must not be empty."""
+        moves = tuple(self._stores), tuple(self._loads)
+        self._stores, self._later_stores = self._later_stores, []
+        self._loads.clear()
+        return moves
+
+    def full_blocks(self, request: Request) -> Iterable[StoredBlock]:
+        """The full blocks of a prompt, in order."""
+        return self._hashes.full_blocks(request)
+
+    def missing_blocks(self, request: Request, count: int) -> list[StoredBlock]:
+        """Those of the first `count` full blocks of a prompt that the pool lacks, from the first such on."""
+        wanted = list(islice(self.full_blocks(request), count))
+        have = next((at for at, each in enumerate(wanted) if self.pool.find(each.key) is None), count)
+        return wanted[have:]
+
+    def load(self, request: Request, keys: Collection[bytes]) -> tuple[StoredBlock, ...]:
+        """Take free blocks for a prompt's `stored_blocks`, which the next plan loads; see `Scheduler.load`.
+
+        They are not held: like other cached content, they may be found, or overwritten later. Ends early when only
+        the watermark is free.
+        """
+        held, before = [], len(self._loads)
+        for each in islice(self.full_blocks(request), request.stored_blocks):
+            if (block := self.pool.find(each.key)) is not None:
+                self.pool.share(block)
+            elif each.key in keys and self.pool.can_admit(1):
+                block = self.pool.take()
+                self.pool.name(block, each.key)
+                self._loads.append(replace(each, block=block))
+                self._known_outside.add(each.key)
+            else:
+                break
+            held.append(block)
+        self.pool.release(reversed(held))
+        return tuple(self._loads[before:])
+
+    def _store(self, state: RequestState, stores: list[StoredBlock]) -> None:
+        """Let the cached blocks that a request shares be copied out of the pool, once."""
+        keys, shared = self._hashes.of_context(state), state.blocks[: state.settled]
+        if not self._config.stores_blocks or all(key in self._known_outside for key in keys[: len(shared)]):
+            return
+        for block, each in zip(shared, self.full_blocks(state.request), strict=False):
+            if each.key not in self._known_outside:
+                self._known_outside.add(each.key)
+                stores.append(replace(each, block=block))
+
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """(-1, tokens): how many tokens of a request's context are in cached blocks, or in those it shares already."""
         return -1, min(len(self._found(state)) * self._block_size, state.context_tokens)
@@ -192,6 +247,7 @@ class BlockManager:
             self.pool.release([blocks[at]])
             blocks[at] = found[at]
         state.blocks, state.settled = tuple(blocks), whole
+        self._store(state, self._later_stores)
         self._copy_part(state, found, length)
         self._show(state)
 

@@ -129,6 +129,8 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "enable_prefix_caching": True,
         "num_blocks": None,
         "kv_cache_memory_bytes": None,
+        "prefix_cache_dir": None,
+        "prefix_cache_bytes": 10 << 30,
         "quantization": None,
         "attention_backend": "auto",
         "bits": "machine",

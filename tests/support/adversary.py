@@ -16,7 +16,9 @@ STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
 def draw_config(draw: random.Random) -> SchedulerConfig:
     config = _draw_config(draw)
     if draw.random() < 0.5:  # the largest request takes 36 + 8 tokens
-        return replace(config, num_blocks=-(-draw.choice((44, 50, 60, 90)) // config.block_size))
+        blocks = -(-draw.choice((44, 50, 60, 90)) // config.block_size)
+        stores = config.enable_prefix_caching and draw.random() < 0.5
+        return replace(config, num_blocks=blocks, stores_blocks=stores)
     return config
 
 
@@ -58,6 +60,7 @@ def adversary(draw: random.Random, turns: int = 14) -> Loop:
     """Submit, abort, resubmit, preempt, restart, and clear the cache at every step, at a lag of 0 to 3."""
     config = draw_config(draw)
     loop = Loop(config)
+    loop.draw = draw
     lag = draw.randint(0, 3)
     sampled: list[tuple[int, ...]] = []
     for _ in range(turns):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.support.fake_runner import FakeRunner, expected
 from xla_engine.scheduler import (
@@ -52,6 +53,8 @@ class Loop:
     """The engine's loop: `turn(lag)` plans a step, starts it, and reads those older than `lag` steps.
 
     peeks: look first at what each plan will be, and see that it is that.
+    draw: decides which stored blocks can be read.
+    loaded: blocks that were loaded.
     """
 
     peeks = False
@@ -69,13 +72,31 @@ class Loop:
         self.preempted: Counter[str] = Counter()
         self.speculation: Speculation | None = None  # of the next plans
         self.held: frozenset[str] = frozenset()  # likewise
+        self.draw = random.Random(0)
+        self.loaded = 0
 
     def submit(self, request: Request) -> None:
+        stored = 0
+        for block in self.scheduler.full_blocks(request):
+            if block.key not in self.runner.outside and not self.scheduler.has_block(block.key):
+                break
+            stored += 1
+        if stored and request.max_cached_tokens != 0:
+            request = replace(request, stored_blocks=stored)
         self.scheduler.submit(request)
         self.live[request.request_id] = Life(request, self.place(request.priority))
         self.queue[request.request_id] = self.place(request.priority)
         self.arrivals += 1
         self.runner.requests[request.request_id] = request
+
+    def read_stored(self) -> None:
+        """Let the request that waits for stored blocks have some of them, or none; perhaps not yet."""
+        name = self.scheduler.awaits_blocks
+        if name is None or (self.plans and not self.plans[-1].is_empty and self.draw.random() < 0.5):
+            return
+        keys = [each.key for each in self.scheduler.missing_blocks(name)]
+        readable = {key for key in keys if key in self.runner.outside and self.draw.random() < 0.9}
+        self.loaded += len(self.scheduler.load(name, readable))
 
     def place(self, priority: int) -> tuple[int, int]:
         """The place in line of the next arrival."""
@@ -179,6 +200,7 @@ class Loop:
         return gated and view.status is Status.WAITING and view.credited > 0
 
     def _next_plan(self) -> Plan:
+        self.read_stored()
         if not self.peeks:
             return self.scheduler.plan(self.speculation, self.held)
         before = self.scheduler.snapshot()

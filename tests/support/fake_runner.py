@@ -104,6 +104,7 @@ class FakeRunner:
         self.requests: dict[str, Request] = {}
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
         self.blocks = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
+        self.outside: dict[bytes, list[int]] = {}  # blocks that were stored, by key
         self.tables: list[list[int]] = [[] for _ in self.rows]
         self.steps = 0
         self.prefilled = 0  # tokens
@@ -132,6 +133,11 @@ class FakeRunner:
         self._check_budget(plan)
         for swap in plan.parks:
             self._park(swap)
+        for each in plan.stores:
+            assert tuple(self.blocks[each.block]) == each.tokens, f"{each} finds {self.blocks[each.block]}"
+            self.outside[each.key] = list(self.blocks[each.block])
+        for each in plan.loads:
+            self.blocks[each.block] = list(self.outside[each.key])
         for copy in plan.copies:
             self.blocks[copy.target] = list(self.blocks[copy.source])
         for table in plan.tables:

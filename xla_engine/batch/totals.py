@@ -117,10 +117,13 @@ def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:
 
 
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
-    """Prefix cache hits and preemptions; no line for a count of zero."""
+    """Prefix cache hits, blocks in files, and preemptions; no line for a count of zero."""
     lines = []
     if stats.cached_tokens:
         lines.append(("prefix cache", f"{stats.cached_tokens} tokens found, {stats.prompt_tokens} computed"))
+    if stats.loaded_blocks or stats.stored_blocks or stats.failed_blocks:
+        text = f"{stats.loaded_blocks} blocks read, {stats.stored_blocks} written"
+        lines.append(("prefix files", text + (f", {stats.failed_blocks} failed" * bool(stats.failed_blocks))))
     if stats.preemptions:
         lines.append(("preemptions", f"{stats.preemptions}"))
     return lines

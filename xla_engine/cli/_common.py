@@ -126,6 +126,19 @@ device_options = together(
         help="Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
     ),
     click.option(
+        "--prefix-cache-dir",
+        metavar="DIR",
+        help="Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "
+        "--num-blocks or --kv-cache-memory-bytes. The files contain prompts in clear.",
+    ),
+    click.option(
+        "--prefix-cache-bytes",
+        type=click.IntRange(1),
+        default=10 << 30,
+        metavar="N",
+        help="Delete the least recently used of these files beyond N bytes.",
+    ),
+    click.option(
         "--tensor-parallel-size",
         type=click.IntRange(1),
         default=1,

@@ -29,6 +29,7 @@ from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.proposer import Proposer
 from xla_engine.engine.speculation.speculator import Speculator, make_speculator
 from xla_engine.engine.state import EngineState
+from xla_engine.engine.stored_prefixes import stored_prefixes
 from xla_engine.engine.turn import Turn
 from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.environment import embedded_model_directory
@@ -123,6 +124,7 @@ class XlaBatchEngine:
             step_timeout_s=config.step_timeout_s,
         )
         state.masks.on_made = state.ready.set
+        state.prefixes = stored_prefixes(config, runner, checkpoint.fingerprint, state.ready.set)
         self.lock, self.observers = state.lock, state.observers
         self.runner = runner
         self.tokenizer = tokenizer
@@ -733,6 +735,8 @@ class XlaBatchEngine:
         state.waiter.close()
         self._intake.compiler.close()
         state.masks.close()
+        if state.prefixes is not None:
+            state.prefixes.storage.close()
         if not state.device_lost:  # freeing the memory of a device that does not answer would hang, too
             self.runner.close()
 

@@ -136,6 +136,8 @@ class Intake:
         state, queued = self._state, []
         try:
             for request in sequences:
+                if state.prefixes is not None and submit is None:
+                    request = state.prefixes.marked(request, state.scheduler)
                 (submit or state.scheduler.submit)(request)
                 state.observers.queued(request)
                 queued.append(request.request_id)

@@ -140,6 +140,8 @@ class Loop:
                 events = state.scheduler.commit(step.plan, answer)
                 if state.speculator is not None:
                     state.speculator.read(step.plan, answer)
+                if state.prefixes is not None:
+                    state.prefixes.read(step.plan, state.clock())
                 recovery.faults.step_was_good()
                 state.observers.read(step.plan, events)
                 if timer is not None:
@@ -165,9 +167,14 @@ class Loop:
             return self._start_canary(self._recovery.canary)
         blocked = self._delivery.blocked()
         wanted = None if speculator is None else speculator.wanted(state.scheduler.decoding)
+        prefixes = state.prefixes
+        if prefixes is not None:
+            prefixes.advance(state.scheduler, state.clock())
         plan = state.pipeline.plan(wanted, blocked)
+        if prefixes is not None:
+            prefixes.advance(state.scheduler, state.clock())
         if plan is None:
-            if table and not state.pipeline.in_flight and not blocked:
+            if table and not state.pipeline.in_flight and not blocked and not state.reads:
                 raise RuntimeError("requests are left, but the scheduler plans no work for them")
             return False
         self._recovery.faults.plan = plan
@@ -183,6 +190,8 @@ class Loop:
         for reuse in plan.reuses:
             table[reuse.request_id].reuse(reuse.length)
         now = state.clock()
+        if prefixes is not None:
+            prefixes.started(plan, now)
         for name in plan.admitted:
             table[name].admit(now)
         self._delivery.begin_decoding(plan)

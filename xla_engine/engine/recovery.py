@@ -82,6 +82,8 @@ class Recovery:
             state.speculator.restart()
         if state.shadow is not None:
             state.shadow.restart()
+        if state.prefixes is not None:
+            state.prefixes.restarted()
         try:
             state.runner.rebuild()
         except Exception as error:

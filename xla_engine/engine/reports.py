@@ -14,6 +14,7 @@ from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.observability.metrics import EngineFacts, engine_metrics
 from xla_engine.observability.prometheus import Family
 from xla_engine.observability.stats import EngineStats
+from xla_engine.prefix_cache.storage import Counts
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Peek, Snapshot
 from xla_engine.scheduler.peek import peek
@@ -52,6 +53,7 @@ class Reports:
         state = self._state
         counters, work, scheduler = state.scheduler.counters(), state.work, state.scheduler
         speculator, slots = state.speculator, self._config.num_slots
+        stored = Counts() if state.prefixes is None else state.prefixes.storage.counts
         return EngineStats(
             steps=work.steps,
             prefill_calls=self._runner.prefill_calls,
@@ -60,6 +62,9 @@ class Reports:
             finished={str(reason): count for reason, count in state.table.finished.items()},
             recoveries=self._faults.count,
             cached_tokens=counters.cached_tokens,
+            loaded_blocks=stored.read,
+            stored_blocks=stored.written,
+            failed_blocks=stored.failed,
             preemptions=counters.preemptions,
             slot_steps_busy=work.slot_steps_busy,
             slot_steps_total=work.decode_steps * slots,

@@ -31,6 +31,7 @@ def scheduler_config(
         prefill_equals_decode=check is not None and check.prefill_equals_decode,
         cut_invariant=check is not None and check.cut_invariant,
         keeps_finished=config.keep_finished > 0,
+        stores_blocks=config.prefix_cache_dir is not None,
         preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
         swap_tokens=host_bytes // max(runner.kv_bytes_per_token, 1),
     )

@@ -15,6 +15,7 @@ from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.speculator import Speculator
+from xla_engine.engine.stored_prefixes import StoredPrefixes
 from xla_engine.engine.turn import Turn, Wait
 from xla_engine.engine.waiter import Pending, StepRunner, Waiter
 from xla_engine.observability.observer import Observers
@@ -77,6 +78,7 @@ class EngineState:
 
     table: the live requests. pending: requests that wait for their constraint, by id. saved: saved requests, by name.
     masks: computes the masks of constrained rows. speculator: None without speculation.
+    prefixes: prefixes in files; None without `prefix_cache_dir`.
     lock: notified at the end of each turn.
     clock: seconds, for deadlines and token times.
     step_timeout_s: seconds that the start of a step, and then its result, may take before the device counts as lost;
@@ -96,6 +98,7 @@ class EngineState:
     runner: StepRunner
     table: RequestTable
     speculator: Speculator | None = None
+    prefixes: StoredPrefixes | None = None
     shadow: ShadowProbe | None = None
     timer: PhaseTimer | None = None
     masks: MaskMaker = field(default_factory=MaskMaker)
@@ -139,7 +142,12 @@ class EngineState:
         for one in self.pending.values():
             if one.expires:
                 first = min(first, one.expires[0][0])
-        return first
+        return first if self.prefixes is None else min(first, self.prefixes.until)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a prefix is being read from files."""
+        return self.prefixes is not None and self.prefixes.reading is not None
 
     def time_left(self, began: float) -> float:
         """Seconds until the next deadline or until a step, waited for since `began`, times out; 0 if it has."""
@@ -155,7 +163,9 @@ class EngineState:
     @property
     def awaits_background(self) -> bool:
         """Whether the next turn can do nothing until background work is done."""
-        return self.idle and bool(self.pending or self.masks.making) and not self.ready.is_set()
+        reads = self.prefixes is not None and self.clock() < self.prefixes.until < math.inf
+        work = bool(self.pending or self.masks.making) or reads
+        return self.idle and work and not self.ready.is_set()
 
     def adapter_slots(self) -> set[int]:
         """The adapter slots of all sequences that are live, pending, kept or saved."""

@@ -67,6 +67,10 @@ class WeightUpdates:
             raise InvalidRequestError(
                 "quantization 'gguf' keeps the weights of the file: start without it to update them"
             )
+        if self._config.prefix_cache_dir is not None:
+            raise InvalidRequestError(
+                "prefix_cache_dir keeps prefixes of the weights that were loaded: start without it to update them"
+            )
         if self._config.speculation is not None and self._config.speculation.method == "mtp":
             raise InvalidRequestError("the layer of method 'mtp' would keep its weights: use another method")
         fresh, digest = given_weights(self.checkpoint, dict(weights))

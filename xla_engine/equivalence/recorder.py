@@ -61,6 +61,8 @@ class Recorder:
         }
         if any(case.params.n > 1 for case in (*schedule.cases, *schedule.neighbours)):
             raise InvalidRequestError("a record holds requests of one sequence; use n 1")
+        if engine.config.prefix_cache_dir is not None:
+            raise InvalidRequestError("a record does not hold what files held: leave prefix_cache_dir out")
         self.turn = 0
         self.steps: list[Step] = []
 

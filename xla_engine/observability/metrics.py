@@ -98,6 +98,24 @@ METRICS = (
     Metric(
         "vllm:prefix_cache_hits_total", "counter", "Prompt tokens found.", lambda stats: stats.cached_tokens
     ),
+    Metric(
+        "xla_engine_loaded_blocks_total",
+        "counter",
+        "KV blocks read from files.",
+        lambda stats: stats.loaded_blocks,
+    ),
+    Metric(
+        "xla_engine_stored_blocks_total",
+        "counter",
+        "KV blocks written to files.",
+        lambda stats: stats.stored_blocks,
+    ),
+    Metric(
+        "xla_engine_failed_blocks_total",
+        "counter",
+        "KV blocks whose file was damaged, or not readable or writable.",
+        lambda stats: stats.failed_blocks,
+    ),
     Metric("vllm:num_preemptions_total", "counter", "Slots taken away.", lambda stats: stats.preemptions),
     Metric(
         "vllm:spec_decode_num_draft_tokens_total",

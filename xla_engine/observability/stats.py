@@ -49,6 +49,9 @@ class EngineStats:
     finished: sequences that ended, by finish reason.
     recoveries: failed steps after which live sequences were rerun, or one of them was ended.
     cached_tokens: prompt tokens found in the prefix cache instead of being prefilled.
+    loaded_blocks: KV blocks read from files, with `EngineConfig.prefix_cache_dir`.
+    stored_blocks: KV blocks written to files.
+    failed_blocks: KV blocks whose file was damaged or could not be read or written.
     preemptions: preempted sequences.
     drafted_tokens: verified draft tokens.
     accepted_tokens: accepted draft tokens.
@@ -78,6 +81,9 @@ class EngineStats:
     finished: Mapping[str, int] = field(default_factory=dict)
     recoveries: int = 0
     cached_tokens: int = 0
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    failed_blocks: int = 0
     preemptions: int = 0
     slot_steps_busy: int = 0
     slot_steps_total: int = 0

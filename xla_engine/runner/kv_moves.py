@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from xla_engine.graphs.kv_cache.block_io import blocks_per_call
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.row_state.rows import RowState
-from xla_engine.runner.programs import COPY, COPY_BLOCKS, READ, READ_BLOCKS, WRITE, WRITE_BLOCKS
-from xla_engine.scheduler import BlockCopy, Reuse, Swap
+from xla_engine.runner.programs import COPY, COPY_BLOCKS, LOAD_BLOCKS, READ, READ_BLOCKS, WRITE, WRITE_BLOCKS
+from xla_engine.runner.stored_blocks import BlockContent, stacked
+from xla_engine.scheduler import BlockCopy, Reuse, StoredBlock, Swap
 
 State = tuple[KVCache, RowState]
 
@@ -174,6 +175,27 @@ class BlockMoves:
             state = self._inventory(COPY_BLOCKS, *state, source, target, *self._transfers.scalars(len(few)))
         return state
 
+    def read(self, state: State, blocks: Sequence[int]) -> list[Any]:
+        """The content of blocks, a group of `blocks_per_call` each, still on the device."""
+        groups = [blocks[start : start + self._many] for start in range(0, len(blocks), self._many)]
+        slot = self._transfers.scalars(0)
+        found = [self._inventory(READ_BLOCKS, *state, *slot, self._padded(group))[0] for group in groups]
+        for leaf in jax.tree.leaves(found):
+            leaf.copy_to_host_async()
+        return found
+
+    def load(
+        self, state: State, loads: Sequence[StoredBlock], content: Mapping[bytes, BlockContent]
+    ) -> State:
+        """Write blocks whose content came from outside, in order. content: by key."""
+        for start in range(0, len(loads), self._many):
+            group = loads[start : start + self._many]
+            moved = stacked([content[each.key] for each in group], self._many)
+            first, end = self._transfers.scalars(0, len(group))
+            blocks = self._padded([each.block for each in group])
+            state = self._inventory(LOAD_BLOCKS, *state, blocks, first, end, self._transfers.pieces(moved))
+        return state
+
     def park(self, state: State, swap: Swap) -> None:
         """Read a request's blocks and its row state."""
         groups, row = [], None
@@ -206,7 +228,7 @@ class BlockMoves:
             )
         return state
 
-    def warm_up(self, state: State, *, swaps: bool) -> State:
+    def warm_up(self, state: State, *, swaps: bool, loads: bool) -> State:
         """Run every program once so that no byte changes."""
         blocks = self._padded([])
         state = self._inventory(COPY_BLOCKS, *state, blocks, blocks, *self._transfers.scalars(0))
@@ -214,6 +236,8 @@ class BlockMoves:
             slot, none = self._transfers.scalars(0, 0)
             moved, row = self._inventory(READ_BLOCKS, *state, slot, blocks)
             state = self._inventory(WRITE_BLOCKS, *state, slot, blocks, none, none, moved, row)
+            if loads:
+                state = self._inventory(LOAD_BLOCKS, *state, blocks, none, none, moved)
         return state
 
     def _groups(self, swap: Swap) -> list[Sequence[int]]:

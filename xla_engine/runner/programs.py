@@ -11,7 +11,13 @@ import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.kv_cache.block_io import blocks_per_call, copy_blocks, read_blocks, write_blocks
+from xla_engine.graphs.kv_cache.block_io import (
+    blocks_per_call,
+    copy_blocks,
+    load_blocks,
+    read_blocks,
+    write_blocks,
+)
 from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -31,6 +37,7 @@ from xla_engine.runner.weights.adapters import writing
 COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_blocks"
+LOAD_BLOCKS = "load_blocks"
 
 
 def make_programs(
@@ -182,6 +189,8 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
     if config.parks:
         moved = jax.eval_shape(read.function, *read.arguments)
         moves += [read, _move(name, write, spec, (*held, *place, *moved))]
+        if config.prefix_cache_dir is not None:
+            moves.append(_move(LOAD_BLOCKS, load_blocks, spec, (*held, *place[1:], moved[0])))
     return moves
 
 

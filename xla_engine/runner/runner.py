@@ -7,6 +7,7 @@ order in which they were started.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program
+from xla_engine.graphs.kv_cache.block_io import read_blocks
 from xla_engine.graphs.kv_cache.footprint import keeps_every_position
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.ops.rope import rope_tables
@@ -52,6 +54,7 @@ from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import StepCosts, measure
+from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
@@ -62,6 +65,7 @@ class Runner:
     """The device side of an engine, for one model and one configuration.
 
     spec: the static part of the model. weights: its leaves, which may change between two steps.
+    block_storage: holds blocks outside of the pool, with `EngineConfig.prefix_cache_dir`.
     """
 
     def __init__(
@@ -89,8 +93,11 @@ class Runner:
         config = resolve_length(config, model, dtype, device, stored)
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
+        self.block_storage: BlockStorage | None = None
+        self.config = config
         model = model.within(self.context_length)
         self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
+        self._check_prefix_cache(device_proposer is not None)
         self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
         self.buckets = buckets[-1:] if self.spec.attention.bounded_by_length else buckets
@@ -174,6 +181,21 @@ class Runner:
         self.compile_seconds = time.perf_counter() - began
         self.compiles.mark_warm()
 
+    def _check_prefix_cache(self, drafts: bool) -> None:
+        """Raise ConfigError if this runner cannot have `prefix_cache_dir`. drafts: a model drafts on the device."""
+        if self.config.prefix_cache_dir is None:
+            return
+        if not self.has_one_row_code:
+            raise ConfigError(
+                "prefix_cache_dir needs the C++ kernels, with which a prefix has the same bits in every run: leave "
+                "it out, or choose dtype bfloat16 and an isa of this machine"
+            )
+        if drafts:
+            raise ConfigError(
+                "prefix_cache_dir does not keep the cache of a draft model: leave it out, or speculate with method "
+                "'ngram' or 'suffix'"
+            )
+
     def start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
     ) -> InFlight:
@@ -253,6 +275,8 @@ class Runner:
         self._state.reset()
         self._dispatch.reset()
         self._parked.clear()
+        if self.block_storage is not None:
+            self.block_storage.clear()
         self.prefill_calls = 0
 
     def rebuild(self) -> None:
@@ -270,6 +294,19 @@ class Runner:
     def blocks_of_a_slot(self) -> int:
         """How many blocks the longest request needs."""
         return self.buckets[-1] // self.config.block_size
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """What one block of the pool has."""
+        blocks = jax.ShapeDtypeStruct((1,), jnp.int32)
+        read = functools.partial(read_blocks, self.spec)
+        found, _ = jax.eval_shape(read, *self._state.held, jax.ShapeDtypeStruct((), jnp.int32), blocks)
+        return BlockLayout.of(found)
+
+    @property
+    def rope_digest(self) -> str:
+        """sha256 of the rotary tables, on which keys depend."""
+        return hashlib.sha256(np.asarray(self._rope).tobytes()).hexdigest()
 
     @property
     def keeps_every_position(self) -> bool:
@@ -359,7 +396,8 @@ class Runner:
         if self.config.num_blocks is None:
             state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
         else:
-            state.held = self._block_moves.warm_up(state.held, swaps=swaps)
+            loads = self.config.prefix_cache_dir is not None
+            state.held = self._block_moves.warm_up(state.held, swaps=swaps, loads=loads)
 
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
@@ -379,6 +417,11 @@ class Runner:
         moves = self._block_moves if paged else self._slot_moves
         for swap in plan.parks:
             moves.park(state.held, swap)
+        if self.block_storage is not None and (plan.stores or plan.loads):
+            if plan.stores:
+                found = self._block_moves.read(state.held, [each.block for each in plan.stores])
+                self.block_storage.store(plan.stores, found)
+            state.held = self._block_moves.load(state.held, plan.loads, self.block_storage.take(plan.loads))
         state.held = self._block_moves.copy(state.held, plan.copies)
         for swap in plan.resumes:
             state.held = moves.resume(state.held, swap)

@@ -48,7 +48,7 @@ def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck |
 def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
     """All that the answer depends on."""
     parts = {
-        "code": _code(),
+        "code": code_digest(Path(__file__).parents[2], *map(Path, (*graphs.__path__, *scheduler.__path__))),
         "programs": [each.digest for each in runner.reports],
         "library": None if runner.isa is None else library_digest(runner.isa),
         "platform": runner.platform,
@@ -63,10 +63,9 @@ def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _code() -> str:
-    """Of this package's files."""
+def code_digest(*folders: Path) -> str:
+    """sha256 of the Python and C++ files in folders."""
     digest = hashlib.sha256()
-    folders = [Path(__file__).parents[2], *map(Path, (*graphs.__path__, *scheduler.__path__))]
     for path in sorted({path for folder in folders for kind in _CODE for path in folder.rglob(kind)}):
         digest.update(path.read_bytes())
     return digest.hexdigest()

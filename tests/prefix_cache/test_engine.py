@@ -1,0 +1,289 @@
+"""`prefix_cache_dir`: the bits of an engine without it, whatever the files hold, and less prefill."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.instruction_sets import NATIVE_ISAS
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.prefix_cache.files import BlockFiles, entries
+from xla_engine.runner.runner import Runner
+from xla_engine.sampling_params import SamplingParams
+
+BLOCKS = replace(
+    TINY_ENGINE, prefill_lanes=(8,), block_size=32, num_blocks=40, max_num_seqs=8, max_model_len=400
+)
+DRAW = random.Random(3)
+STEMS = [[DRAW.randrange(TINY.vocab_size) for _ in range(130)] for _ in range(3)]
+PROMPTS = [
+    [*STEMS[index % 3], *(DRAW.randrange(TINY.vocab_size) for _ in range(index + 1))] for index in range(9)
+]
+PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=6, logprobs=2)
+Answers = list[Any]  # tokens, log-probabilities and ends of `PROMPTS`
+
+pytestmark = pytest.mark.skipif(not NATIVE_ISAS, reason="no C++ kernels on this platform")
+
+
+@contextmanager
+def engine_at(directory: Path | None, **options: Any) -> Iterator[XlaBatchEngine]:
+    given = None if directory is None else str(directory)
+    with XlaBatchEngine(
+        tiny_checkpoint(), None, replace(BLOCKS, prefix_cache_dir=given, **options)
+    ) as engine:
+        yield engine
+
+
+def run(engine: XlaBatchEngine, **options: Any) -> Answers:
+    names = [engine.submit({"prompt_token_ids": each}, PARAMS, **options) for each in PROMPTS]
+    found = {output.request_id: output.outputs[0] for output in engine.drain()}
+    if engine.state.prefixes is not None:
+        engine.state.prefixes.storage.flush()
+    return [(found[name].token_ids, found[name].logprobs, found[name].finish_reason) for name in names]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Answers:
+    with engine_at(None) as engine:
+        return run(engine)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, expected: Answers) -> Path:
+    """A directory with the full blocks of `STEMS`, written by an engine that found none."""
+    directory = tmp_path_factory.mktemp("prefixes")
+    with engine_at(directory) as engine:
+        assert run(engine) == expected
+        stats = engine.stats()
+        assert stats.stored_blocks == 3 * 4 and not stats.loaded_blocks and not stats.failed_blocks
+    return directory
+
+
+@pytest.fixture
+def copied(filled: Path, tmp_path: Path) -> Path:
+    subprocess.run(["cp", "-a", f"{filled}/.", tmp_path], check=True)
+    return tmp_path
+
+
+def test_a_restarted_engine_loads_what_an_earlier_one_computed(filled: Path, expected: Answers) -> None:
+    with engine_at(filled) as engine:
+        assert run(engine) == expected
+        stats = engine.stats()
+        assert stats.loaded_blocks == 12 and not stats.failed_blocks
+        assert stats.prompt_tokens < 9 * 40, "the stems were computed again"
+        engine.reset_prefix_cache()
+        assert run(engine) == expected and engine.stats().loaded_blocks == 24
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_prefixes_that_are_evicted_come_back(filled: Path, expected: Answers, lag: int) -> None:
+    with engine_at(filled, num_blocks=13, max_num_seqs=2, lag=lag) as engine:
+        for _ in range(2):
+            assert run(engine) == expected
+        assert engine.stats().loaded_blocks > 12
+
+
+def damage(kind: str, path: Path, draw: random.Random) -> None:
+    whole = path.read_bytes()
+    at = draw.randrange(len(whole))
+    if kind == "flipped":
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    elif kind == "cut":
+        path.write_bytes(whole[:at])
+    elif kind == "other":
+        path.write_bytes(draw.choice(sorted(path.parent.parent.glob("??/*"))).read_bytes())
+    elif kind == "link":
+        path.unlink()
+        path.symlink_to("/dev/zero")
+    else:
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "other", "link", "directory"])
+def test_a_damaged_file_is_a_miss(copied: Path, expected: Answers, kind: str) -> None:
+    draw = random.Random(kind)
+    for path, _, _ in list(entries(copied)):
+        if draw.random() < 0.5:
+            damage(kind, path, draw)
+    with engine_at(copied) as engine:
+        assert run(engine) == expected
+        stats = engine.stats()
+        assert stats.failed_blocks and stats.loaded_blocks < 12
+        assert not stats.finished["error"]
+
+
+def test_files_that_vanish_while_the_engine_runs_are_misses(copied: Path, expected: Answers) -> None:
+    with engine_at(copied) as engine:
+        for path, _, _ in list(entries(copied)):
+            path.unlink()
+        assert run(engine) == expected and not engine.stats().loaded_blocks
+        assert engine.stats().stored_blocks == 12
+
+
+def test_blocks_of_other_options_or_models_are_never_found(copied: Path) -> None:
+    with engine_at(copied, block_size=64) as engine:
+        run(engine)
+        assert not engine.stats().loaded_blocks
+    other = tiny_checkpoint(model=replace(TINY, rope_theta=5e4))
+    with XlaBatchEngine(other, None, replace(BLOCKS, prefix_cache_dir=str(copied))) as engine:
+        run(engine)
+        assert not engine.stats().loaded_blocks
+
+
+def test_tenants_do_not_share(copied: Path, expected: Answers) -> None:
+    with engine_at(copied) as engine:
+        assert run(engine, cache_salt="tenant") == expected and not engine.stats().loaded_blocks
+
+
+def test_a_disk_that_is_full_costs_nothing_but_files(
+    tmp_path: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BlockFiles, "write", full)
+    with engine_at(tmp_path) as engine:
+        assert run(engine) == expected
+        assert engine.stats().failed_blocks == 12 and not list(entries(tmp_path))
+
+
+def test_a_disk_that_hangs_delays_a_request_by_no_more_than_its_prefill(
+    filled: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+    read = BlockFiles.read
+
+    def hang(self: BlockFiles, key: bytes) -> Any:
+        free.wait(60)
+        return read(self, key)
+
+    monkeypatch.setattr(BlockFiles, "read", hang)
+    with engine_at(filled) as engine:
+        assert engine.state.prefixes is not None
+        engine.state.prefixes.storage.prefill.add(1e-4, 1)  # 13 ms for a stem
+        try:
+            assert run(engine) == expected and not engine.stats().loaded_blocks
+            assert not free.is_set()
+        finally:
+            free.set()
+
+
+def test_requests_that_end_while_they_wait_and_failed_steps_leave_nothing(
+    filled: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_at(filled) as engine:
+        name = engine.submit({"prompt_token_ids": PROMPTS[0]}, PARAMS)
+        engine.step()
+        engine.abort(name)
+        start, failures = Runner.start, iter([True])
+
+        def fail_once(self: Runner, plan: Any, *rest: Any) -> Any:
+            if plan.loads and next(failures, False):
+                raise RuntimeError("planted")
+            return start(self, plan, *rest)
+
+        monkeypatch.setattr(Runner, "start", fail_once)
+        assert run(engine) == expected and engine.stats().recoveries == 1
+        assert engine.state.prefixes is not None and not engine.state.prefixes.storage._content
+
+
+def test_stored_bytes_are_those_of_the_pool(filled: Path) -> None:
+    from xla_engine.equivalence.stored_blocks import check_stored
+
+    def open_engine(config: EngineConfig) -> XlaBatchEngine:
+        return XlaBatchEngine(tiny_checkpoint(), None, config)
+
+    config = replace(BLOCKS, prefix_cache_dir="x")
+    check = check_stored(filled, open_engine, config, sample=12)
+    assert check.ok and check.same >= 12 and not check.left_out
+    with pytest.raises(InvalidRequestError, match="cache list"):
+        check_stored(filled, open_engine, replace(config, block_size=64), sample=1)
+
+
+def test_a_wrong_byte_with_a_right_checksum_is_found_by_verify(copied: Path) -> None:
+    from xla_engine.equivalence.stored_blocks import check_stored
+    from xla_engine.prefix_cache.files import encoded, read_file
+
+    path = next(path for path, _, _ in entries(copied))
+    stored = read_file(path)
+    wrong = bytes([stored.content[0] ^ 1]) + stored.content[1:]
+    path.write_bytes(encoded(replace(stored, content=wrong)))
+    check = check_stored(
+        copied,
+        lambda config: XlaBatchEngine(tiny_checkpoint(), None, config),
+        replace(BLOCKS, prefix_cache_dir="x"),
+        sample=100,
+    )
+    assert check.different == [path.name] and check.same == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_blocks": None}, "kv_cache_memory_bytes 'auto'"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"tensor_parallel_size": 2}, "one device"),
+        ({"prefix_cache_bytes": 0}, "prefix_cache_bytes"),
+        ({"prefix_cache_dir": ""}, "must be a directory"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replace(BLOCKS, **{"prefix_cache_dir": "x"} | options)
+
+
+def test_engines_that_cannot_have_it_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"C\+\+ kernels"), engine_at(tmp_path, isa="none"):
+        pass
+    with engine_at(tmp_path) as engine:
+        with pytest.raises(InvalidRequestError, match="prefix_cache_dir"):
+            engine.update_weights({})
+        assert "prefix_cache_dir" not in engine.identity().config
+
+
+WRITER = """
+import sys
+from tests.prefix_cache import test_engine as here
+from pathlib import Path
+with here.engine_at(Path(sys.argv[1])) as engine:
+    first = here.run(engine)
+    for _ in range(int(sys.argv[2])):
+        engine.reset_prefix_cache()
+        assert here.run(engine) == first
+    stats = engine.stats()
+    print(stats.loaded_blocks, stats.stored_blocks, stats.failed_blocks, hash(str(first)))
+"""
+
+
+@pytest.mark.full
+def test_processes_share_a_directory_and_one_that_is_killed_harms_no_other(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    victims = [subprocess.Popen([*command, "100000"], env=environment) for _ in range(2)]
+    runs = [
+        subprocess.Popen([*command, "40"], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outs = [each.communicate(timeout=300)[0].split() for each in runs]
+    for each in victims:
+        each.kill()
+        each.wait()
+    last = subprocess.run([*command, "1"], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    outs.append(last.stdout.split())
+    assert [each.returncode for each in runs] == [0, 0]
+    assert all(out[2] == "0" for out in outs) and len({out[3] for out in outs}) == 1
+    assert int(outs[-1][0]) == 24 and int(outs[-1][1]) == 0

@@ -1,0 +1,151 @@
+"""Blocks that go out of the pool and come back: requests get what they get alone, whatever could be read, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.support.adversary import adversary
+from tests.support.fake_loop import Loop
+from tests.support.fake_runner import FakeRunner
+from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
+from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.plan import LOADING, StoredBlock
+from xla_engine.scheduler.request_state import RequestState
+
+CONFIG = SchedulerConfig(
+    max_num_seqs=2,
+    chunk_size=4,
+    max_num_batched_tokens=64,
+    enable_prefix_caching=True,
+    block_size=4,
+    num_blocks=20,
+    cut_invariant=True,
+    prefill_equals_decode=True,
+    stores_blocks=True,
+)
+STEM = tuple(index % 13 for index in range(16))
+
+
+def request(name: str, prompt: tuple[int, ...], **fields: object) -> Request:
+    return Request(request_id=name, prompt_token_ids=prompt, max_tokens=2, **fields)  # type: ignore[arg-type]
+
+
+def stored() -> Loop:
+    """A loop whose first four blocks of `STEM` were stored, and whose pool has lost them."""
+    loop = Loop(CONFIG)
+    for name in "ab":
+        loop.submit(request(name, (*STEM, ord(name) % 13)))
+        loop.drain()
+    loop.scheduler.reset_prefix_cache()
+    assert len(loop.runner.outside) == 4
+    return loop
+
+
+def test_a_block_is_stored_when_a_second_request_shares_it_and_only_then() -> None:
+    loop = Loop(CONFIG)
+    loop.submit(request("first", (*STEM, 1)))
+    loop.drain()
+    assert not loop.runner.outside
+    for name in ("second", "third"):
+        loop.submit(request(name, (*STEM, 2, 3)))
+        loop.drain()
+    assert [each.tokens for plan in loop.plans for each in plan.stores] == [
+        STEM[at : at + 4] for at in range(0, 16, 4)
+    ]
+
+
+def test_stored_blocks_take_the_place_of_prefill() -> None:
+    loop = stored()
+    before = loop.runner.prefilled
+    loop.draw.random = lambda: 0.0  # type: ignore[method-assign]
+    loop.submit(request("c", (*STEM, 5)))
+    loop.drain()
+    assert loop.loaded == 4 and loop.runner.prefilled == before + 1
+
+
+def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
+    scheduler = stored().scheduler
+    scheduler.submit(request("c", (*STEM, 5), stored_blocks=4))
+    scheduler.submit(request("d", (7, 7)))
+    assert scheduler.plan().is_empty and scheduler.awaits_blocks == "c"
+    decision = scheduler.snapshot().waiting[0].decision
+    assert decision is not None and decision.reason == LOADING
+    assert scheduler.load("nobody", {b"x"}) == ()
+    (first, *_) = scheduler.missing_blocks("c")
+    assert [each.key for each in scheduler.load("c", {first.key})] == [first.key]
+    plan = scheduler.plan()
+    assert plan.admitted == ("c", "d") and [each.key for each in plan.loads] == [first.key]
+    assert scheduler.awaits_blocks is None
+
+
+def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
+    loop = Loop(replace(CONFIG, num_blocks=6))
+    for name in "ab":
+        loop.submit(request(name, (*STEM, 1)))
+        loop.drain()
+    loop.scheduler.reset_prefix_cache()
+    loop.submit(replace(request("long", (9,) * 10), max_tokens=8))
+    loop.turn()
+    blocks = loop.scheduler._kv.blocks
+    assert blocks is not None
+    free = blocks.pool.num_free
+    loop.scheduler.submit(request("c", (*STEM, 5), stored_blocks=4))
+    keys = [each.key for each in loop.scheduler.missing_blocks("c")]
+    assert len(loop.scheduler.load("c", keys)) == free - blocks.pool.watermark < 4
+    assert blocks.pool.num_free == free
+
+
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 6000), marks=pytest.mark.full)])
+def test_every_request_gets_what_it_gets_alone(seeds: range) -> None:
+    loaded = stores = 0
+    for seed in seeds:
+        loop = adversary(random.Random(seed))
+        loop.drain()
+        loaded += loop.loaded
+        stores += len(loop.runner.outside)
+    assert loaded > 20 and stores > 100, "nothing was loaded or stored"
+
+
+def loads_nothing(plan: Plan) -> Plan:
+    return replace(plan, loads=())
+
+
+def loads_the_neighbour(plan: Plan) -> Plan:
+    return replace(plan, loads=tuple(replace(each, block=each.block ^ 1) for each in plan.loads))
+
+
+@pytest.mark.parametrize("fault", [loads_nothing, loads_the_neighbour])
+def test_a_plan_that_loads_wrongly_is_caught(
+    fault: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = FakeRunner.start
+
+    def altered(self: FakeRunner, plan: Plan) -> StepResult:
+        return start(self, fault(plan))
+
+    monkeypatch.setattr(FakeRunner, "start", altered)
+    assert_caught()
+
+
+def test_a_store_that_names_another_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlockManager._store
+
+    def altered(self: BlockManager, state: RequestState, stores: list[StoredBlock]) -> None:
+        store(self, state, stores)
+        stores[:] = [replace(each, block=0) for each in stores]
+
+    monkeypatch.setattr(BlockManager, "_store", altered)
+    assert_caught()
+
+
+def assert_caught() -> None:
+    for seed in range(1000):
+        try:
+            adversary(random.Random(seed)).drain()
+        except (AssertionError, KeyError, IndexError):
+            return
+    raise AssertionError("the fault went unnoticed")
