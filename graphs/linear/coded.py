@@ -1,20 +1,22 @@
-"""Weights in the format of a quantised file: products unpack them on the fly to the bf16 values.
+"""Weights in the format of a quantised file: products unpack them on the fly, or multiply the codes themselves.
 
-Each value is that of the dequantised file rounded to bf16, so a product has the bits that it has with bf16 weights.
-`native/coded_weights.h` describes the array.
+In the order "pairs" each value is that of the dequantised file rounded to bf16, so a product has the bits that it has
+with bf16 weights (`native/coded_weights.h`). In the order "fours" the codes themselves are multiplied with rows in
+eight bits (`native/coded_dots.h`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 # By leaf: the kinds of its rows in the file, in the leaf's order, and how many rows have each.
 StoredKinds = Mapping[str, tuple[tuple[str, int], ...]]
+Order = Literal["pairs", "fours"]  # of codes
 BLOCK = 16  # features
 _TASK = 32  # features that a product takes at once
 _HEADER, _RUNS = 64, 6
@@ -29,6 +31,15 @@ class CodedKind(NamedTuple):
     low: int
     high: int
     scales: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether a code has more than four bits."""
+        return self.low + self.high > 8 * self.group
+
+    def codes(self, order: Order) -> int:
+        """Bytes of codes of sixteen groups: wide ones are whole bytes in fours."""
+        return (16 if self.wide else 8) * self.group if order == "fours" else self.low + self.high
 
 
 KINDS = {
@@ -51,12 +62,13 @@ class CodedForm:
     features: int
     width: int
     runs: tuple[tuple[str, int], ...]
+    order: Order = "pairs"
 
     def block_bytes(self, kind: str) -> int:
         """Of sixteen features; scales fill whole lines of 64 bytes."""
         own = KINDS[kind]
         groups = self.width // own.group
-        return groups * (own.low + own.high) + -(-groups * own.scales // 64) * 64
+        return groups * own.codes(self.order) + -(-groups * own.scales // 64) * 64
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +83,7 @@ class CodedForm:
             for number in (KINDS[kind].number, end)
         ]
         words = np.zeros(_HEADER // 4, np.int32)
-        words[: 4 + len(runs)] = [self.width, self.features, len(self.runs), 0, *runs]
+        words[: 4 + len(runs)] = [self.width, self.features, len(self.runs), self.order == "fours", *runs]
         return words.view(np.uint8)
 
 
@@ -83,7 +95,7 @@ class Coded(NamedTuple):
 
 
 def coded_form(
-    stored: tuple[tuple[str, int], ...], width: int, rows: np.ndarray | None = None
+    stored: tuple[tuple[str, int], ...], width: int, rows: np.ndarray | None = None, order: Order = "pairs"
 ) -> CodedForm | None:
     """How one of several devices stores its part of a leaf `[F, width]` in this format; None if it cannot.
 
@@ -108,4 +120,4 @@ def coded_form(
             runs[-1] = name, runs[-1][1] + 1
         else:
             runs.append((name, 1))
-    return CodedForm(features, width, tuple(runs)) if len(runs) <= _RUNS else None
+    return CodedForm(features, width, tuple(runs), order) if len(runs) <= _RUNS else None

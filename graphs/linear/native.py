@@ -128,7 +128,9 @@ class NativeProducts:
                 weight.values,
                 tokens,
                 sharding,
-                lambda values, tokens, _: self._call(ROWS, (len(tokens), width), jnp.float32)(values, tokens),
+                lambda values, tokens, _: self._call(ROWS, (len(tokens), width), jnp.float32, weight=weight)(
+                    values, tokens
+                ),
             )
         if self._keeps_rows(parts_of(weight)[0]):
             return looked_up(weight, tokens, sharding)
@@ -195,7 +197,9 @@ def _unpacked(values: jax.Array, rows: jax.Array, word: int) -> jax.Array:
 
 def kind_of(weight: Weight) -> str:
     """The kind of a weight, by which targets are named."""
-    return "coded" if isinstance(weight, Coded) else "int8" if isinstance(weight, Quantized) else "bf16"
+    if isinstance(weight, Coded):
+        return "fours" if weight.form.order == "fours" else "coded"
+    return "int8" if isinstance(weight, Quantized) else "bf16"
 
 
 def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:

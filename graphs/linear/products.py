@@ -264,7 +264,7 @@ def gathered(hidden: Input, sharding: Sharding, kind: Kind) -> Input:
 def kept_dtype(weight: Weight) -> jnp.dtype:
     """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
     if isinstance(weight, Coded):
-        return jnp.dtype(jnp.bfloat16)
+        return jnp.dtype(jnp.float32 if weight.form.order == "fours" else jnp.bfloat16)
     return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
 
 

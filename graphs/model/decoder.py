@@ -18,7 +18,7 @@ from xla_engine.graphs.attention.backend import Attention as AttentionBackend
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.native import fits
-from xla_engine.graphs.linear.coded import StoredKinds
+from xla_engine.graphs.linear.coded import Order, StoredKinds
 from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
@@ -153,12 +153,14 @@ class ModelSpec:
         devices: int | None = None,
         lora: LoraForm | None = None,
         stored: StoredKinds | None = None,
+        order: Order = "pairs",
     ) -> None:
         """products: None takes XLA's, in the operand order that suits each graph.
         quantized: whether matrices are int8.
         devices: the number of devices of a mesh on which the graphs run; None: one, without a mesh.
         lora: room for LoRA adapters.
         stored: how a file stores weights that keep its encoding; needs the C++ products.
+        order: of their codes: products take rows in bf16 ("pairs") or in eight bits ("fours").
         """
         self.config = config
         task, least = (1, LEAST) if products is None else (products.task, 1)
@@ -174,7 +176,7 @@ class ModelSpec:
         for path, module in nnx.iter_modules(decoder) if stored else ():
             rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
             if isinstance(module, Linear) and rows is not None:
-                module.keep(make, rows)
+                module.keep(make, rows, order)
         self._graph, state = nnx.split(decoder)
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 

@@ -14,7 +14,7 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
-from xla_engine.graphs.linear.coded import Coded, CodedForm, coded_form
+from xla_engine.graphs.linear.coded import Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -104,10 +104,10 @@ class Linear(nnx.Module):
         self.bias = make.vector(shape[0], cut) if bias else None
         self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
 
-    def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...]) -> None:
+    def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...], order: Order) -> None:
         """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
         leaf: Leaf = self.weight.get_metadata("leaf")
-        self.form = coded_form(stored, leaf.shape[1], None if leaf.cut is None else leaf.cut.rows)
+        self.form = coded_form(stored, leaf.shape[1], None if leaf.cut is None else leaf.cut.rows, order)
         if self.form is not None:
             self.weight = make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), form=self.form))
 

@@ -4,8 +4,9 @@
 // the bits that they have with bf16 weights. Scales are float16 and codes have at most eight bits, so `scale * code` is exact
 // in float32 and one rounding is left, that of the minimum.
 //
-// The array begins with a header of 64 bytes, int32: K, features, runs, 0, then for each run of blocks its kind (ggml's number)
-// and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of 64 bytes:
+// The array begins with a header of 64 bytes, int32: K, features, runs, the order of codes, then for each run of blocks its kind
+// (ggml's number) and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of
+// 64 bytes. What follows is the order "pairs"; that of `coded_dots.h` is "fours":
 //
 //   codes    byte b of lane l has those of features l / 2 and, in higher bits, 8 + l / 2, of K 2 b + l % 2 of each eight K: four
 //            bits, or eight in two lines; and in a plane of their own the one or two bits above four, a byte for as many times
@@ -28,11 +29,15 @@ struct CodedKind {
   bool levels = false;   // codes are places in a table
 
   constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
+  constexpr bool IsWide() const { return low + high > 4; }
+  constexpr int64_t FoursBytes(int64_t width) const { return width * (IsWide() ? 16 : 8); }  // of codes
   constexpr int64_t ScaleBytes(int64_t width) const {
     const int64_t bytes = nested ? width / 256 * (minimum ? 320 : 288) : width / 32 * (minimum ? 64 : 32);
     return (bytes + 63) / 64 * 64;
   }
-  constexpr int64_t Bytes(int64_t width) const { return CodeBytes(width) + ScaleBytes(width); }
+  constexpr int64_t Bytes(int64_t width, bool fours) const {
+    return (fours ? FoursBytes(width) : CodeBytes(width)) + ScaleBytes(width);
+  }
 };
 
 constexpr CodedKind kCodedKinds[] = {
@@ -92,8 +97,19 @@ inline Vec FromFloat16(const char* from) {
 #endif
 }
 
-inline Vec UnsignedBytes(const char* from) { return Convert<Vec>(Convert<Words>(LoadAs<Bytes>(from)) & 0xFF); }
-inline Vec SignedBytes(const char* from) { return Convert<Vec>(Convert<Words>(LoadAs<Bytes>(from))); }
+// Sixteen bytes. Compilers take apart what converts them.
+inline Words SignedWords(const char* from) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  const auto half = [](const char* at) { return (WordRegister)_mm256_cvtepi8_epi32(_mm_loadu_si64(at)); };
+  return {half(from), half(from + 8)};
+#else
+  return Convert<Words>(LoadAs<Bytes>(from));
+#endif
+}
+inline Vec UnsignedBytes(const char* from) { return Convert<Vec>(SignedWords(from) & 0xFF); }
+inline Vec SignedBytes(const char* from) { return Convert<Vec>(SignedWords(from)); }
 
 inline WordRegister FromLevels(WordRegister codes) {
 #if defined(__AVX512F__)
@@ -168,6 +184,29 @@ inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t
   for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead);
 }
 
+// What the codes of sixteen features are multiplied by, and what is added then.
+struct Steps {
+  Vec scale, minimum = {};
+};
+
+// Those of the 32 K from k on; of Q6_K, which has others for each sixteen, those of the first or second half.
+template <int index>
+inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t k, int half) {
+  constexpr CodedKind kind = kCodedKinds[index];
+  if constexpr (!kind.nested) {
+    const char* from = scales + k / 32 * (kind.minimum ? 64 : 32);
+    if constexpr (kind.minimum) return {FromFloat16(from), FromFloat16(from + 32)};
+    return {FromFloat16(from)};
+  } else if constexpr (kind.minimum) {
+    const char* from = scales + k / 256 * 320;
+    const char* bytes = from + k % 256 / 32 * 32;
+    return {FromFloat16(from + 256) * UnsignedBytes(bytes), -(FromFloat16(from + 288) * UnsignedBytes(bytes + 16))};
+  } else {
+    const char* from = scales + k / 256 * 288;
+    return {FromFloat16(from + 256) * SignedBytes(from + k % 256 + half * 16)};
+  }
+}
+
 // Calls take(word of K, the values of its line in two vectors) for 32 K from k on.
 template <int index, typename Take>
 inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_t width, int64_t k, const Take& take) {
@@ -178,22 +217,10 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
   FetchAhead<index>(block, k);
   Both scale, minimum = {};
   Unrolled(std::make_integer_sequence<int, 2>(), [&](auto half) __attribute__((always_inline)) {
-    if constexpr (!kind.nested) {
-      if constexpr (half == 0) {
-        const char* from = scales + k / 32 * (kind.minimum ? 64 : 32);
-        scale = Doubled(FromFloat16(from));
-        if constexpr (kind.minimum) minimum = Doubled(FromFloat16(from + 32));
-      }
-    } else if constexpr (kind.minimum) {
-      if constexpr (half == 0) {
-        const char* from = scales + k / 256 * 320;
-        const char* bytes = from + k % 256 / 32 * 32;
-        scale = Doubled(FromFloat16(from + 256) * UnsignedBytes(bytes));
-        minimum = Doubled(-(FromFloat16(from + 288) * UnsignedBytes(bytes + 16)));
-      }
-    } else {
-      const char* from = scales + k / 256 * 288;
-      scale = Doubled(FromFloat16(from + 256) * SignedBytes(from + k % 256 + half * 16));
+    if constexpr (half == 0 || (kind.nested && !kind.minimum)) {
+      const Steps steps = StepsOf<index>(scales, k, half);
+      scale = Doubled(steps.scale);
+      if constexpr (kind.minimum) minimum = Doubled(steps.minimum);
     }
     const Words above = kind.high ? LoadAs<Words>(high + (kind.high == 2 ? half * 64 : 0)) : Words{};
     Unrolled(std::make_integer_sequence<int, 8>(), [&](auto line) __attribute__((always_inline)) {
@@ -227,14 +254,15 @@ class CodedWeights {
 
   int64_t Width() const { return header_[0]; }
   int64_t Features() const { return header_[1]; }
+  bool IsFours() const { return header_[3] == 1; }
 
   // Whether the array is as long as its header says.
   bool Fit() const {
-    if (size_ < 64 || header_[0] < 0 || header_[0] % 32 || header_[2] < 1 || header_[2] > kRuns) return false;
+    if (size_ < 64 || header_[0] < 0 || header_[0] % 32 || header_[2] < 1 || header_[2] > kRuns || header_[3] >> 1) return false;
     int64_t bytes = 64, block = 0;
     for (int64_t run = 0; run < header_[2]; ++run) {
       if (Kind(run) < 0 || End(run) < block) return false;
-      bytes += (End(run) - block) * kCodedKinds[Kind(run)].Bytes(Width());
+      bytes += (End(run) - block) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours());
       block = End(run);
     }
     return bytes == size_ && header_[1] >= 0 && header_[1] <= block * 16;
@@ -252,13 +280,19 @@ class CodedWeights {
     return true;
   }
 
+  // Calls run(kind, where a block begins).
+  template <typename Run>
+  void OfBlock(int64_t block, const Run& run) const {
+    const Place place = Find(block);
+    Switch<0>(place.kind, [&](auto index) { run(index, place.at); });
+  }
+
   // Unpacks sixteen features as [K words][16].
   void Unpack(int64_t block, char* to) const { UnpackRun(block, 0, Width(), to); }
 
   // The same of K from `from` on.
   void UnpackRun(int64_t block, int64_t from, int64_t end, char* to) const {
-    const auto [kind, at] = Find(block);
-    Switch<0>(kind, [&, at = at](auto index) {
+    OfBlock(block, [&](auto index, const char* at) {
       for (int64_t k = from; k < end; k += 32) {
         UnpackGroup<index>(at, Width(), k, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
           char* line = to + (word - from / 2) * 64;
@@ -291,8 +325,8 @@ class CodedWeights {
   Place Find(int64_t block) const {
     const char* at = reinterpret_cast<const char*>(header_) + 64;
     int64_t first = 0, run = 0;
-    for (; block >= End(run); first = End(run++)) at += (End(run) - first) * kCodedKinds[Kind(run)].Bytes(Width());
-    return {Kind(run), at + (block - first) * kCodedKinds[Kind(run)].Bytes(Width())};
+    for (; block >= End(run); first = End(run++)) at += (End(run) - first) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours());
+    return {Kind(run), at + (block - first) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours())};
   }
 
   template <int index, typename Run>

@@ -63,6 +63,11 @@ inline WordRegister AddFours(WordRegister sum, WordRegister weights, int32_t wor
   return (WordRegister)vdotq_s32((int32x4_t)sum, vreinterpretq_s8_s32((int32x4_t)weights),
                                  vreinterpretq_s8_s32(vdupq_n_s32(word)));
 }
+#elif !defined(__AVX2__)
+inline WordRegister AddFours(WordRegister sum, WordRegister weights, int32_t word) {
+  for (int place = 24; place >= 0; place -= 8) sum += (weights << place >> 24) * (word << place >> 24);
+  return sum;
+}
 #endif
 
 // Two products of 16-bit numbers in each word. Compilers that added products to each other first would run out of registers.

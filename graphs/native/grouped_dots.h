@@ -63,25 +63,26 @@ __attribute__((always_inline)) inline V Transformed(V v) {
   }
 }
 
-// A group of a row, rotated and in eight bits.
-struct QuantizedGroup {
-  static constexpr int64_t kParts = kScaleGroup / kVector;
+// Numbers of a row that share a scale, in eight bits.
+template <int64_t kNumbers, bool kRotated>
+struct EightBits {
+  static constexpr int64_t kParts = kNumbers / kVector;
   Words values[kParts];
   float scale;
 
-  explicit QuantizedGroup(const Vec* from) {
-    Vec rotated[kParts];
-    std::copy_n(from, kParts, rotated);
-    for (int64_t distance = kParts / 2; distance; distance /= 2)
+  explicit EightBits(const Vec* from) {
+    Vec numbers[kParts];
+    std::copy_n(from, kParts, numbers);
+    for (int64_t distance = kRotated ? kParts / 2 : 0; distance; distance /= 2)
       for (int64_t part = 0; part < kParts; ++part)
         if (!(part & distance)) {
-          const Vec one = rotated[part], other = rotated[part + distance];
-          rotated[part] = one + other, rotated[part + distance] = one - other;
+          const Vec one = numbers[part], other = numbers[part + distance];
+          numbers[part] = one + other, numbers[part + distance] = one - other;
         }
     Words size = Cast<Words>(All(1e-30f));
     for (int64_t part = 0; part < kParts; ++part) {
-      rotated[part] = Transformed(rotated[part]) * 0.125f;
-      const Words bits = Cast<Words>(rotated[part]) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
+      if constexpr (kRotated) numbers[part] = Transformed(numbers[part]) * 0.125f;
+      const Words bits = Cast<Words>(numbers[part]) & 0x7FFFFFFF;  // as integers, NaN is larger than all numbers
       size = Select(bits > size, bits, size);
     }
     const int32_t most = Largest(size);
@@ -93,7 +94,7 @@ struct QuantizedGroup {
     bits &= 0xFFFFFF00;  // sixteen bits: kMagic times the scale is exact
     std::memcpy(&scale, &bits, sizeof scale);
     const float inverse = 1.0f / scale;
-    for (int64_t part = 0; part < kParts; ++part) values[part] = Nearest(rotated[part] * inverse);
+    for (int64_t part = 0; part < kParts; ++part) values[part] = Nearest(numbers[part] * inverse);
   }
 
   int32_t Total() const {
@@ -102,6 +103,8 @@ struct QuantizedGroup {
     return Reduce(sum, [](auto a, auto b) { return a + b; });
   }
 };
+
+using QuantizedGroup = EightBits<kScaleGroup, true>;
 
 struct GroupKernel {
   using D = Dots<int8_t>;

@@ -9,7 +9,7 @@ namespace {
 ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, ffi::ResultBuffer<ffi::F32> out) {
   const CodedWeights coded(weight.untyped_data(), weight.element_count());
   const int64_t width = out->dimensions()[1];
-  if (!coded.Fit() || coded.Width() != width) return ffi::Error::InvalidArgument("coded weights of another form");
+  if (!coded.Fit() || coded.IsFours() || coded.Width() != width) return ffi::Error::InvalidArgument("coded weights of another form");
   ParallelFor(pool, tokens.element_count(), [&](int64_t n) {
     thread_local Lines kept;
     char* block = kept.Bytes(width * 32);
@@ -27,6 +27,6 @@ ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, 
 }  // namespace
 
 XLA_ENGINE_LINEAR(Coded, Coded)
-XLA_ENGINE_HANDLER(XlaEngineRows, RowsOf)
+XLA_ENGINE_HANDLER(XlaEngineRowsCoded, RowsOf)
 
 }  // namespace xla_engine

@@ -21,7 +21,7 @@ struct Coded {
   }
 
   std::string Complaint(const Source& source, bool whole) const {
-    if (!weights.Fit() || weights.Width() != source.width) return "coded weights of another form";
+    if (!weights.Fit() || weights.IsFours() || weights.Width() != source.width) return "coded weights of another form";
     return whole && features % kFeatures ? Unfit(Kernel::kStep) : "";
   }
 };

@@ -1,4 +1,7 @@
-"""An engine that keeps a GGUF file's weights as they are has every bit of one that dequantises the file."""
+"""An engine that keeps a GGUF file's weights as they are has every bit of one that dequantises the file.
+
+With rows in eight bits it has other bits, which are the same on every instruction set and keep every law.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from tests.support.adapters import adapters
 from tests.support.engine_faults import bits
 from tests.support.gguf_files import Kind, write_gguf
-from tests.support.instruction_sets import NATIVE_ISAS
+from tests.support.instruction_sets import NAMES, NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE
 from tests.support.tensor_parallel import run as run_parallel
 from xla_engine.config import EngineConfig
@@ -31,6 +34,7 @@ MODEL = replace(
     TINY, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64
 )
 KEPT = replace(TINY_ENGINE, quantization="gguf", self_check=False)
+FAST = replace(KEPT, quantization="gguf-int8")
 PARAMS = SamplingParams(temperature=0.8, max_tokens=10, logprobs=0, seed=7, ignore_eos=True)
 
 
@@ -74,8 +78,9 @@ def test_tokens_and_logprobs_are_those_of_the_dequantised_file(path: Path, tmp_p
         assert kept == results(file, replace(config, quantization=None)) and len(set(kept.values())) == 10
 
 
-def test_laws_a_and_b_hold(path: Path) -> None:
-    with XlaBatchEngine.from_pretrained(path, KEPT) as engine:
+@pytest.mark.parametrize("config", [FAST, pytest.param(KEPT, marks=pytest.mark.full)], ids=["int8", "bf16"])
+def test_laws_a_and_b_hold(path: Path, config: EngineConfig) -> None:
+    with XlaBatchEngine.from_pretrained(path, config) as engine:
         report = verify(engine, requests=20, schedules=2, seed=1, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
 
@@ -87,36 +92,50 @@ def test_adapters_and_drafts_change_nothing_of_it(path: Path, tmp_path: Path) ->
     kept = results(path, config, loras)
     assert kept == results(path, replace(config, quantization=None), loras)
     speculation = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
-    drafting = replace(KEPT, speculative_config=speculation, self_check=True)
-    assert results(path, drafting) == results(path, KEPT)
+    fast = results(path, replace(config, quantization="gguf-int8"), loras)
+    assert fast == results(path, replace(config, quantization="gguf-int8", max_num_seqs=2), loras) != kept
+    for plain in (KEPT, FAST):
+        drafting = replace(plain, speculative_config=speculation, self_check=True)
+        assert results(path, drafting) == results(path, plain)
+
+
+@pytest.mark.full
+def test_rows_in_eight_bits_have_the_same_bits_on_every_instruction_set(path: Path, tmp_path: Path) -> None:
+    for file in (path, written(tmp_path / "untied", tied=False)):
+        found = [results(file, replace(FAST, isa=isa)) for isa in NAMES if isa not in ("amx", "neon_bf16")]
+        assert found and all(each == found[0] for each in found)
 
 
 @pytest.mark.full
 def test_no_bit_depends_on_the_number_of_devices(path: Path) -> None:
-    kept, plain = run_parallel(
-        *({"model": str(path), "engine": {"quantization": kind}} for kind in ("gguf", None)), sizes=(1, 4)
+    kept, fast, plain = run_parallel(
+        *({"model": str(path), "engine": {"quantization": kind}} for kind in ("gguf", "gguf-int8", None)),
+        sizes=(1, 4),
     )
     assert all(kept[size]["outputs"] == plain[1]["outputs"] for size in kept)
+    assert fast[4]["outputs"] == fast[1]["outputs"] != plain[1]["outputs"]
     assert all(kept[size]["weights"] < 0.55 * plain[size]["weights"] for size in kept)
 
 
 def test_memory_is_that_of_the_file(path: Path) -> None:
     stored = sum(info.size for info in GgufReader(path).tensors.values())
-    kept, plain = (inspect_model(path, replace(KEPT, quantization=kind)) for kind in ("gguf", None))
-    assert kept.ok and kept.memory is not None and plain.memory is not None
-    assert kept.memory["weights"] <= 1.05 * stored < plain.memory["weights"]
+    found = [inspect_model(path, replace(KEPT, quantization=kind)) for kind in ("gguf", "gguf-int8", None)]
+    kept, fast, plain = (each.memory["weights"] for each in found if each.memory is not None)
+    assert all(each.ok for each in found) and kept <= 1.05 * stored < fast <= 1.4 * stored < plain
 
 
-def test_what_cannot_be_kept_is_refused(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs the C\+\+ products"):
-        XlaBatchEngine.from_pretrained(path, replace(KEPT, isa="none"))
-    with pytest.raises(ConfigError, match=r"needs the C\+\+ products"):
-        XlaBatchEngine.from_pretrained(path, replace(KEPT, dtype="float32"))
+@pytest.mark.parametrize("config", [KEPT, FAST], ids=["bf16", "int8"])
+def test_what_cannot_be_kept_is_refused(path: Path, tmp_path: Path, config: EngineConfig) -> None:
+    for more in ({"isa": "none"}, {"dtype": "float32"}, {"linear_backend": "xla"}):
+        with pytest.raises(
+            ConfigError, match=rf"quantization '{config.quantization}' needs the C\+\+ products"
+        ):
+            XlaBatchEngine.from_pretrained(path, replace(config, **more))
     plain = write_gguf(path.with_suffix(""), tmp_path / "plain.gguf", kind=Kind.BF16)
-    with pytest.raises(ConfigError, match="for GGUF files with weights of the kinds"):
-        XlaBatchEngine.from_pretrained(plain, KEPT)
+    with pytest.raises(ConfigError, match="for GGUF files with weights of the types"):
+        XlaBatchEngine.from_pretrained(plain, config)
     with (
-        XlaBatchEngine.from_pretrained(path, KEPT) as engine,
+        XlaBatchEngine.from_pretrained(path, config) as engine,
         pytest.raises(InvalidRequestError, match="start without it"),
     ):
         engine.update_weights({})

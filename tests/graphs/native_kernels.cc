@@ -14,8 +14,8 @@
 #include "attention_heads.h"
 #include "attention_scores.h"
 #include "attention_vectors.h"
+#include "coded_dots.h"
 #include "logprobs.h"
-#include "grouped_dots.h"
 
 using namespace xla_engine;
 
@@ -371,6 +371,84 @@ struct Hash {
   void Print(const char* name) const { std::printf("%s %016llx\n", name, static_cast<unsigned long long>(value)); }
 };
 
+// Rows of floats, and tasks of 32 features of any bytes in the order "fours" (`coded_dots.h`), with finite scales.
+struct CodedRows {
+  int64_t width;
+  std::vector<float> rows;
+  Lines lines;
+  const char* array;
+  CodedWeights weights;
+
+  CodedRows(const CodedKind& kind, int64_t count, int64_t columns, int64_t tasks)
+      : width(columns), rows(Fixed<float>(count * columns)), weights(nullptr, 0) {
+    const int64_t block = kind.Bytes(width, true), size = 64 + 2 * tasks * block;
+    char* bytes = lines.Bytes(size);
+    for (int64_t at = 0; at < size; ++at) bytes[at] = static_cast<char>(generator() >> 24);
+    if (kind.IsWide() && kind.minimum)  // five bits
+      for (int64_t at = 64; at < size; ++at) bytes[at] &= 0x1F;
+    for (int64_t at = 64; at < size; at += block)
+      for (int64_t scale = kind.FoursBytes(width) + 1; scale < block; scale += 2) bytes[at + scale] &= 0x3F;
+    const int32_t header[16] = {static_cast<int32_t>(width),          static_cast<int32_t>(32 * tasks), 1, 1, kind.number,
+                                static_cast<int32_t>(2 * tasks)};
+    std::memcpy(bytes, header, sizeof header);
+    array = bytes;
+    weights = CodedWeights(bytes, size);
+    Check(weights.Fit(), "an array of coded weights", kind.number);
+  }
+
+  template <typename Take>
+  void Each(int64_t n, const Take& take) const {
+    for (int64_t k = 0; k < width; k += kVector) take(k, Load(rows.data() + n * width + k));
+  }
+
+  template <typename Take>
+  void Multiply(int64_t first, int64_t count, int64_t tasks, const Take& take) const {
+    const int64_t group = FoursKernel::GroupRows(count), bytes = FoursKernel::GroupBytes(width);
+    thread_local Lines kept;
+    char* blocks = kept.Bytes((count + group - 1) / group * bytes);
+    for (int64_t n = 0; n < count; n += group)
+      FoursKernel::Fill(*this, first + n, std::min(group, count - n), blocks + n / group * bytes);
+    for (int64_t task = 0; task < tasks; ++task)
+      FoursKernel::Multiply(blocks, count, width, {&weights, 2 * task, 2 * task + 1}, take);
+  }
+
+  // Sums [count][32].
+  std::vector<float> Multiplied(int64_t first, int64_t count) const {
+    std::vector<float> out(count * 32);
+    Multiply(first, count, 1, [&](int64_t n, int64_t some, const auto& sums) {
+      for (int64_t r = 0; r < some; ++r) {
+        std::copy_n(sums.one + r * 16, 16, out.data() + (n + r) * 32);
+        std::copy_n(sums.other + r * 16, 16, out.data() + (n + r) * 32 + 16);
+      }
+    });
+    return out;
+  }
+};
+
+// Against sums in double precision of what the weights are in bf16.
+void CheckCoded(const CodedKind& kind) {
+  constexpr int64_t kRows = 30, kWidth = 512;
+  const CodedRows coded(kind, kRows, kWidth, 1);
+  const auto whole = coded.Multiplied(0, kRows);
+  for (int64_t f = 0; f < 32; ++f) {
+    float row[kWidth];
+    FoursKernel::Row(coded.weights, f, row);
+    for (int64_t n = 0; n < kRows; ++n) {
+      double sum = 0, squares = 0;
+      for (int64_t k = 0; k < kWidth; ++k) {
+        const double product = static_cast<double>(coded.rows[n * kWidth + k]) * static_cast<double>(row[k]);
+        sum += product, squares += product * product;
+      }
+      Check(std::abs(static_cast<double>(whole[n * 32 + f]) - sum) <= 0.1 * std::sqrt(squares), "a sum of codes", kind.number);
+    }
+  }
+  for (int64_t count = 1; count <= kRows; ++count) {
+    const int64_t first = (kRows - count) / 2;
+    const auto some = coded.Multiplied(first, count);
+    Check(!std::memcmp(some.data(), whole.data() + first * 32, some.size() * 4), "bits of a row times codes among", count);
+  }
+}
+
 template <typename T>
 void HashAttention(Hash& hash, int64_t head_dim, int64_t count, int64_t rows) {
   const auto keys = Fixed<T>(count * head_dim), values = Fixed<T>(count * head_dim);
@@ -468,12 +546,19 @@ void PrintBits() {
   }
   Hash small;
   HashSmall(small);
+  Hash coded;
+  generator.seed(2);
+  for (const CodedKind& kind : kCodedKinds) {
+    const auto sums = CodedRows(kind, 7, 512, 1).Multiplied(0, 7);
+    coded.Add(sums.data(), sums.size());
+  }
   products.Print("products");
   small.Print("small");
   rest.Print("rest");
   sampler.Print("sampler");
   groups.Print("groups");
   logs.Print("logs");
+  coded.Print("coded");
 }
 
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
@@ -546,6 +631,22 @@ void TimeGroups(int64_t count, int64_t width, int64_t tasks) {
               elements * (1 + 2.0 / kScaleGroup) / least / 1e9);
 }
 
+// The same of coded weights.
+void TimeCoded(const char* name, const CodedKind& kind, int64_t count, int64_t width, int64_t tasks) {
+  const CodedRows coded(kind, count, width, tasks);
+  double least = 1e9;
+  volatile float sink = 0;
+  for (int round = 0; round < 7; ++round) {
+    const auto began = std::chrono::steady_clock::now();
+    coded.Multiply(0, count, tasks, [&](int64_t, int64_t, const auto& sums) { sink = sink + sums.one[0]; });
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+  }
+  const double elements = static_cast<double>(tasks) * 32 * width;
+  std::printf("%-5s %4lld rows x %lld: %7.1f GFLOP/s, %6.1f GB/s of weights, %5.1f G weights/s\n", name, static_cast<long long>(count),
+              static_cast<long long>(width), 2 * elements * count / least / 1e9,
+              static_cast<double>(2 * tasks * kind.Bytes(width, true)) / least / 1e9, elements / least / 1e9);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -566,11 +667,18 @@ int main(int count, char** words) {
       Time<BFloat16>("bf16", rows, 1536, rows > 64 ? 18 : 800);
       TimeGroups(rows, 576, rows > 64 ? 48 : 4000);
       TimeGroups(rows, 1536, rows > 64 ? 18 : 1600);
+      for (int64_t width : {576, 1536}) {
+        if (rows == 2) continue;
+        TimeCoded("Q4_0", kCodedKinds[0], rows, width, rows > 64 ? 48 : 2000);
+        TimeCoded("Q4_1", kCodedKinds[1], rows, width, rows > 64 ? 48 : 2000);
+        TimeCoded("Q8_0", kCodedKinds[4], rows, width, rows > 64 ? 48 : 1000);
+      }
     }
     return 0;
   }
   for (int64_t width : {16, 48, 576, 1536}) CheckProducts<BFloat16>(width);
   for (int64_t width : {64, 192, 576, 1536}) CheckGroups(width);
+  for (const CodedKind& kind : kCodedKinds) CheckCoded(kind);
   CheckSaturation();
   CheckExponential();
   CheckLog();

@@ -1,8 +1,12 @@
-"""Coded weights: every value is ggml's, rounded to bf16, and products have the bits of bf16 weights."""
+"""Coded weights: every value is ggml's, rounded to bf16, and products have the bits of bf16 weights.
+
+In the order "fours" they have the bits of exact sums of integers, which numpy emulates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import gguf
@@ -13,7 +17,7 @@ import pytest
 
 from tests.support.gguf_files import Kind, random_blocks
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
-from xla_engine.graphs.linear.coded import KINDS, Coded, CodedForm, coded_form
+from xla_engine.graphs.linear.coded import KINDS, Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import Norm
 from xla_engine.model_loader.gguf import coding
@@ -21,14 +25,14 @@ from xla_engine.model_loader.gguf import coding
 FEATURES, WIDTH = 128, 512
 
 
-def coded(stored: list[tuple[str, int]], raw: list[np.ndarray], features: int | None = None) -> Coded:
+def coded(stored: list[tuple[str, int]], raw: list[np.ndarray], order: Order = "pairs") -> Coded:
     """A weight of parts, each in a kind of its own."""
-    form = coded_form(tuple(stored), WIDTH)
+    form = coded_form(tuple(stored), WIDTH, order=order)
     assert form is not None
     blocks = []
     for (kind, _), rows in zip(stored, raw, strict=True):
         padded = np.pad(rows, ((0, -len(rows) % 16), (0, 0)))
-        blocks.append(coding.coded_blocks(kind, padded, WIDTH)[0].reshape(-1))
+        blocks.append(coding.coded_blocks(kind, padded, WIDTH, order)[0].reshape(-1))
     flat = np.concatenate([form.header(), *blocks])
     return Coded(jnp.asarray(np.pad(flat, (0, form.nbytes - len(flat)))), form)
 
@@ -67,7 +71,7 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
 def best() -> NativeProducts:
     if not NAMES:
         pytest.skip("no C++ products on this platform")
-    return NativeProducts(str(registered(NAMES[0], "linear_coded", "linear_bf16")))
+    return NativeProducts(str(registered(NAMES[0], "linear_coded", "linear_fours", "linear_bf16")))
 
 
 def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:
@@ -130,3 +134,171 @@ _apart = coding._nibbles
 
 def _swapped(packed: np.ndarray, run: int) -> np.ndarray:
     return _apart(packed >> 4 | packed << 4, run)
+
+
+# Of each kind: where the bytes of a block are, and bytes of which each code means 1.
+_HALF = {"d": slice(0, 2)}
+_FIELDS: dict[str, tuple[dict[str, slice], dict[str, int]]] = {
+    "Q4_0": (_HALF | {"codes": slice(2, 18)}, {"codes": 0x99}),
+    "Q4_1": (_HALF | {"least": slice(2, 4), "codes": slice(4, 20)}, {"codes": 0x11}),
+    "Q5_0": (_HALF | {"high": slice(2, 6), "codes": slice(6, 22)}, {"codes": 0x11, "high": 0xFF}),
+    "Q5_1": (
+        _HALF | {"least": slice(2, 4), "high": slice(4, 8), "codes": slice(8, 24)},
+        {"codes": 0x11, "high": 0},
+    ),
+    "Q8_0": (_HALF | {"codes": slice(2, 34)}, {"codes": 1}),
+    "Q4_K": (
+        _HALF | {"least": slice(2, 4), "scales": slice(4, 16), "codes": slice(16, 144)},
+        {"codes": 0x11},
+    ),
+    "Q5_K": (
+        _HALF
+        | {"least": slice(2, 4), "scales": slice(4, 16), "high": slice(16, 48), "codes": slice(48, 176)},
+        {"codes": 0x11, "high": 0},
+    ),
+    "Q6_K": (
+        {"codes": slice(0, 128), "high": slice(128, 192), "scales": slice(192, 208), "d": slice(208, 210)},
+        {"codes": 0x11, "high": 0xAA},
+    ),
+    "IQ4_NL": (_HALF | {"codes": slice(2, 18)}, {"codes": 0x88}),
+}
+_ONES = {  # scales of scales, and minima of 0
+    "Q4_K": [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1],
+    "Q5_K": [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1],
+    "Q6_K": [1] * 16,
+}
+ONE, MINIMA = list(np.float16(1).tobytes()), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+def parts(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The numbers that codes mean, their scales and minima, each `[F, K]`: ggml's dequantisation of changed bytes."""
+    fields, ones = _FIELDS[kind]
+
+    def changed(**new: Any) -> np.ndarray:
+        blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[Kind[kind]][1]).copy()
+        for name, value in new.items():
+            if name in fields:
+                blocks[:, fields[name]] = value
+        return gguf.quants.dequantize(blocks.reshape(raw.shape), Kind[kind])
+
+    codes = changed(d=ONE, least=0, scales=_ONES.get(kind, 0))
+    zeros = dict.fromkeys(ones, 0)
+    return codes, changed(least=0, **ones), changed(**zeros) if kind in MINIMA else np.zeros_like(codes)
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c in float32 with one rounding: the float64 sum is made odd where it is not exact."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    added = total - product
+    error = (product - (total - added)) + (c - added)
+    even = (total.view(np.int64) & 1) == 0
+    away = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where((error != 0) & even, away, total).astype(np.float32)
+
+
+def emulated(kind: str, raw: np.ndarray, x: np.ndarray, *, off: int = 0) -> np.ndarray:
+    """What products of rows in eight bits are: float32 `[N, F]`. off: added to each code (a planted fault)."""
+    codes, scale, minimum = parts(kind, raw)
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.maximum(np.abs(groups).max(2), np.float32(1e-30)) * np.float32(1 / 127)
+    of_rows = (largest.view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
+    values = np.rint(groups * (np.float32(1) / of_rows)[:, :, None]).astype(np.int64).reshape(x.shape)
+    sums = np.zeros((len(x), len(raw)), np.float32)
+    run = 16 if kind == "Q6_K" else 32
+    for k in range(0, x.shape[1], run):
+        own = of_rows[:, k // 32, None]
+        exact = values[:, k : k + run] @ (codes[:, k : k + run].astype(np.int64) + off).T
+        sums = fused(exact.astype(np.float32) * own, scale[:, k], sums)
+        if kind in MINIMA:
+            total = values[:, k : k + run].sum(1, keepdims=True).astype(np.float32)
+            sums = fused(total * own, minimum[:, k], sums)
+    return sums
+
+
+def rows_in_eight_bits(count: int) -> np.ndarray:
+    x = np.random.default_rng(count).standard_normal((count, WIDTH)).astype(np.float32)
+    x[0, 32:64], x[0, 64:96] = 0, 1e-33
+    x[-1] *= np.repeat(np.float32(10) ** np.arange(-8, 8), 32)
+    return x
+
+
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
+def test_products_of_rows_in_eight_bits_are_those_of_numpy(isa: str) -> None:
+    products, x = NativeProducts(str(registered(isa, "linear_fours"))), rows_in_eight_bits(29)
+    norm = Norm(jnp.linspace(0.5, 2, WIDTH), 1e-5)
+    for seed, kind in enumerate(KINDS):
+        raw = random_blocks((FEATURES, WIDTH), Kind[kind], seed)
+        weight = coded([(kind, FEATURES)], [raw], "fours")
+        plain = dequantised(kind, raw)
+        np.testing.assert_array_equal(
+            rows_of(products, weight).view(np.uint16), plain.view(np.uint16), err_msg=kind
+        )
+        expected = emulated(kind, raw, x)
+        gated = np.asarray(products.gated(weight, jnp.asarray(x), norm=norm))
+        both = np.split(np.asarray(products.linear(weight, jnp.asarray(x), norm=norm)), 2, axis=1)
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(gated, both[0] / (1 + np.exp(-both[0])) * both[1], 1e-4, 1e-9)
+        for rows in (1, 2, 3, 12, 13, 29):
+            some = jnp.asarray(x[:rows])
+            for found in (products.linear(weight, some), products.head(weight, None, some).values):
+                bits = np.asarray(found).view(np.uint32)
+                np.testing.assert_array_equal(
+                    bits, expected[:rows].view(np.uint32), err_msg=f"{kind}, {rows} rows"
+                )
+            np.testing.assert_array_equal(products.gated(weight, some, norm=norm), gated[:rows])
+
+
+def test_the_largest_sums_are_exact_and_nan_stays_in_its_row() -> None:
+    for kind in KINDS:
+        for byte in (0, 0x7F, 0x80, 0xFF):
+            raw = random_blocks((32, WIDTH), Kind[kind], 5)
+            blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
+            for name in ("codes", "high"):
+                blocks[:, _FIELDS[kind][0].get(name, slice(0))] = byte
+            weight = coded([(kind, 32)], [raw], "fours")
+            x = np.where(np.arange(3)[:, None] % 2, -1, np.ones(WIDTH)).astype(np.float32)
+            expected = emulated(kind, raw, x)
+            x[2, 40] = np.nan
+            found = np.asarray(best().linear(weight, jnp.asarray(x)))
+            np.testing.assert_array_equal(found[:2].view(np.uint32), expected[:2].view(np.uint32))
+            assert np.isnan(found[2]).all()
+
+
+def test_a_leaf_of_several_kinds_in_fours() -> None:
+    kinds, counts = ("Q4_K", "Q8_0", "IQ4_NL"), (48, 16, 25)
+    raw = [
+        random_blocks((count, WIDTH), Kind[kind], count) for kind, count in zip(kinds, counts, strict=True)
+    ]
+    weight, x = coded(list(zip(kinds, counts, strict=True)), raw, "fours"), rows_in_eight_bits(5)
+    expected = np.concatenate([emulated(*each, x) for each in zip(kinds, raw, strict=True)], axis=1)
+    found = np.asarray(best().linear(weight, jnp.asarray(x)))
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_rows_in_eight_bits_show(kind: str) -> None:
+    """Planted: codes in another order, scales one group off, a zero off by one."""
+    raw, x = random_blocks((32, WIDTH), Kind[kind], 7), rows_in_eight_bits(3)[1:2]
+    expected = emulated(kind, raw, x).view(np.uint32)
+
+    def differing(weight: Coded) -> float:
+        found = np.asarray(best().linear(weight, jnp.asarray(x)))
+        return float((found.view(np.uint32) != expected).mean())
+
+    assert differing(coded([(kind, 32)], [raw], "fours")) == 0
+    right = coding._fours
+
+    def wrong(codes: np.ndarray, kind: str) -> np.ndarray:
+        return right(np.roll(codes, 4, axis=2), kind)
+
+    with mock.patch.object(coding, "_fours", wrong):
+        assert differing(coded([(kind, 32)], [raw], "fours")) > 0.5
+    weight = coded([(kind, 32)], [raw], "fours")
+    own, values = KINDS[kind], np.array(weight.values)
+    groups = WIDTH // own.group
+    blocks = values[64:].reshape(2, -1)
+    scales = blocks[:, groups * own.codes("fours") :][:, : groups * own.scales]
+    scales[...] = np.roll(scales.reshape(2, groups, -1), 1, axis=1).reshape(scales.shape)
+    assert differing(Coded(jnp.asarray(values), weight.form)) > 0.5
+    assert (emulated(kind, raw, x, off=1).view(np.uint32) != expected).mean() > 0.5

@@ -166,13 +166,16 @@ def test_two_devices(file: Path) -> None:
     assert found[1]["outputs"] == found[2]["outputs"]
 
 
-def test_eight_bits_are_near_sixteen(file: Path, engine: XlaBatchEngine, tmp_path: Path) -> None:
-    """int8 against bfloat16 on English text: divergence (KL) in nats, and the share of equal most likely tokens."""
+@pytest.mark.parametrize("quantization", ["int8", "gguf-int8"])
+def test_eight_bits_are_near_sixteen(
+    file: Path, engine: XlaBatchEngine, tmp_path: Path, quantization: str
+) -> None:
+    """Against bfloat16 on English text: divergence (KL) in nats, and the share of equal most likely tokens."""
     assert engine.tokenizer is not None
     text = engine.tokenizer.plain_ids(pydoc_data.topics.topics["assert"])[: 4 * 128]
     logits = tmp_path / "bf16.logits"
     base = measure(engine, text, ctx_size=128, save_logits=logits)
-    with opened(file, dtype="bfloat16", quantization="int8", max_num_seqs=4) as eight:
+    with opened(file, dtype="bfloat16", quantization=quantization, max_num_seqs=4) as eight:
         compared = measure(eight, text, ctx_size=128, against=logits).comparison
     assert compared is not None and base.perplexity.ppl.value < 40
     assert 0 < compared.kld.value < 0.005 and compared.same_top.value > 0.93

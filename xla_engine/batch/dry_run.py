@@ -11,7 +11,7 @@ from typing import Any
 from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
-from xla_engine.config import DEFAULT_MAX_MODEL_LEN, GGUF, EngineConfig
+from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
@@ -84,7 +84,7 @@ class DryRun:
 
             dtype = "float32" if config.dtype == "float32" else "bfloat16"
             stored = None
-            if config.quantization == GGUF:
+            if config.quantization in KEPT:
                 stored = stored_kinds(load_weights(described).weights)
             config = sizing.resolve_length(config, model, dtype, backends.serving_device(), stored)
         self._template = described.chat_template

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.config import GGUF, EngineConfig
+from xla_engine.config import KEPT, EngineConfig
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.state import EngineState
@@ -63,9 +63,10 @@ class WeightUpdates:
                 "requests are running or waiting, and each must use one set of weights: call update_weights when "
                 "they have ended (drain), or abort them (abort_all)"
             )
-        if self._config.quantization == GGUF:
+        if self._config.quantization in KEPT:
             raise InvalidRequestError(
-                "quantization 'gguf' keeps the weights of the file: start without it to update them"
+                f"quantization {self._config.quantization!r} keeps the weights of the file: start without it to "
+                "update them"
             )
         if self._config.prefix_cache_dir is not None:
             raise InvalidRequestError(

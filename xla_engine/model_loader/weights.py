@@ -150,7 +150,7 @@ class StoredWeights(Mapping[str, Array]):
             before += len(stored)
         if raw is None:  # zeros only
             return np.zeros(len(rows) // BLOCK * form.block_bytes(kind), np.uint8)
-        blocks, is_finite = coded_blocks(kind, raw, form.width)
+        blocks, is_finite = coded_blocks(kind, raw, form.width, form.order)
         if not is_finite:
             raise self._unusable(source, "NaN or infinite values")
         return blocks.reshape(-1)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import AUTO, GGUF, EngineConfig
+from xla_engine.config import AUTO, GGUF_INT8, KEPT, EngineConfig
 from xla_engine.environment import requested_isa
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
@@ -105,7 +105,7 @@ def make_spec(
 
     stored: how the model's file stores its matrices (`xla_engine.model_loader.weights.stored_kinds`).
     """
-    quantized, kept = config.quantization == "int8", config.quantization == GGUF
+    quantized, kept = config.quantization == "int8", config.quantization in KEPT
     held = jnp.dtype(jnp.int8) if quantized else dtype
     parts = native_parts(config, model, held, kept=kept)
     if config.is_portable:
@@ -116,8 +116,9 @@ def make_spec(
     lora = lora_form(config, model, dtype, products)
     if kept and (products is None or dtype != jnp.bfloat16):
         raise ConfigError(
-            f"quantization {GGUF!r} needs the C++ products in bfloat16: a CPU, dtype bfloat16, and layer widths in "
-            "multiples of 32. Leave it out: the file is then dequantised, with the same results"
+            f"quantization {config.quantization!r} needs the C++ products in bfloat16: a CPU, dtype bfloat16, and "
+            "layer widths in multiples of 32. Leave it out: the file is then dequantised"
+            + ("" if config.quantization == GGUF_INT8 else ", with the same results")
         )
     spec = ModelSpec(
         model,
@@ -128,11 +129,12 @@ def make_spec(
         devices=mesh_size(config),
         lora=lora,
         stored=stored if kept else None,
+        order="fours" if config.quantization == GGUF_INT8 else "pairs",
     )
     if kept and all(leaf.form is None for leaf in spec.leaves.values()):
         raise ConfigError(
-            f"quantization {GGUF!r} is for GGUF files with weights of the types {', '.join(KINDS)}, and this model "
-            f"has none. Leave it out"
+            f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(KINDS)}, "
+            "and this model has none. Leave it out"
         )
     return spec
 
@@ -154,7 +156,7 @@ def native_parts(
         parts |= {f"experts_{kind}" for kind in kinds}
         kinds.add("bf16")  # routers
     if kept:
-        kinds.add("coded")
+        kinds.add("fours" if config.quantization == GGUF_INT8 else "coded")
     products = ("linear",) if config.enable_lora is False else ("linear", "lora")
     return frozenset(parts | {f"{each}_{kind}" for each in products for kind in kinds})
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.graphs.linear.coded import BLOCK, KINDS
+from xla_engine.graphs.linear.coded import BLOCK, KINDS, Order
 
 Array = np.ndarray[Any, Any]
+_TO_BYTES = {"Q5_0": 112, "Q6_K": 96, "Q8_0": 128}  # in fours, wide codes without minima are biased by 128
 
 
-def coded_blocks(kind: str, rows: Array, width: int) -> tuple[Array, bool]:
+def coded_blocks(kind: str, rows: Array, width: int, order: Order = "pairs") -> tuple[Array, bool]:
     """Convert rows `[F, bytes]` of the file to blocks `[F / 16, bytes]`; also returns whether all scales are finite.
 
     F must be a multiple of 16.
@@ -23,7 +24,12 @@ def coded_blocks(kind: str, rows: Array, width: int) -> tuple[Array, bool]:
     groups = width // own.group
     raw = rows.reshape(-1, BLOCK, groups, rows.shape[1] // groups)
     codes, halves, small = _parts(kind, raw)
-    planes = [plane.reshape(len(raw), -1) for plane in _planes(codes.reshape(len(raw), 2, 8, width), kind)]
+    if order == "fours":
+        planes = [_fours(codes.reshape(len(raw), BLOCK, width), kind).reshape(len(raw), -1)]
+    else:
+        planes = [
+            plane.reshape(len(raw), -1) for plane in _planes(codes.reshape(len(raw), 2, 8, width), kind)
+        ]
     turned = [each.swapaxes(1, 2) for each in halves]  # [blocks, groups, 16, 2]
     scales = np.concatenate(
         [each.reshape(len(raw), groups, -1) for each in (*([] if small is None else [small]), *turned)],
@@ -85,3 +91,13 @@ def _planes(codes: Array, kind: str) -> list[Array]:
     if kind == "Q8_0":
         return [codes.reshape(blocks, 2, 8, -1, 4, 2).transpose(0, 3, 1, 2, 5, 4) ^ 128]
     return [plane(codes & 15, 4), *([plane(codes >> 4, own.high * 4 // own.low)] if own.high else [])]
+
+
+def _fours(codes: Array, kind: str) -> Array:
+    """Codes `[blocks, 16, K]` by four K, feature and K % 4; those of four bits by eight K, the second four above."""
+    if KINDS[kind].wide:
+        codes = codes + np.uint8(_TO_BYTES.get(kind, 0))
+        return codes.reshape(len(codes), BLOCK, -1, 4).swapaxes(1, 2)
+    eights = codes.reshape(len(codes), BLOCK, -1, 2, 4)
+    found: Array = (eights[..., 0, :] | eights[..., 1, :] << 4).swapaxes(1, 2)
+    return found

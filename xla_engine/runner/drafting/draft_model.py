@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_engine.config import GGUF, EngineConfig
+from xla_engine.config import KEPT, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.config import ModelConfig
@@ -55,7 +55,7 @@ class DraftModel:
             )
         self._checkpoint = checkpoint
         stored = stored_kinds(checkpoint.weights)
-        if config.quantization == GGUF and not stored:
+        if config.quantization in KEPT and not stored:
             config = replace(config, quantization=None)
         dtype = jnp.dtype(checkpoint.dtype)
         self._spec = spec = make_spec(config, own.within(context_length), dtype, stored)

@@ -34,7 +34,7 @@ from xla_engine.runner.native_library.instruction_sets import InstructionSet, av
 from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBuildError
 
 _log = logging.getLogger("xla_engine")
-_KINDS = ("bf16", "int8", "coded")  # of weights
+_KINDS = ("bf16", "int8", "coded", "fours")  # of weights
 
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
@@ -46,9 +46,8 @@ _TARGETS: dict[str, tuple[str, ...]] = {
         for kind in _KINDS[:2]
     },
     **{
-        f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD))
-        + ((ROWS,) if kind == "coded" else ())
-        for kind in _KINDS
+        f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *rows))
+        for kind, rows in zip(_KINDS, ((), (), (ROWS,), (ROWS,)), strict=True)
     },
     **{
         f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS
@@ -147,7 +146,7 @@ def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
         )
 
     largest_first = sorted(
-        parts, key=lambda part: (part.endswith("coded"), part == "attention"), reverse=True
+        parts, key=lambda part: (part.endswith(("coded", "fours")), part == "attention"), reverse=True
     )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

@@ -1,0 +1,315 @@
+// Products of coded weights with rows in eight bits: faster than those that unpack to bf16 (`coded_weights.h`), with other bits.
+//
+// Each 32 numbers of a row share a scale. Where those of the features do not change either (32 K, of Q6_K 16), a sum is an exact
+// integer, whatever the instructions. These are scaled and added in float32, K ascending:
+//
+//   sum = Fused(float(integer) * scale of the row, scale of the feature, sum), and, of kinds with minima, after each 32 K
+//   sum = Fused(minimum of the feature, float(total of the row) * scale of the row, sum)
+//
+// So bits are the same on every instruction set.
+//
+// Codes stand in the order "fours": 32 K of sixteen features are lines of 64 bytes. Of four bits, byte 4 f + k of line i has K
+// 8 i + k of feature f, and in its upper half K 8 i + 4 + k; of more, K 4 i + k. Codes of more than four bits are widened to bytes
+// when they are loaded, and begin at -128 unless the kind has minima. Scales stand as in `coded_weights.h`.
+//
+//   VNNI                vpdpbusd: codes unsigned; sums start where what they are too large by is taken away
+//   AVX2, AVX-512       vpmaddubsw of four bits at a time: eight sums of two products of up to 15 * 127 fit 16 bits
+//   ARM, others         codes signed (sdot)
+
+#pragma once
+
+#include "coded_weights.h"
+#include "grouped_dots.h"
+
+namespace xla_engine {
+
+#if defined(__AVX2__) && !defined(XLA_ENGINE_VNNI)
+constexpr bool kByNibbles = true;
+#else
+constexpr bool kByNibbles = false;
+#endif
+#ifdef __AVX2__
+constexpr bool kSignedCodes = false;
+#else
+constexpr bool kSignedCodes = true;
+#endif
+
+enum class Codes { kNibbles, kLevels, kBytes };
+
+// The levels of four bits as bytes; of these the lower or upper half where products take four bits.
+template <int plane>
+struct LevelBytes {
+  alignas(16) uint8_t at[16] = {};
+  constexpr LevelBytes() {
+    for (int code = 0; code < 16; ++code) {
+      const int byte = kSignedCodes ? kLevels[code] & 255 : kLevels[code] + 128;
+      at[code] = static_cast<uint8_t>(kByNibbles ? byte >> 4 * plane & 15 : byte);
+    }
+  }
+};
+template <int plane>
+constexpr LevelBytes<plane> kLevelBytes;
+
+// The bytes that codes, one in each byte, choose.
+inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
+#if defined(__AVX512BW__)
+  const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  return (WordRegister)_mm512_shuffle_epi8(all, (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+  return (WordRegister)_mm256_shuffle_epi8(all, (__m256i)codes);
+#elif defined(__ARM_NEON)
+  return (WordRegister)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#else
+  uint8_t bytes[sizeof codes];
+  std::memcpy(bytes, &codes, sizeof codes);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  std::memcpy(&codes, bytes, sizeof codes);
+  return codes;
+#endif
+}
+
+// Sums of 16 bits of two products each.
+inline WordRegister AddNibbles(WordRegister sum, WordRegister codes, int32_t word) {
+#if defined(__AVX512BW__)
+  return (WordRegister)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(word)));
+#elif defined(__AVX2__)
+  return (WordRegister)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(word)));
+#else
+  return sum;
+#endif
+}
+
+// The sums in 32 bits.
+inline WordRegister Widened(WordRegister sums, int16_t factor) {
+#if defined(__AVX512BW__)
+  return (WordRegister)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(factor));
+#elif defined(__AVX2__)
+  return (WordRegister)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(factor));
+#else
+  return sums;
+#endif
+}
+
+// Two blocks of weights in the order "fours", or an array of them.
+struct FoursTask {
+  const CodedWeights* weights;
+  int64_t one, other;
+};
+struct FoursWeights {
+  CodedWeights coded;
+  FoursTask At(int64_t one, int64_t other) const { return {&coded, one / 16, other / 16}; }
+};
+
+struct FoursKernel {
+  static constexpr int64_t kStep = 32;  // K comes in multiples of it
+  static constexpr int64_t kWords = kStep / 4;
+  // Words of a group of K of a block of rows: its own, then for each row what begins at these.
+  static constexpr int64_t kOwn = kWords * kBlockRows;
+  static constexpr int64_t kEights = kOwn;                       // where sums of codes that are too large by 8 start
+  static constexpr int64_t kBytes = kEights + kBlockRows;        // by 128
+  static constexpr int64_t kFirst = kBytes + kBlockRows;         // the same of the first sixteen K
+  static constexpr int64_t kScale = kFirst + kBlockRows;         // float
+  static constexpr int64_t kUndone = kScale + kBlockRows;        // float: -kMagic times the scale
+  static constexpr int64_t kTotal = kUndone + kBlockRows;        // float: the sum of the row times the scale
+  static constexpr int64_t kPitch = kTotal + kBlockRows;
+
+  static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
+  static int64_t GroupBytes(int64_t width) { return width / kStep * kPitch * static_cast<int64_t>(sizeof(Word)); }
+
+  // Writes `rows` rows from n on, which `source.Each` hands out, as a block.
+  template <typename Source>
+  static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
+    for (int64_t r = 0; r < rows; ++r) {
+      Vec first = {};
+      source.Each(n + r, [&](int64_t k, Vec values) {
+        if (k % kStep == 0) {
+          first = values;
+          return;
+        }
+        const Vec both[] = {first, values};
+        Quantize(both, reinterpret_cast<Word*>(block) + k / kStep * kPitch + r);
+      });
+    }
+  }
+
+  // Writes 32 numbers of a row to where its words begin.
+  static void Quantize(const Vec* from, Word* to) {
+    const EightBits<kStep, false> quantized(from);
+    alignas(64) int8_t bytes[kStep];
+    const auto total = [&](int half) { return Reduce(quantized.values[half], [](auto a, auto b) { return a + b; }); };
+    const int32_t first = total(0), all = first + total(1);
+    for (int half = 0; half < 2; ++half) StoreAs(bytes + half * kVector, Convert<Bytes>(quantized.values[half]));
+    for (int64_t word = 0; word < kWords; ++word) std::memcpy(to + word * kBlockRows, bytes + word * 4, 4);
+    const int32_t starts[] = {kMagic - 8 * all, kSignedCodes ? kMagic : kMagic - 128 * all,
+                              kSignedCodes ? kMagic : kMagic - 128 * first};
+    const float scales[] = {quantized.scale, -12582912.0f * quantized.scale, static_cast<float>(all) * quantized.scale};
+    for (int64_t place = 0; place < 3; ++place) {
+      std::memcpy(to + kEights + place * kBlockRows, starts + place, 4);
+      std::memcpy(to + kScale + place * kBlockRows, scales + place, 4);
+    }
+  }
+
+  // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
+  template <Codes kCodes, bool kMinimum, int plane>
+  static __attribute__((always_inline)) inline Words CodesAt(const char* from, int64_t word) {
+    constexpr int32_t kLower = 0x0F0F0F0F;
+    if constexpr (kCodes == Codes::kBytes) {
+      const Words bytes = LoadAs<Words>(from + word * 64);
+      if constexpr (kByNibbles) return (plane ? bytes >> 4 : bytes) & kLower;
+      return kSignedCodes && !kMinimum ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
+    } else {
+      const Words bytes = LoadAs<Words>(from + word / 2 * 64), codes = (word % 2 ? bytes >> 4 : bytes) & kLower;
+      if constexpr (kCodes == Codes::kNibbles) return codes;
+      return ByRegister(codes, codes, [](auto, auto each) { return Chosen(kLevelBytes<plane>.at, each); });
+    }
+  }
+
+  // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
+  template <Codes kCodes, bool kMinimum, int kRun, int kRows>
+  static __attribute__((noinline)) void MultiplyBlock(const Word* rows, const char* codes, const float* steps, int64_t groups,
+                                                      int64_t ahead, float* to) {
+    constexpr int kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
+    constexpr int64_t kBytesOfGroup = kCodes == Codes::kBytes ? 512 : 256, kStepsOfGroup = kStep / kRun + kMinimum;
+    Vec total[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) total[r] = Vec{};
+    for (int64_t group = 0; group < groups; ++group, rows += kPitch, codes += kBytesOfGroup, steps += kStepsOfGroup * kVector) {
+      const auto* floats = reinterpret_cast<const float*>(rows);
+#pragma GCC unroll 8
+      for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead);
+      Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
+        Words sum[kRows];
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+          int32_t start = kMagic;
+          if constexpr (!kMinimum && kCodes == Codes::kNibbles) start = static_cast<int32_t>(rows[kEights + r]);
+          if constexpr (!kMinimum && kCodes != Codes::kNibbles) {
+            const auto all = static_cast<int32_t>(rows[kBytes + r]), first = static_cast<int32_t>(rows[kFirst + r]);
+            start = kRun == kStep ? all : run == 0 ? first : all - first + kMagic;
+          }
+          sum[r] = Words{} + start;
+        }
+        Unrolled(std::make_integer_sequence<int, kPlanes>(), [&](auto plane) __attribute__((always_inline)) {
+          Words part[kRows];
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r) part[r] = kByNibbles ? Words{} : sum[r];
+#pragma GCC unroll 8
+          for (int64_t step = 0; step < kRun / 4; ++step) {
+            const int64_t word = run * (kRun / 4) + step;
+            const Words of_features = CodesAt<kCodes, kMinimum, plane>(codes, word);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; ++r) {
+              const auto of_row = static_cast<int32_t>(rows[word * kBlockRows + r]);
+              part[r] = ByRegister(part[r], of_features, [=](auto s, auto c) { return AddCodes(s, c, of_row); });
+            }
+          }
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r) {
+            const auto widened = [=](auto, auto each) { return Widened(each, plane ? 16 : 1); };
+            sum[r] = kByNibbles ? sum[r] + ByRegister(part[r], part[r], widened) : part[r];
+          }
+        });
+        const Vec scale = Load(steps + run * kVector);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r)
+          total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale + r], floats[kUndone + r]), scale, total[r]);
+      });
+      if constexpr (kMinimum) {
+        const Vec minimum = Load(steps + kVector);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) total[r] = Fused(minimum, floats[kTotal + r], total[r]);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) Store(to + r * kVector, total[r]);
+  }
+
+  static __attribute__((always_inline)) inline WordRegister AddCodes(WordRegister sum, WordRegister codes, int32_t word) {
+#if defined(__AVX2__) && !defined(XLA_ENGINE_VNNI)
+    return AddNibbles(sum, codes, word);
+#else
+    return AddFours(sum, codes, word);
+#endif
+  }
+
+  // The same for a number of rows that is not a constant, 1 to kBlockRows.
+  template <int index, int kRows = 1, typename... Arguments>
+  static void MultiplyRows(int64_t count, Arguments... arguments) {
+    if constexpr (kRows < kBlockRows) {
+      if (count > kRows) return MultiplyRows<index, kRows + 1>(count, arguments...);
+    }
+    constexpr CodedKind kind = kCodedKinds[index];
+    constexpr Codes codes = kind.IsWide() ? Codes::kBytes : kind.levels ? Codes::kLevels : Codes::kNibbles;
+    MultiplyBlock<codes, kind.minimum, kind.nested && !kind.minimum ? 16 : 32, kRows>(arguments...);
+  }
+
+  // Writes the scales and minima of a block as [group][of it][16]; returns how many a group has.
+  template <int index>
+  static int64_t WriteSteps(const char* scales, int64_t width, float* to) {
+    constexpr CodedKind kind = kCodedKinds[index];
+    constexpr bool halves = kind.nested && !kind.minimum;
+    constexpr int64_t bytes = kind.nested ? 40 : kind.minimum ? 64 : 32, count = halves || kind.minimum ? 2 : 1;
+    for (int64_t k = 0; k < width; k += kStep, to += count * kVector) {
+      __builtin_prefetch(scales + k / kStep * bytes + kAhead);
+      const Steps steps = StepsOf<index>(scales, k, 0);
+      Store(to, steps.scale);
+      if constexpr (kind.minimum) Store(to + kVector, steps.minimum);
+      if constexpr (halves) Store(to + kVector, StepsOf<index>(scales, k, 1).scale);
+    }
+    return count;
+  }
+
+  template <typename Take>
+  static void Multiply(const char* blocks, int64_t count, int64_t width, const FoursTask& task, const Take& take) {
+    thread_local Lines kept;
+    float* steps = reinterpret_cast<float*>(kept.Bytes(width * 8));
+    const int64_t group = GroupRows(count), bytes = GroupBytes(width), places[] = {task.one, task.other};
+    for (int64_t place : {0, 1}) {
+      task.weights->OfBlock(places[place], [&](auto index, const char* at) {
+        WriteSteps<index>(at + kCodedKinds[index].FoursBytes(width), width, steps + place * width);
+      });
+    }
+    Sums<float> sums;
+    for (int64_t n = 0; n < count; n += group, blocks += bytes) {
+      const int64_t rows = std::min(group, count - n), ahead = n ? 0 : kAhead;
+      for (int64_t place : {0, 1}) {
+        task.weights->OfBlock(places[place], [&](auto index, const char* at) {
+          MultiplyRows<index>(rows, reinterpret_cast<const Word*>(blocks), at, steps + place * width, width / kStep, ahead,
+                              place ? sums.other : sums.one);
+        });
+      }
+      take(n, rows, sums);
+    }
+  }
+
+  // One row of the weights, each value rounded to bf16 as `CodedWeights::Unpack` does.
+  static void Row(const CodedWeights& weights, int64_t row, float* to) {
+    thread_local Lines kept;
+    const int64_t width = weights.Width(), feature = row % 16;
+    float* steps = reinterpret_cast<float*>(kept.Bytes(width * 8));
+    weights.OfBlock(row / 16, [&](auto index, const char* at) {
+      constexpr CodedKind kind = kCodedKinds[index];
+      constexpr int bias = kind.minimum ? 0 : kind.IsWide() ? 128 : 8;
+      const int64_t count = WriteSteps<index>(at + kind.FoursBytes(width), width, steps);
+      for (int64_t k = 0; k < width; ++k) {
+        const int64_t line = kind.IsWide() ? k / 4 : k / 8;
+        int code = static_cast<uint8_t>(at[line * 64 + feature * 4 + k % 4]);
+        if (!kind.IsWide()) code = code >> k / 4 % 2 * 4 & 15;
+        const auto level = static_cast<float>(kind.levels ? kLevels[code & 15] : code - bias);
+        const float* own = steps + k / kStep * count * kVector + feature;
+        const float scale = own[kind.nested && !kind.minimum ? k / 16 % 2 * kVector : 0];
+        const float value = kind.minimum ? Fused(level, scale, own[kVector]) : level * scale;
+        to[k] = Storage<BFloat16>::Widen(Storage<BFloat16>::Round(value));
+      }
+    });
+  }
+};
+
+// Rows times a task, as with other weights.
+template <typename Kernel, typename Take>
+void MultiplyTask(const char* blocks, int64_t count, int64_t width, FoursTask task, FoursTask, const Take& take) {
+  Kernel::Multiply(blocks, count, width, task, take);
+}
+
+}  // namespace xla_engine
