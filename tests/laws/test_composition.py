@@ -36,6 +36,11 @@ INHERITS = {
     "Int8": "the same",
     "W8A8": "the same",
     "Blocks": "the same",
+    "File": "the same",
+    "Gguf": "the same",
+    "Int4": "the same",
+    "Q4": "the same",
+    "Q4KM": "the same",
 }
 
 
