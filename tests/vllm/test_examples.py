@@ -15,6 +15,7 @@ import xla_engine
 from tests.support.adapters import write_adapter
 from tests.support.pooling_models import qwen3_tensors, write_model
 from tests.support.source_archives import unpack_archive
+from tests.support.tokenizers import byte_level
 from xla_engine.config import EngineConfig, own_options
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.vllm_options import VLLM_OPTIONS
@@ -36,9 +37,13 @@ SCRIPTS = {
         features/reset_kv/reset_kv_offline""",
     "lora": "features/lora/multilora_offline",
     "qwen3": "features/context_extension/context_extension_offline",
-    "embedder": "basic/offline_inference/embed pooling/embed/embed_matryoshka_fy_offline",
+    "embedder": """
+        basic/offline_inference/embed pooling/embed/embed_jina_embeddings_v3_offline
+        pooling/embed/embed_matryoshka_fy_offline""",
     "classifier": "basic/offline_inference/classify",
-    "scorer": "basic/offline_inference/score pooling/reward/sequence_reward_offline",
+    "scorer": """
+        basic/offline_inference/score pooling/reward/sequence_reward_offline pooling/score/using_template_offline""",
+    "reranker": "pooling/score/qwen3_reranker_offline",
 }
 CASES = [(model, script) for model, scripts in SCRIPTS.items() for script in scripts.split()]
 
@@ -85,6 +90,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for labels, name in ((1, "scorer"), (3, "classifier")):
         tensors = qwen3_tensors(labels=labels)
         found[name] = write_model(home / name, tensors, classifier, max_position_embeddings=1024)
+    found["reranker"] = write_model(
+        home / "reranker", qwen3_tensors(), "Qwen3ForCausalLM", max_position_embeddings=1024
+    )
+    byte_level(("no", "yes")).save(str(found["reranker"] / "tokenizer.json"))  # the tokens that it scores by
     found["embedder"] = write_model(home / "embedder", qwen3_tensors(""), "Qwen3Model", is_matryoshka=True)
     return found
 
@@ -93,11 +102,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_script_runs(model: str, script: str, source: Path, models: dict[str, Path], tmp_path: Path) -> None:
     text = (source / f"examples/{script}.py").read_text("utf-8")
     text = re.sub(r"^(\s*)from vllm[a-z0-9_.]* import", r"\1from xla_engine.vllm import", text, flags=re.M)
-    text = re.sub(r'model="[\w-]+/[\w.-]+"', f'model="{models[model]}"', text)
+    for name in set(re.findall(r'\bmodel(?:_name)? ?= ?("[\w-]+/[\w.-]+")', text)):
+        text = text.replace(name, f'"{models[model]}"')
     if model == "lora":
         adapter = write_adapter(tmp_path / "adapter", load_checkpoint(EMBEDDED))
         text = re.sub(r"snapshot_download\(.*?\)", f'"{adapter}"', text)
     (tmp_path / "script.py").write_text(text)
+    if (templates := (source / f"examples/{script}.py").with_name("template")).is_dir():
+        shutil.copytree(templates, tmp_path / "template")
     options = ["--model", str(models[model])] if "add_cli_args" in text else []
     ran = subprocess.run(
         [sys.executable, "script.py", *options], cwd=tmp_path, capture_output=True, text=True, timeout=300
