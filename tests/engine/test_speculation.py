@@ -19,6 +19,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.speculation.proposer import Proposal, Proposer
 from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.engine.speculation.width import WidthChooser
 from xla_engine.equivalence.cases import Case, draw_cases
@@ -27,6 +28,7 @@ from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.step_costs import StepCosts
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import Plan
 from xla_engine.structured_outputs import StructuredOutputsParams
 
 WIDTH = 4
@@ -414,6 +416,37 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
         assert len(proposer.asked) <= 3 * (after.steps - before.steps) / 7
         assert bool(proposer.asked) is looks
     assert counts[0] == counts[1]
+
+
+def test_a_row_is_looked_up_once_in_a_turn(
+    tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decides the width of a step is what it verifies."""
+    asked: list[str] = []
+    turns: list[list[str]] = []
+
+    class Counted(Recorded):
+        def propose(self, name: str, most: int) -> Proposal:
+            asked.append(name)
+            return super().propose(name, most)
+
+    engine.lag = 1
+    monkeypatch.setattr(engine.state.speculator, "_chooser", WidthChooser(CHEAP))
+    outputs = known(run(tiny, _free(6), 0))
+    drafts = Speculator.drafts
+
+    def ended(self: Speculator, plan: Plan) -> dict[str, Any]:
+        found = drafts(self, plan)
+        turns.append(sorted(asked))
+        asked.clear()
+        return found
+
+    monkeypatch.setattr(Speculator, "drafts", ended)
+    engine.draft_with(Counted(outputs))
+    before = engine.stats().accepted_tokens
+    assert known(run(engine, _free(6), 0)) == outputs
+    assert engine.stats().accepted_tokens > before
+    assert any(turns) and all(len(each) == len(set(each)) for each in turns)
 
 
 class OfText(Recorded):

@@ -166,7 +166,7 @@ class Loop:
         if self._recovery.canary is not None:
             return self._start_canary(self._recovery.canary)
         blocked = self._delivery.blocked()
-        wanted = None if speculator is None else speculator.wanted(state.scheduler.decoding)
+        wanted = None if speculator is None else speculator.wanted(state.scheduler)
         prefixes = state.prefixes
         if prefixes is not None:
             prefixes.advance(state.scheduler, state.clock())

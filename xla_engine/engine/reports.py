@@ -45,7 +45,7 @@ class Reports:
         state = self._state
         now, speculator = state.clock(), state.speculator
         blocked = state.masks.make() if state.masks else ()
-        wanted = None if speculator is None else speculator.foreseen(state.scheduler.decoding)
+        wanted = None if speculator is None else speculator.foreseen(state.scheduler)
         return peek(state.scheduler, wanted, held=blocked, now=now)
 
     def stats(self) -> EngineStats:

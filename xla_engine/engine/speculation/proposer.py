@@ -18,6 +18,10 @@ class Proposal(NamedTuple):
     tokens: Sequence[int] = ()
     match: int = 0
 
+    def first(self, most: int) -> Proposal:
+        """The first tokens of it."""
+        return Proposal(self.tokens[:most], self.match)
+
 
 class Proposer(Protocol):
     """Proposes tokens for many sequences, by name. Proposals change how fast tokens come, never which tokens."""

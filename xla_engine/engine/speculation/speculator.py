@@ -17,10 +17,10 @@ from xla_engine.errors import ConfigError
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.verify_inputs import HELD, Draft
-from xla_engine.scheduler import Plan, Request, Speculation, StepResult
+from xla_engine.scheduler import Plan, Request, Scheduler, Speculation, StepResult
 from xla_engine.speculative_config import ON_DEVICE
 
-SAMPLE = 8  # rows whose proposals decide whether all rows should speculate
+SAMPLE = 4  # rows whose proposals decide whether all rows should speculate
 
 
 def make_speculator(
@@ -110,6 +110,8 @@ class Speculator:
         self._on_device = on_device
         self._told: dict[str, int] = {}  # by sequence: output tokens that the proposer knows
         self._looked: dict[str, Proposal] = {}  # the latest proposals that were not verified
+        # Of the turn under way, by sequence: proposals, and the positions of their first tokens.
+        self._proposed: dict[str, tuple[int, Proposal]] = {}
         self._started: deque[dict[str, int]] = deque()  # by verify step in flight: the match of each proposal
 
     def begin(self, request: Request) -> None:
@@ -130,8 +132,9 @@ class Speculator:
         """Forget the steps in flight."""
         self._started.clear()
 
-    def wanted(self, running: list[str]) -> Speculation | None:
-        """The width and lanes of the next plan; None for plain decode. running: the sequences that may be in it."""
+    def wanted(self, scheduler: Scheduler) -> Speculation | None:
+        """The width and lanes of the scheduler's next plan; None for plain decode."""
+        self._proposed.clear()
         if self.replay is not None:
             return self.replay.wanted()
         if self._chooser is None:
@@ -139,10 +142,10 @@ class Speculator:
             return Speculation(width, lanes)
         if not self._chooser.looks:
             return None
-        widest = max(self._lanes)
+        running, widest = scheduler.decoding, max(self._lanes)
         # While rows do not speculate, the proposals of a sample of them stand for all.
         stands_for = 1 if self._chooser.is_on else -(-len(running) // SAMPLE) or 1
-        proposed = {name: self._propose(name, widest - 1) for name in running[::stands_for]}
+        proposed = {name: self._held(name).first(widest - 1) for name in running[::stands_for]}
         unseen = widest - 1 if self._on_device else 0
         proposals = [*proposed.values()] * stands_for
         found = [(len(tokens) or unseen, match) for tokens, match in proposals if tokens or unseen]
@@ -151,12 +154,12 @@ class Speculator:
             self._looked = {name: each for name, each in proposed.items() if each.match < CERTAIN}
         return None if width == 0 else Speculation(width, self._lanes.get(width, len(running)))
 
-    def foreseen(self, running: list[str]) -> Speculation | None:
+    def foreseen(self, scheduler: Scheduler) -> Speculation | None:
         """What `wanted` would return now, without counting a step."""
         chooser = self._chooser
         self._chooser = copy.copy(chooser)
         try:
-            return self.wanted(running)
+            return self.wanted(scheduler)
         finally:
             self._chooser = chooser
 
@@ -175,7 +178,7 @@ class Speculator:
                 proposal = Proposal(replay.drafts(plan, row.request_id))
             else:
                 start = sequence.next_position
-                proposal = self._propose(row.request_id, row.width - 1 if gated else HELD * plan.width)
+                proposal = self._held(row.request_id).first(row.width - 1 if gated else HELD * plan.width)
             if gated:
                 mask = sequence.mask
                 slow = mask is None or (mask.may_be_slow and replay is None)
@@ -204,6 +207,15 @@ class Speculator:
                 sequence.count_drafts(drafted, accepted)
             if self._chooser is not None and drafted:
                 self._chooser.acceptance.observe(matches.get(row.request_id, 0), drafted, accepted)
+
+    def _held(self, name: str) -> Proposal:
+        """The longest proposal that a step may use, made once in a turn."""
+        start = self._table[name].next_position
+        if name in self._proposed and self._proposed[name][0] == start:  # not so if the plan has rewound it
+            return self._proposed[name][1]
+        proposal = self._propose(name, HELD * max(self._lanes))
+        self._proposed[name] = start, proposal
+        return proposal
 
     def _propose(self, name: str, most: int) -> Proposal:
         """Propose tokens after those read so far; a sequence that runs again proposes its known tokens."""

@@ -126,13 +126,12 @@ class SuffixProposer:
         own.index()
         run = tuple(own.tokens[-RUN:])
         found, place, longest = own, 0, 0
-        for text in self._candidates(own, run):
-            for end in text.ends(run):
-                match = _match(text.tokens, end, own.tokens)
-                if match > longest:
-                    found, place, longest = text, end, match
-                if match == LONGEST:
-                    break
+        for text, end in self._places(own, run):
+            match = _match(text.tokens, end, own.tokens)
+            if match > longest:
+                found, place, longest = text, end, match
+            if match == LONGEST:
+                break
         if not longest:
             return Proposal()
         count = min(most, 2 * longest)
@@ -158,16 +157,23 @@ class SuffixProposer:
             if not group.latest:
                 del self._groups[oldest.group]
 
-    def _candidates(self, own: _Text, run: Run) -> Iterator[_Text]:
-        """The sequence's own text first, then the latest texts of its group."""
-        yield own
+    def _places(self, own: _Text, run: Run) -> Iterator[tuple[_Text, int]]:
+        """Where a run ends: in the sequence's own text first, then in the latest texts of its group."""
+        for end in own.ends(run):
+            yield own, end
         if (group := self._groups.get(own.group)) is not None:
-            yield from group.texts(run)
+            for text in group.texts(run):
+                for end in text.ends(run):
+                    yield text, end
 
 
 def _match(tokens: Sequence[int], end: int, own: Sequence[int]) -> int:
     """How many tokens before `end` equal those at the end of `own`, at most LONGEST; at least RUN match already."""
     least = min(end, len(own), LONGEST)
+    if (
+        tokens[end - least : end] == own[-least:]
+    ):  # the usual case in repetitive text, and faster than the loop
+        return least
     match = RUN
     while match < least and tokens[end - match - 1] == own[-match - 1]:
         match += 1
