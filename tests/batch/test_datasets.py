@@ -321,7 +321,7 @@ def test_shards_of_a_table(tmp_path: Path, engine: FakeEngine) -> None:
         ((), "no column is called prompt or messages; name one of key, name, tags, score"),
         (("--prompt-column", "nam"), "did you mean 'name'"),
         (("--prompt-column", "name", "--prompt-template", "{name}"), "give one"),
-        (("--prompt-template", "{name!r}"), "name of a column alone"),
+        (("--prompt-template", "{name!r}"), "name of a column in braces"),
         (("--prompt-template", "{"), "for a brace"),
         (("--prompt-column", "name", "--keep-columns", "names"), "no column 'names' to keep"),
         (("--prompt-column", "name", "--errors", "e.jsonl"), "has a column for errors"),

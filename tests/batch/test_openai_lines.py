@@ -100,7 +100,7 @@ def test_tools_are_shown_to_the_chat_template(engine: XlaBatchEngine) -> None:
 
 
 def test_echo_scores_a_prompt_without_going_on(engine: XlaBatchEngine) -> None:
-    """As evaluation harnesses ask OpenAI's completions: `max_tokens` 0, `echo`, `logprobs`."""
+    """Like the requests of evaluation harnesses to OpenAI's completions: `max_tokens` 0, `echo`, `logprobs`."""
     assert engine.tokenizer is not None
     text = "def size(self):"
     ids = engine.tokenizer.encode(text)

@@ -68,7 +68,7 @@ def harmed_run(path: Path, mode: Mode, engine: FakeEngine, harm: Callable[[Path]
 def test_a_file_taken_away_is_seen_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], message: str, mode: Mode
 ) -> None:
-    """Runs said that all was well, with status 0."""
+    """Runs reported success, with status 0."""
     monkeypatch.setattr(output_file, "CHECK_EVERY_S", 1e9)
     with pytest.raises(OutputError, match=f"out.jsonl was {message}"):
         harmed_run(tmp_path / "out.jsonl", mode, FakeEngine(), harm, 100)

@@ -1,4 +1,5 @@
-"""Result and error lines: what OpenAI's own client reads, one line for every reader, ids that can be read back."""
+"""Result and error lines: OpenAI's client can read them, every line is one line for every reader, and ids can be read
+back."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def whole(folder: Path, suffix: str = ".jsonl", *options: str) -> bytes:
 def test_merged_shards_are_the_bytes_of_one_run(
     tmp_path: Path, engine: FakeEngine, count: int, ordered: bool, suffix: str
 ) -> None:
-    """Errors, repeated ids and lines without an id too; 64 shards of 28 lines leave some without any."""
+    """With errors, repeated ids and lines without an id; with 64 shards of 28 lines, some are empty."""
     expected = whole(tmp_path, suffix)
     parts = parts_of(tmp_path, count, *(["--ordered"] if ordered else []), suffix=suffix)
     done = invoke("merge", *reversed(parts), "-o", tmp_path / f"out{suffix}")

@@ -90,7 +90,7 @@ os.execv(sys.executable, [sys.executable, "-m", "xla_engine", *sys.argv[1:]])
 
 
 class Terminal:
-    """A process that believes it is used by a person."""
+    """A process on a terminal."""
 
     def __init__(self, *arguments: str) -> None:
         own, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""Processes of engines killed under the commands that users type: files and streams are what they would have been."""
+"""Engine processes are killed while users' commands run: files and streams are the same as without kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM.start`, `submit`, `stop`: requests run by themselves, and each tells a function of its caller."""
+"""`LLM.start`, `submit`, `stop`: requests run in the background, and each calls a function of its caller."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def keys_and_values(engine: XlaBatchEngine) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Seen:
-    """What a head guessed: for each row of a step its length and the drafts, -1 behind the last."""
+    """The drafts of a head: for each row of a step its length and the drafts, -1 after the last."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int]]] = []

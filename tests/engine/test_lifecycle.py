@@ -1,4 +1,4 @@
-"""Cancel, deadlines, priorities and streams: every request ends once, in time, and disturbs no other on its way."""
+"""Cancellation, deadlines, priorities and streams: every request ends once, on time, and disturbs no other."""
 
 from __future__ import annotations
 

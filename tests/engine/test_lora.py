@@ -79,7 +79,7 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
     engine: XlaBatchEngine, tiny: XlaBatchEngine, loras: list[LoRARequest], path: str,
     make_engine: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Whatever slots adapters lie in; and requests without one have those of an engine that knows no adapters."""
+    """The same in any adapter slot; requests without an adapter have the bits of an engine without adapters."""
     if path == "xla":
         engine = XlaBatchEngine(llama_checkpoint("float32"), None, replace(WITH_ADAPTERS, isa="none"))
         tiny = make_engine(replace(TINY_ENGINE, isa="none"), "float32")

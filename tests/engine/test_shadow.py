@@ -43,7 +43,7 @@ SPECULATING = {"method": "suffix", "num_speculative_tokens": 3}
     ids=["slots", "blocks", "speculation in blocks"],
 )
 def test_it_is_quiet_where_the_law_holds(tiny: XlaBatchEngine, config: Any) -> None:
-    """Requests that end run again between the steps of others, and get their bits; so do the others."""
+    """Finished requests run again between the steps of others and get the same bits; so do the others."""
     cases = [
         replace(case, params=replace(case.params, n=1))
         for case in draw_cases(tiny, 24, seed=2, every_field=True)

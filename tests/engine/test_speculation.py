@@ -450,7 +450,7 @@ def test_a_row_is_looked_up_once_in_a_turn(
 
 
 class OfText(Recorded):
-    """Says of its guesses that a match of three tokens found them."""
+    """Reports that a match of three tokens found its drafts."""
 
     def propose(self, name: str, most: int) -> Proposal:
         return super().propose(name, most)._replace(match=3)

@@ -1,4 +1,4 @@
-"""Steps that hang: a time limit ends their requests with the reason, and costs nothing else."""
+"""Steps that hang: a time limit ends their requests with the reason, and affects nothing else."""
 
 from __future__ import annotations
 

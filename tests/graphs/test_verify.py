@@ -150,7 +150,7 @@ def sampling_of(draw: np.random.Generator) -> Any:
 @given(seed=st.integers(0, 10**6), block_size=st.sampled_from([None, 32]))
 @settings(max_examples=12, deadline=None)
 def test_verify_emits_what_decode_emits(seed: int, block_size: int | None) -> None:
-    """Right, wrong and half right drafts, from before the row's end and behind it, for any sampling."""
+    """Right, wrong and half right drafts, from before and after the row's end, for any sampling."""
     draw, here = np.random.default_rng(seed), device(block_size)
     stop_ids = np.where(draw.random((SLOTS, 3)) < 0.5, draw.integers(0, 199, (SLOTS, 3)), -1)
     limits = draw.integers(2, TOKENS + 1, SLOTS), draw.integers(0, 6, SLOTS)

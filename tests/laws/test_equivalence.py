@@ -125,7 +125,7 @@ def test_stale_nan_in_free_slots_changes_nothing(make_engine: Callable[..., XlaB
 
 
 def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    """Prefill and decode write the rows and positions of the plan, and not one byte elsewhere."""
+    """Prefill and decode write the rows and positions of the plan, and no other byte."""
     engine = make_engine()
     engine.lag = 0
     rng = np.random.default_rng(5)

@@ -168,7 +168,7 @@ def test_top_level_is_what_was_promised() -> None:
 
 
 def test_one_package_in_one_tree() -> None:
-    """`graphs` and `scheduler` lie at the top and are linked into the package, so that every tool sees one tree."""
+    """`graphs` and `scheduler` are at the top level and linked into the package, so that every tool sees one tree."""
     for name in ("graphs", "scheduler"):
         link = ROOT / "xla_engine" / name
         assert link.is_symlink() and link.readlink() == Path("..") / name

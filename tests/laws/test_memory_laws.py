@@ -1,4 +1,4 @@
-"""Reuse and preemption under anything a caller may do: adversarial sequences against the stand-in device.
+"""Reuse and preemption under arbitrary calls: adversarial sequences on the stand-in device.
 
 `tests.support.fake_runner` refuses a hit that is stale, a slot that is taken while it is in use, a gap in what is
 resumed, and a request that returns anything but what it returns alone. Prompts are drawn to begin alike, few slots are

@@ -201,7 +201,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
 def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the cut changes no bit: the stand-in device refuses chunks off the grid."""
+    """If cuts change no bit: the stand-in device refuses chunks off the grid."""
     monkeypatch.setattr(Prefilling, "_cut", cut_shorter_under_load(Prefilling._cut))
     loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=64))
     for name in ("a", "b"):

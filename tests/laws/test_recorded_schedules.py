@@ -168,7 +168,7 @@ def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Requ
 
 
 def recorded(seed: int, path: Path) -> Recorded:
-    """A run of thirty requests, of which some give up and some are ended by their text."""
+    """A run of thirty requests; some are aborted, and some end by their text."""
     draw = random.Random(seed)
     alike, aborts = seed % 4 == 0, draw.choice((0.0, 0.1, 0.3))
     config = draw_config(draw, alike)

@@ -1,4 +1,5 @@
-"""GGUF files: the same leaves as the safetensors they were made from, and one clear error for everything else."""
+"""GGUF files load to the same weights as the safetensors that they were made from; anything else is one clear
+error."""
 
 from __future__ import annotations
 

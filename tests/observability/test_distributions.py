@@ -70,7 +70,7 @@ def test_times_between_tokens_are_those_of_each_sequence(tiny: XlaBatchEngine, l
 
 
 def test_the_sequences_of_a_request_have_times_of_their_own(tiny: XlaBatchEngine) -> None:
-    """Merged, their tokens are read in the same moments, and nothing seems to lie between them."""
+    """If merged, their tokens are read at the same times, and the time between them seems to be zero."""
     tiny.submit([1, 2, 3], SamplingParams(max_tokens=12, n=3, ignore_eos=True))
     (output,) = tiny.drain()
     metrics = output.metrics

@@ -84,7 +84,7 @@ def test_a_vector_depends_on_its_prompt_alone(kind: str, options: dict[str, Any]
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [pytest.param("LAST", marks=pytest.mark.release), "MEAN"])
 def test_another_cut_into_chunks_changes_no_bit(kind: str) -> None:
-    """Level B, where the C++ products serve: sums go on over the chunks position by position."""
+    """Level B, with the C++ products: sums continue over the chunks position by position."""
     found = []
     for options in ({}, {"chunk_size": 48, "prefill_lanes": (3,)}):
         with make(replace(POOLS, **options), kind) as engine:

@@ -46,7 +46,7 @@ BODIES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Embeds, and has a classifier of one class as well."""
+    """A model that embeds and has a classifier of one class."""
     directory = tmp_path_factory.mktemp("both")
     return write_model(
         directory, qwen3_tensors(labels=1), "Qwen3ForSequenceClassification",

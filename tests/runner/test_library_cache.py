@@ -73,7 +73,7 @@ DAMAGES = [truncate, flip, let_others_write, link, without_digest, give_away, Pa
 def test_a_library_that_is_not_ours_or_not_whole_is_made_again(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """A truncated library ended every start with SIGBUS."""
+    """A truncated library crashed every start with SIGBUS."""
     directory, make = tmp_path / "a" / "b", Maker()
     path = library(directory, "x.so", make)
     assert library(directory, "x.so", make) == path and make.calls == 1

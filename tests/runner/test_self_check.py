@@ -128,7 +128,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     fault: Any,
     flag: str,
 ) -> None:
-    """The right flag falls, it is said once, and the law holds again; without the check it does not."""
+    """The right flag becomes false, one warning is logged, and the law holds again; without the check it does not."""
     monkeypatch.setattr(target, fault)
     engine = make_engine(replace(BOTH_LANES, attention_backend="xla"))
     check = first_check(engine)

@@ -278,7 +278,7 @@ def test_a_pool_that_forgets_or_remembers_wrongly_is_caught(
 
 
 def assert_caught() -> None:
-    """Some adversary of a few hundred trips over it."""
+    """At least one of a few hundred adversarial runs finds it."""
     for seed in range(300):
         try:
             adversary(random.Random(seed)).drain()

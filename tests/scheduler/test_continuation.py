@@ -57,7 +57,7 @@ class ContinuingLoop(PolicyLoop):
 def test_pieces_add_up_to_the_longer_request(
     form: dict[str, object], lag: int, speculates: bool, data: st.DataObject
 ) -> None:
-    """Each piece ends as the request that long would; what the slot is said to hold, it holds."""
+    """Each piece ends like a request of that length, and the slot contains what the scheduler says."""
     config = SchedulerConfig(**{**SIZES, **form, "keeps_finished": True})  # type: ignore[arg-type]
     loop = ContinuingLoop(config)
     if speculates:

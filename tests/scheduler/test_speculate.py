@@ -140,7 +140,7 @@ def test_speculation_brings_the_same_tokens_in_fewer_steps(
 
 
 def test_without_speculation_plans_are_what_they_were() -> None:
-    """No plan says a word of it, and the rows are one tuple from step to step."""
+    """No plan mentions it, and the rows are the same tuple from step to step."""
     loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=16))
     for name in "ab":
         loop.submit(Request(request_id=name, prompt_token_ids=(1, 2, 3), max_tokens=8))

@@ -69,7 +69,7 @@ def engine() -> XlaBatchEngine:
 
 @pytest.fixture(scope="session")
 def expected(engine: XlaBatchEngine) -> list[dict[str, Any]]:
-    """What a batch run answers to BODIES, before the server begins."""
+    """The results of a batch run for BODIES, before the server starts."""
     return offline(engine, BODIES)
 
 

@@ -265,7 +265,7 @@ def a_stream_ends_before_its_server(server: Process) -> None:
 
 
 def test_a_line_has_the_message_of_a_post(client: openai.OpenAI, http: httpx.Client, server: Running) -> None:
-    """Calls and reasoning are parted in a batch as in a POST; the model is held to a text, so that there are some."""
+    """Calls and reasoning are parsed in a batch as in a POST; the model is constrained to a text that has some."""
     call = '{"name": "add", "arguments": {"a": 1}}'
     text = f"<think>so</think>I add.<tool_call>{call}</tool_call>"
     chat = {"messages": [{"role": "user", "content": "add"}], "max_tokens": 100, "tools": [TOOL], "seed": 1}

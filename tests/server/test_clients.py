@@ -1,4 +1,4 @@
-"""Clients that hang up, read slowly, send too much or too little, or have no key; none of them costs another."""
+"""Clients that disconnect, read slowly, send too much or too little, or have no key; none of them affects another."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_what_answers_under_way_may_hold_is_bounded(server: Running) -> None:
 def test_a_large_answer_is_made_and_sent_in_small_parts(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """2 MB from 100 bytes: no part of it is large, and what all choices repeat is made once."""
+    """2 MB from 100 bytes: it is sent in small parts, and what all choices repeat is built once."""
     positions: list[int] = []
     monkeypatch.setattr(
         columns,

@@ -1,4 +1,4 @@
-"""The law of parsers: streamed deltas join to the unstreamed message, for every cut of the text."""
+"""The law of parsers: streamed deltas join to the unstreamed message, however the text is cut."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Spelled:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream: bool) -> None:
-    """It has the text of one whose input holds all that came before."""
+    """It has the same text as a request whose input contains the whole conversation."""
     first = client.responses.create(**ASK, store=True)
     assert client.responses.retrieve(first.id) == first and first.store is True
     follow: Any = {**ASK, "input": "and sub", "previous_response_id": first.id, "store": True}

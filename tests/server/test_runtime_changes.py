@@ -1,4 +1,4 @@
-"""What operators change while a server runs: adapters, and the prefix cache."""
+"""Runtime changes to a server: adapters and the prefix cache."""
 
 from __future__ import annotations
 

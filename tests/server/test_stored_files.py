@@ -165,7 +165,7 @@ def long_batch(client: openai.OpenAI, lines: int = 40) -> Any:
 
 
 def test_a_batch_that_fails_midway_shows_what_it_has(client: openai.OpenAI) -> None:
-    """The disk is full in the middle of a line: the lines before it are the output, whole."""
+    """The disk fills up in the middle of a line: the output has all complete lines before it."""
     with full_disk():
         batch = finished(client, long_batch(client).id)
     assert batch.status == "failed" and batch.errors.data[0].code == "insufficient_storage"

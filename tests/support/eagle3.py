@@ -138,7 +138,7 @@ class ByNumpy:
         return x + linear(weight("mlp.down_proj"), silu(gate) * up)
 
     def streams(self, tokens: Sequence[int]) -> list[Array]:
-        """The model's residual stream before each layer, and behind the last: `[N, D]` each."""
+        """The model's residual stream before each layer and after the last: `[N, D]` each."""
         config, weights = self.model.config, self.model.weights
         queries, keys = (
             heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)

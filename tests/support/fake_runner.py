@@ -110,7 +110,7 @@ class FakeRunner:
         self.prefilled = 0  # tokens
 
     def lose_everything(self) -> None:
-        """What the rows held is gone."""
+        """The contents of the rows are lost."""
         self.rows = [DeviceRow() for _ in self.rows]
         self.host.clear()
 
@@ -291,7 +291,7 @@ class FakeRunner:
         return row.take(self._sample(row))
 
     def _verify(self, asked: VerifyRow) -> list[Sample]:
-        """As many tokens as drafts happen to be right, and garbage where the others were written."""
+        """As many tokens as drafts are right, and garbage in place of the others."""
         row = self.rows[asked.slot.index]
         assert (row.slot, row.request_id) == (asked.slot, asked.request_id), f"{asked} is not for {row}"
         assert row.token is not None, f"{asked} decodes before its prompt ended: {row}"

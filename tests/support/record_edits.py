@@ -71,7 +71,7 @@ def fewer_chunks(data: dict[str, Any], step: int) -> None:
 
 
 def other_row(data: dict[str, Any], step: int) -> None:
-    """A row that the plan had is not in the record of it, nor in those after."""
+    """A row of the plan is missing in its record and in all later ones."""
     slot = data["steps"][step]["join"].pop()
     for later in data["steps"][step + 1 :]:
         if slot in later.get("leave", []):

@@ -226,7 +226,7 @@ def test_chat_completes_the_rendered_prompt(embedded: XlaBatchEngine) -> None:
 
 
 def test_the_embedded_model_answers_chats(embedded: XlaBatchEngine) -> None:
-    """Of what the user says it makes a comment, and of its answer a function."""
+    """It turns the user's message into a comment, and the answer into a function."""
     said = [{"type": "text", "text": "Add two\nnumbers."}]
     asked: list[Message] = [{"role": "user", "content": said}]
     params = SamplingParams(temperature=0, max_tokens=8)

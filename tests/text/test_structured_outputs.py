@@ -96,7 +96,7 @@ def test_constrained_rows_alone_equal_batched(embedded: XlaBatchEngine) -> None:
 
 
 def test_bad_words_do_not_come(embedded: XlaBatchEngine) -> None:
-    """Also where the word takes several tokens; its beginning may come."""
+    """Also if the word takes several tokens; its beginning may appear."""
     wanted = params(temperature=0, max_tokens=40, ignore_eos=True)
     embedded.submit("import", wanted)
     text = embedded.drain()[0].outputs[0].text

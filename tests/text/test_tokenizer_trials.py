@@ -1,4 +1,4 @@
-"""A tokenizer.json that would never end, or takes the process with it, is refused when it is loaded."""
+"""A tokenizer.json that would never finish, or would crash the process, is refused when it is loaded."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_terminal_shows_each_step_and_a_clock_and_is_clean_afterwards(
 
 
 def test_a_model_in_python_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LLM()` said nothing for 15 s."""
+    """`LLM()` printed nothing for 15 s."""
     monkeypatch.setattr(startup, "REDRAW_SECONDS", 0.001)
     screen = Terminal()
 

@@ -37,7 +37,7 @@ def envelope(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for name in record:
         if name not in BESIDE_BODY:
             hint = did_you_mean(name, BESIDE_BODY) or "; put sampling fields into the body"
-            raise InvalidRequestError(f"unknown field {name!r} beside the body{hint}")
+            raise InvalidRequestError(f"unknown field {name!r} next to the body{hint}")
     method, url, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
         raise InvalidRequestError(f'method must be "POST", not {method!r}')

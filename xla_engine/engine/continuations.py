@@ -131,7 +131,7 @@ class Continuations:
             requests.append(self._asked_again(replace(request, request_id=own), row, options))
         if not requests:
             raise InvalidRequestError(
-                f"what is saved as {name!r} ended with stop or error: it has no more tokens"
+                f"the request saved as {name!r} ended with stop or error and cannot be continued"
             )
         self._queue_again(request_id, parts, requests)
         return request_id

@@ -76,7 +76,7 @@ SHADOW_S = 1e-3  # seconds between steps of the shadow probe while the engine is
 
 def drained(timeout_s: float | None) -> str:
     """The `error` of a request that did not finish within the timeout of a drain."""
-    return f"the engine was told to end, and the request was not finished {timeout_s} s later"
+    return f"the engine was drained, and the request did not finish within {timeout_s} s"
 
 
 class LineEngine(Protocol):

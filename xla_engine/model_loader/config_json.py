@@ -108,7 +108,7 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
     heads = _size(fields, "num_attention_heads")
     if fields.values.get("head_dim") is None and hidden_size % heads:
         fields.fail(
-            "hidden_size", f"no multiple of num_attention_heads = {heads}. Add head_dim or correct it"
+            "hidden_size", f"not a multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
     rope = read_rope(fields, family)
     longest = _size(fields, "max_position_embeddings", default=2048)

@@ -103,7 +103,7 @@ def check_model(name: object, names: Sequence[str]) -> None:
     if isinstance(name, str) and name not in names:
         raise ApiError(
             404,
-            f"the model {name!r} does not exist here; this server has {', '.join(names)}",
+            f"the model {name!r} does not exist; this server has {', '.join(names)}",
             code="model_not_found",
             param="model",
         )

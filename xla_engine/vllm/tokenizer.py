@@ -151,7 +151,7 @@ def cut(ids: list[int], kwargs: Mapping[str, Any], *, side: str) -> list[int]:
     known = {"truncation", "max_length", "truncate_prompt_tokens"}
     if unknown := sorted(kwargs.keys() - known):
         raise InvalidRequestError(
-            f"a tokenizer takes no {unknown[0]!r} here; it takes {', '.join(sorted(known))}"
+            f"unknown tokenizer argument {unknown[0]!r}; known are {', '.join(sorted(known))}"
         )
     most = kwargs.get("truncate_prompt_tokens")
     if kwargs.get("truncation") in _TRUNCATIONS:

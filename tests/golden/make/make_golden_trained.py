@@ -75,7 +75,7 @@ ODD = [
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """One for each question; every third has a system message, and the last goes on after an answer."""
+    """One for each question; every third has a system message, and the last one continues after an answer."""
     found = []
     for number, question in enumerate(QUESTIONS):
         system = [{"role": "system", "content": SYSTEM}] if number % 3 == 2 else []

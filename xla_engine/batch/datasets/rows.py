@@ -66,7 +66,7 @@ def template_columns(template: str | None) -> list[str]:
     for _, name, form, conversion in parts:
         if name is not None and (not name or form or conversion):
             raise ConfigError(
-                f"--prompt-template {template!r}: write the name of a column alone, as {{column}}"
+                f"--prompt-template {template!r}: write only the name of a column in braces, {{column}}"
             )
     return [name for _, name, _, _ in parts if name is not None]
 

@@ -48,8 +48,8 @@ def device_proposer_of(
         named = checkpoint.path / "draft" if options.model is None else options.model
         if isinstance(named, Path) and not named.is_dir():
             raise ConfigError(
-                f"{checkpoint.path} brings no draft model (a directory draft); "
-                'name one of the same tokenizer as "model" in speculative_config'
+                f"{checkpoint.path} has no draft model (a directory draft); "
+                'name one with the same tokenizer as "model" in speculative_config'
             )
         files = open_model(named)
         own = Tokenizer.of_model(files)
