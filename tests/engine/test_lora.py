@@ -324,7 +324,7 @@ def zeros(*names: str) -> dict[str, np.ndarray]:
         ({"tensors": {Q_OF_1 + "A.weight": A_OF_48.astype(np.int32)}}, "not a float"),
         (
             {"tensors": {Q_OF_1 + "A.weight": A_OF_48.T}},
-            r"is F32\[48, 8\], not a float \[8, 48\].*very model",
+            r"is F32\[48, 8\], not a float \[8, 48\].*trained for this model",
         ),
         ({"scales": (3e38, 3e38)}, "values as large as 3.*e.38 and .*overflow.* again"),
         ({"scales": (3e38, 1.0)}, "overflow"),
