@@ -9,6 +9,7 @@ import logging
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,38 @@ def test_another_engine_does_not_go_on(
         assert len(records) == 3
         patch.setattr(batch, "recall", lambda digest: None)
         assert_not_started(run_file(tmp_path, prompts(5), "--resume")[0], "it did not run on this machine")
+
+
+def test_a_file_of_another_kind_of_machine_says_what_differs(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache is elsewhere: all there is here is the digest in the results."""
+    native = {"jax": "0.12", "attention": "native", "linear": "native", "isa": "avx2"}
+
+    def identity(length: int, **platform: str) -> EngineIdentity:
+        return EngineIdentity(
+            model="m", dtype="none", config={"max_model_len": length}, platform=native | platform
+        )
+
+    tiles = identity(8192)
+    tiles = replace(tiles, platform={name: word for name, word in native.items() if name != "isa"})
+    monkeypatch.setattr(batch, "recall", lambda digest: None)
+    for there, differences in (
+        (identity(8192, isa="avx512"), "isa: avx512 and avx2"),
+        (
+            identity(4096, isa="avx512_bf16"),
+            "isa: avx512_bf16 and avx2; engine option max_model_len: 4096 and 8192",
+        ),
+        (tiles, "isa: absent and avx2"),
+    ):
+        monkeypatch.setattr(engine, "identity", lambda there=there: there)
+        run_file(tmp_path, prompts(3), "--overwrite")
+        monkeypatch.setattr(engine, "identity", lambda: identity(8192))
+        result, _ = run_file(tmp_path, prompts(5), "--resume")
+        assert_not_started(result, f"on another machine and here, {differences}. Resume with the same")
+    monkeypatch.setattr(engine, "identity", lambda: identity(8192, jax="0.11"))
+    result, _ = run_file(tmp_path, prompts(5), "--resume")
+    assert_not_started(result, "it did not run on this machine: jax 0.11, attention native")
 
 
 def test_a_resumed_run_takes_the_recorded_length(tmp_path: Path, engine: FakeEngine) -> None:
@@ -368,6 +401,8 @@ def test_a_dry_run_estimates_from_the_last_run(
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
     assert "new tokens           410 at most; about 30 if answers are as long as in the last run (2)" in told
     assert "time                 about 0 s at " in told and " tok/s, as in the run of 20" in told
+    assert "1,000 answers of 2 tokens, as the last run's were: about " in invoke("inspect").stdout
+    assert json.loads(invoke("inspect", "--json").stdout)["last_run"]["generated_tokens"] == 40
     last = LastRun.of(embedded_model_directory())
     assert last is not None and (last.answers, last.generated_tokens) == (20, 40)
     # too few to say anything

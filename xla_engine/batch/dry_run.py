@@ -65,9 +65,7 @@ class DryReport:
         last = self.last_run
         if last is None:
             return "unknown: this model has not run on this machine yet"
-        seconds = self.expected_tokens / last.tokens_per_s
-        about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-        return f"about {about} at {last.tokens_per_s:.0f} tok/s, as in the run of {last.day}, plus the start"
+        return f"{last.time_of(self.expected_tokens)}, plus the start"
 
 
 class DryRun:

@@ -33,6 +33,12 @@ class LastRun:
         """Mean tokens of an answer."""
         return self.generated_tokens / self.answers
 
+    def time_of(self, tokens: float) -> str:
+        """What so many tokens would take, in words."""
+        seconds = tokens / self.tokens_per_s
+        about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        return f"about {about} at {self.tokens_per_s:.0f} tok/s, as in the run of {self.day}"
+
     def keep(self, model: Path | str) -> None:
         """Store the run if it was long enough and the cache directory is writable."""
         if self.answers >= _ENOUGH and self.generated_tokens and self.seconds > 0:

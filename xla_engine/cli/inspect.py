@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xla_engine.cli import _common, _help
+
+if TYPE_CHECKING:
+    from xla_engine.batch.last_run import LastRun
 
 
 @click.command(cls=_help.Sectioned, short_help="Show what a model needs, and whether it runs here.")
@@ -21,7 +25,8 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
     MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded); without it,
     the small model that ships with the package. The table gives the memory that an engine needs for weights, slots and
     scratch, by max_model_len and max_num_seqs. Values in brackets exceed the available memory; the last
-    column is the number of slots that fit.
+    column is the number of slots that fit. After a run of the model on this machine, the last line says how long a
+    thousand more answers would take.
 
     \b
     Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
@@ -32,11 +37,25 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
       xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
     """
     with _common.startup_errors():
+        from xla_engine.batch.last_run import LastRun
         from xla_engine.config import EngineConfig
         from xla_engine.engine.inspection import inspect_model, report_lines
         from xla_engine.environment import embedded_model_directory
 
-        report = inspect_model(model or embedded_model_directory(), EngineConfig(**options))
-    click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report_lines(report)))
+        named = model or embedded_model_directory()
+        report, last = inspect_model(named, EngineConfig(**options)), LastRun.of(named)
+    if as_json:
+        told = None if last is None else {**asdict(last), "tokens_per_s": last.tokens_per_s}
+        click.echo(json.dumps(report.to_json() | {"last_run": told}))
+    else:
+        click.echo("\n".join((*report_lines(report), *_time(last))))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)
+
+
+def _time(last: LastRun | None) -> tuple[str, ...]:
+    """What the last run lets expect; nothing without one."""
+    if last is None:
+        return ()
+    answers = f"1,000 answers of {last.mean_tokens:.0f} tokens, as the last run's were"
+    return ("", f"{answers}: {last.time_of(1000 * last.mean_tokens)}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xla_engine.batch.known_engines import recall, remember
+from xla_engine.batch.known_engines import elsewhere, recall, remember
 from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
 from xla_engine.batch.results import ResultHeader
@@ -37,6 +37,7 @@ from xla_engine.utils.startup import StartTimes
 if TYPE_CHECKING:
     from xla_engine.batch.shards.shard import Shard
     from xla_engine.engine.client import EngineClient
+    from xla_engine.engine.identity import EngineIdentity
 
 _imported_at = time.monotonic()
 
@@ -209,15 +210,9 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
     digest = identity.digest()
     remember(identity)
     if done.system_fingerprint not in (None, digest, identity.digest(with_devices=True)):
-        made_with = recall(done.system_fingerprint)
-        differences = (
-            "another model, option, version or device (it did not run on this machine)"
-            if made_with is None
-            else f"then and now, {'; '.join(made_with.differences(identity))}"
-        )
         raise OutputError(
-            f"the output was made with engine {done.system_fingerprint}, this one is {digest}: {differences}. "
-            "Resume with the same, or use another file"
+            f"the output was made with engine {done.system_fingerprint}, this one is {digest}: "
+            f"{_differences(identity, done.system_fingerprint)}. Resume with the same, or use another file"
         )
     created = next(time for time in (settings.created, done.created, int(time.time())) if time is not None)
     return ResultHeader(
@@ -228,6 +223,16 @@ def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model
         tokenizer=engine.tokenizer,
         labels=engine.validator.labels,
     )
+
+
+def _differences(identity: EngineIdentity, digest: str | None) -> str:
+    """What tells an engine from the one of this digest."""
+    if (made_with := recall(digest)) is not None:
+        return f"then and now, {'; '.join(made_with.differences(identity))}"
+    if (made_with := elsewhere(digest, identity)) is not None:
+        return f"on another machine and here, {'; '.join(made_with.differences(identity))}"
+    here = ", ".join(f"{name} {word}" for name, word in identity.platform.items())
+    return f"another model, option, version or device (it did not run on this machine: {here})"
 
 
 def run_state(totals: RunTotals) -> dict[str, Any]:
