@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.row_state.lanes import targets
+from xla_engine.graphs.row_state.lanes import put, targets
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.graphs.row_state.packing import pack, unpack
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
@@ -119,6 +119,19 @@ def by_slot(rows: T) -> T:
     """`Rows` or `RowState` without the wide fields and those whose leading axis is not the slot."""
     every: Any = rows
     return replace(every, history=None, block_tables=None)
+
+
+def some_rows(rows: Rows, slot: jax.Array) -> Rows:
+    """The small fields of the rows `slot [P]`, by one gather in place of one for each field."""
+    small = by_slot(rows)
+    found: Rows = unpack(pack(small)[slot], small)
+    return found
+
+
+def with_rows(rows: Rows, target: jax.Array, new: Rows) -> Rows:
+    """`rows` with the small fields of `new`, written to the rows `target [P]` (`lanes.put`) by one scatter."""
+    words = put(pack(by_slot(rows)), target, pack(by_slot(new)))
+    return unpack_rows(RowState(words=words, history=rows.history, block_tables=rows.block_tables), rows)
 
 
 def make_tables(count: int, vocabulary: int, *, has_blocks: bool = False, drafts: int = 0) -> Tables:

@@ -87,7 +87,6 @@ def decode_step(
     sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed_logprobs)
     advanced = advance(
         rows,
-        lambda leaf, new: jnp.where(live, new, leaf),
         token=sampled.token,
         length=at.position,
         ended=ends(sampled.token, rows.stop_ids),
@@ -95,5 +94,6 @@ def decode_step(
         remaining=rows.remaining,
         min_remaining=rows.min_remaining,
     )
+    advanced = jax.tree.map(lambda new, old: old if new is old else jnp.where(live, new, old), advanced, rows)
     told = sampled._replace(token=jnp.where(live, sampled.token, -1))
     return updated, advanced, told.packed(), told.top

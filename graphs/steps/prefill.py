@@ -18,8 +18,8 @@ from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.row_state.lanes import Extents, targets
+from xla_engine.graphs.row_state.rows import Rows, Tables, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
@@ -225,21 +225,20 @@ def _remember(rows: Rows, lanes: Lanes) -> Rows:
 
 def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
     """Activate the row of every lane that completed its prompt; other rows keep their state."""
-    target = targets(lanes.slot, lanes.is_last, len(rows.token))
-
-    def armed(row: jax.Array, new: jax.Array) -> jax.Array:
-        return put(row, target, new)
-
-    rows = dataclasses.replace(
-        rows,
-        stop_ids=armed(rows.stop_ids, lanes.stop_ids),
-        prompt_length=armed(rows.prompt_length, lanes.prompt_length),
-        sampling=jax.tree.map(armed, rows.sampling, lanes.sampling),
-        adapter=jax.tree.map(armed, rows.adapter, lanes.adapter),
+    none = jnp.zeros_like(length)
+    fresh = Rows(
+        token=none,
+        length=none,
+        remaining=none,
+        min_remaining=none,
+        stop_ids=lanes.stop_ids,
+        prompt_length=lanes.prompt_length,
+        history=rows.history,
+        sampling=lanes.sampling,
+        adapter=lanes.adapter,
     )
-    return advance(
-        rows,
-        armed,
+    armed = advance(
+        fresh,
         token=token,
         length=length,
         ended=ends(token, lanes.stop_ids),
@@ -247,3 +246,4 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
         remaining=lanes.max_tokens,
         min_remaining=lanes.min_tokens,
     )
+    return with_rows(rows, targets(lanes.slot, lanes.is_last, len(rows.token)), armed)

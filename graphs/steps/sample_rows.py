@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -69,7 +68,6 @@ def ends(token: jax.Array, stop_ids: jax.Array) -> jax.Array:
 
 def advance(
     rows: Rows,
-    store: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     token: jax.Array,
     length: jax.Array,
@@ -78,15 +76,14 @@ def advance(
     remaining: jax.Array,
     min_remaining: jax.Array,
 ) -> Rows:
-    """The rows after N of them have sampled `emitted` tokens each, `token [N]` being the last.
+    """Rows after they have sampled `emitted` tokens each, `token` being the last.
 
-    store: returns `leaf [B]` with the new values `[N]` of these rows.
     length: the new length. ended: whether `token` ends the row. remaining, min_remaining: the values before the step.
     """
     return replace(
         rows,
-        token=store(rows.token, token),
-        length=store(rows.length, length),
-        remaining=store(rows.remaining, jnp.where(ended, 0, remaining - emitted)),
-        min_remaining=store(rows.min_remaining, jnp.maximum(min_remaining - emitted, 0)),
+        token=token,
+        length=length,
+        remaining=jnp.where(ended, 0, remaining - emitted),
+        min_remaining=jnp.maximum(min_remaining - emitted, 0),
     )

@@ -19,8 +19,8 @@ from xla_engine.graphs.delta_net.layer import DeltaState, Pending, delta_commit
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import NOT_KEPT, Rows, Tables
+from xla_engine.graphs.row_state.lanes import Extents, targets
+from xla_engine.graphs.row_state.rows import NOT_KEPT, Rows, Tables, some_rows, with_rows
 from xla_engine.graphs.steps.prefill import tapped, through_layers
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
@@ -113,20 +113,30 @@ def verify_rows(
     """
     lanes = drafts.slot.shape[0]
     slot, live, limit = members(rows, drafts, width)
-    length, remaining, stop_ids = rows.length[slot], rows.remaining[slot], rows.stop_ids[slot]
+    own = some_rows(rows, slot)
+    length = own.length
     draft, count = jnp.zeros((lanes, 0), jnp.int32), jnp.zeros(lanes, jnp.int32)  # [P, W - 1], [P]
     if width > 1:
         draft, count = _drafts(rows, drafts, slot, live, limit, width - 1)
 
-    tokens = jnp.concatenate([rows.token[slot][:, None], jnp.maximum(draft, 0)], axis=1)  # [P, W]
+    tokens = jnp.concatenate([own.token[:, None], jnp.maximum(draft, 0)], axis=1)  # [P, W]
     fed = jnp.where(live, count + 1, 0)
     place = jnp.arange(width, dtype=jnp.int32)
     used = place < fed[:, None]  # [P, W]
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
     pending: dict[int, Pending] | None = {} if width > 1 else None  # with width 1, every token is kept
-    extents, adapter = Extents(slot, length, fed), None if rows.adapter is None else rows.adapter[slot]
+    extents = Extents(slot, length, fed)
     updated, streams = through_layers(
-        spec, key_length, model.hidden, rope, cache, rows, tokens, extents, pending=pending, adapter=adapter
+        spec,
+        key_length,
+        model.hidden,
+        rope,
+        cache,
+        rows,
+        tokens,
+        extents,
+        pending=pending,
+        adapter=own.adapter,
     )
     logits = model.logits(streams[-1], products.for_rows(used.reshape(-1)))  # of P * W rows
     position = length[:, None] + place  # of the fed tokens, [P, W]
@@ -139,17 +149,17 @@ def verify_rows(
         live=used.reshape(-1),
         slot=spread(slot),
         position=(position + 1).reshape(-1),
-        prompt_length=spread(rows.prompt_length[slot]),
-        min_remaining=(rows.min_remaining[slot][:, None] - place).reshape(-1),
-        stop_ids=spread(stop_ids),
-        sampling=jax.tree.map(lambda leaf: spread(leaf[slot]), rows.sampling),
+        prompt_length=spread(own.prompt_length),
+        min_remaining=(own.min_remaining[:, None] - place).reshape(-1),
+        stop_ids=spread(own.stop_ids),
+        sampling=jax.tree.map(spread, own.sampling),
         draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
     sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed)
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
-    last = ends(token, stop_ids[:, None])
+    last = ends(token, own.stop_ids[:, None])
     # A token is emitted if every draft before it is correct and no token before it ends the row.
     goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
@@ -158,17 +168,16 @@ def verify_rows(
         assert isinstance(state, DeltaState) and native is not None
         updated[store] = delta_commit(state, brought, slot=slot, count=emitted, native=native)
     final = jnp.maximum(emitted - 1, 0)[:, None]
-    target = targets(slot, live, len(rows.token))
     advanced = advance(
-        rows,
-        lambda leaf, new: put(leaf, target, new),
+        own,
         token=jnp.take_along_axis(token, final, axis=1)[:, 0],
         length=length + emitted,
         ended=jnp.take_along_axis(last, final, axis=1)[:, 0],
         emitted=emitted,
-        remaining=remaining,
-        min_remaining=rows.min_remaining[slot],
+        remaining=own.remaining,
+        min_remaining=own.min_remaining,
     )
+    advanced = with_rows(rows, targets(slot, live, len(rows.token)), advanced)
     rejected = jnp.where(used, NOT_KEPT, -1)
     told = sampled._replace(token=jnp.where(place < emitted[:, None], token, rejected).reshape(-1))
     return updated, advanced, told.packed(), told.top, next(iter(tapped(streams, taps)), streams[-1])

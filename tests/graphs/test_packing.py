@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from tests.support.models import TINY_ENGINE
+from xla_engine.graphs.row_state.lanes import targets
 from xla_engine.graphs.row_state.packing import pack, unpack
-from xla_engine.graphs.row_state.rows import Rows, make_rows, pack_rows, unpack_rows
+from xla_engine.graphs.row_state.rows import (
+    Rows,
+    make_rows,
+    pack_rows,
+    some_rows,
+    unpack_rows,
+    with_rows,
+)
 from xla_engine.runner.prefill_inputs import make_lanes
 
 
@@ -37,3 +45,19 @@ def test_packing_keeps_every_bit(where: Any) -> None:
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             assert (old.dtype, old.shape) == (new.dtype, new.shape)
             assert np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+def test_some_rows_are_read_and_written_to_the_bit() -> None:
+    """Slots 4, 1 and 0 of two sets of rows, of which the second is written; others keep theirs."""
+    rows = jax.tree.map(lambda leaf: jnp.asarray(noise(leaf)), make_rows(5, 3, 70))
+    others = jax.tree.map(lambda leaf: ~leaf if leaf.dtype != np.float32 else -leaf, rows)
+    slot, wanted = jnp.array([4, 1, 0]), jnp.array([True, False, True])
+    changed = jax.jit(lambda a, b: with_rows(a, targets(slot, wanted, 5), some_rows(b, slot)))(rows, others)
+    for name in ("history", "token", "length", "remaining", "stop_ids", "sampling"):
+        triples = zip(
+            *(jax.tree.leaves(getattr(each, name)) for each in (rows, others, changed)), strict=True
+        )
+        for old, new, found in triples:
+            for row in range(5):
+                expected = new if name != "history" and row in (0, 4) else old
+                assert np.asarray(found)[row].tobytes() == np.asarray(expected)[row].tobytes()
