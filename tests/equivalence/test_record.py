@@ -31,6 +31,8 @@ def test_round_trip(honest: Record, tmp_path: Path) -> None:
     write_record(tmp_path / "record.json", honest)
     assert read_record(tmp_path / "record.json") == honest
     assert to_json(read_record(tmp_path / "record.json")) == to_json(honest)
+    portable = replace(honest.identity, platform={"arithmetic": "portable-1"}, made_on={"jax": "1"})
+    assert from_json(to_json(replace(honest, identity=portable)).encode()).identity == portable
     assert len(to_json(honest)) < 100_000
     assert len(honest.schedule.cases) == 40 and honest.schedule.neighbours
     assert any(action.kind == "abort" for action in honest.schedule.actions)

@@ -62,6 +62,7 @@ def to_json(record: Record) -> str:
         },
         "engine": dict(record.identity.config),
         "platform": dict(record.identity.platform),
+        **({"made_on": dict(record.identity.made_on)} if record.identity.made_on else {}),
         "fresh": record.fresh,
         "lag": schedule.lag,
         **(
@@ -121,7 +122,10 @@ def from_json(raw: bytes) -> Record:
 
 def _record(data: dict[str, Any]) -> Record:
     model, config = _kind(data["model"], dict, "model"), _kind(data["engine"], dict, "engine")
-    platform = {name: _kind(value, str, name) for name, value in _kind(data["platform"], dict, "").items()}
+    platform, made_on = (
+        {name: _kind(value, str, name) for name, value in _kind(found, dict, "").items()}
+        for found in (data["platform"], data.get("made_on", {}))
+    )
     cases: list[Case] = []
     neighbours: list[Case] = []
     batched: dict[str, Trace] = {}
@@ -146,6 +150,7 @@ def _record(data: dict[str, Any]) -> Record:
             dtype=_kind(model["dtype"], str, "dtype"),
             config=config,
             platform=platform,
+            made_on=made_on,
         ),
         model_path=path if path is None else _kind(path, str, "path"),
         fresh=_kind(data["fresh"], bool, "fresh"),
