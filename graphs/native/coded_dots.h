@@ -69,15 +69,16 @@ inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
 #endif
 }
 
-// Sums of 16 bits of two products each.
+// Sums of 16 bits of two products each. Compilers that multiplied ahead of the sums would run out of registers.
 inline WordRegister AddNibbles(WordRegister sum, WordRegister codes, int32_t word) {
 #if defined(__AVX512BW__)
-  return (WordRegister)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(word)));
+  sum = (WordRegister)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(word)));
+  asm("" : "+v"(sum));
 #elif defined(__AVX2__)
-  return (WordRegister)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(word)));
-#else
-  return sum;
+  sum = (WordRegister)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(word)));
+  asm("" : "+x"(sum));
 #endif
+  return sum;
 }
 
 // The sums in 32 bits.
@@ -191,6 +192,7 @@ struct FoursKernel {
           sum[r] = Words{} + start;
         }
         Unrolled(std::make_integer_sequence<int, kPlanes>(), [&](auto plane) __attribute__((always_inline)) {
+          if constexpr (plane > 0) asm("" : "+r"(rows), "+r"(codes));  // words are loaded again: no room to keep them
           Words part[kRows];
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) part[r] = kByNibbles ? Words{} : sum[r];
