@@ -120,7 +120,7 @@ def test_one_that_cannot_be_pooled_harms_no_other(tiny: XlaBatchEngine) -> None:
     ("fields", "message"),
     [
         ({"temperature": 1.0}, "temperature applies to generation only"),
-        ({"logprobs": 1}, "logprobs is for"),
+        ({"logprobs": 1}, "logprobs applies to"),
         ({"task": "draw"}, "task must be"),
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": 4, "task": "score"}, "for embeddings"),
