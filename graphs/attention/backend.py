@@ -151,7 +151,11 @@ class Attention(Protocol):
     def to_host(
         self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout."""
+        """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout.
+
+        In eight bits, `[B, KV, S, Dp + 4]`: heads as they are stored, rotated and padded, then each one's scale, a
+        float32.
+        """
         ...
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:

@@ -37,10 +37,13 @@ class NativeAttention:
     """See `graphs.attention.backend.Attention`; the layout of the cache is described in `attention_cache.h`.
 
     isa: the instruction set of the library. call_positions: see `kept_positions`.
+    cache_dtype: None stores keys and values as computed; int8, of a model in bfloat16, in eight bits, with a float32
+        scale for each position and head (`attention_bytes.h`).
     """
 
     isa: str
     call_positions: int | None = None
+    cache_dtype: jnp.dtype | None = None
     name = "native"
     bounded_by_length = True
     shares_stores = True
@@ -48,11 +51,12 @@ class NativeAttention:
     def make_store(
         self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
     ) -> LayerCache:
+        dtype = self.cache_dtype or dtype
         pack, width = _pack(dtype), _width(config.head_dim, dtype)
         check_length(length, least=_LANES * pack)
         heads = (len(layers), rows, config.num_key_value_heads)
         kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
-        keys = (*heads, kept // _LANES, width // pack, _LANES, pack)
+        keys = (*heads, kept // _LANES, width // pack + _scales(dtype), _LANES, pack)
         values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
         return LayerCache(*(self._zeros(shape, dtype) for shape in (keys, values)))
 
@@ -106,13 +110,19 @@ class NativeAttention:
         by_key = keys.transpose(0, 1, 2, 4, 3, 5)
         by_value = values.transpose(0, 1, 2, 4, 6, 3, 5)
         whole = (rows, heads, keys.shape[2] * _LANES, -1)
-        return by_key.reshape(whole)[..., :head_dim], by_value.reshape(whole)[..., :head_dim]
+        keys, values = by_key.reshape(whole), by_value.reshape(whole)
+        if keys.dtype == np.int8:  # rotated and padded, and the bytes of the scale
+            return keys[..., :-4], np.concatenate([values, keys[..., -4:]], axis=-1)
+        return keys[..., :head_dim], values[..., :head_dim]
 
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
         rows, heads, positions, head_dim = keys.shape
+        if keys.dtype == np.int8:
+            keys, values = np.concatenate([keys, values[..., -4:]], axis=-1), values[..., :-4]
+            head_dim = values.shape[-1]
         pack, width = _pack(keys.dtype), _width(head_dim, keys.dtype)
         keys, values = (np.pad(x, ((0, 0),) * 3 + ((0, width - head_dim),)) for x in (keys, values))
-        by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, width // pack, pack)
+        by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, -1, pack)
         by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
         layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
         return LayerCache(*(jax.device_put(np.ascontiguousarray(array[None])) for array in layer))
@@ -127,7 +137,7 @@ class NativeAttention:
         operation = jax.ffi.ffi_call(
             f"{TARGET}_{self.isa}",
             (
-                jax.ShapeDtypeStruct((rope.shape[0], features), layer.keys.dtype),
+                jax.ShapeDtypeStruct((rope.shape[0], features), _result(layer.keys.dtype)),
                 *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
             ),
             input_output_aliases={9: 1, 10: 2},
@@ -153,7 +163,16 @@ def _pack(dtype: jnp.dtype) -> int:
     return 4 // jnp.dtype(dtype).itemsize
 
 
+def _scales(dtype: jnp.dtype) -> int:
+    """Vectors of scales behind sixteen keys: of the keys, and of the values of the same positions."""
+    return 2 if dtype == jnp.int8 else 0
+
+
+def _result(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.int8 else dtype
+
+
 def _width(head_dim: int, dtype: jnp.dtype) -> int:
-    """Head dimension padded to whole tiles."""
-    whole = _LANES * _pack(dtype)
+    """Head dimension padded to whole tiles, which are as wide as those of AMX in bfloat16 alone."""
+    whole = 2 * _LANES if dtype == jnp.bfloat16 else _LANES
     return -(-head_dim // whole) * whole

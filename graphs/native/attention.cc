@@ -3,6 +3,7 @@
 // Every query reads the tiles that hold the keys it may see, in order of position, and nothing else: its bits are a
 // function of its own sequence, whatever lane, slot, page, neighbour, chunk or number of threads computed it.
 
+#include "attention_bytes.h"
 #include "attention_cache.h"
 #include "attention_heads.h"
 #include "attention_scores.h"
@@ -57,19 +58,23 @@ class Scratch {
   std::vector<Line> scores_, weights_;
 };
 
-template <typename T>
-void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* values, T* out) {
+// T: of the store. In int8, heads are taken in float32 and results are bf16.
+template <typename T, typename Out>
+void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* values, Out* out) {
+  constexpr bool kBytes = std::is_same_v<T, int8_t>;
+  using Taken = std::conditional_t<kBytes, float, T>;
   const int64_t groups = a.heads / a.kv_heads;
   const int64_t tokens = std::max<int64_t>(1, kQueries / groups);  // of one task
   const int64_t pieces = (a.width + tokens - 1) / tokens;
-  const int64_t head_size = a.page * a.projection.padded;
   auto head_of = [&](int64_t lane, int64_t kv) {
-    return Head<T>{keys + kv * head_size,  values + kv * head_size, a.tables + a.slot[lane] * a.pages, a.pages, a.page,
-                   a.kv_heads * head_size, a.projection.padded};
+    Head<T> head = {keys, values, a.tables + a.slot[lane] * a.pages, a.pages, a.page, a.kv_heads * a.page, a.projection.padded};
+    head.keys += kv * a.page * head.KeyWidth();
+    head.values += kv * a.page * head.width;
+    return head;
   };
 
   auto write = [&](int64_t lane, int64_t kv) {
-    alignas(64) T key[kMaxWidth], value[kMaxWidth];
+    alignas(64) Taken key[kMaxWidth], value[kMaxWidth];
     const Head<T> head = head_of(lane, kv);
     const int64_t end = a.start[lane] + a.count[lane];
     bool continued = false;  // by another lane, which may be written at the same time
@@ -80,7 +85,10 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
       a.projection.Rotated(row, a.heads + kv, a.k_norm, key);
       a.projection.Value(row, a.heads + a.kv_heads + kv, value);
       const bool odd = (a.start[lane] + t) % 2;
-      head.Write(a.start[lane] + t, key, value, odd ? t > 0 || a.width == 1 : t + 1 < a.count[lane] || !continued);
+      if constexpr (kBytes)
+        WriteBytes(head, a.start[lane] + t, key, value);
+      else
+        head.Write(a.start[lane] + t, key, value, odd ? t > 0 || a.width == 1 : t + 1 < a.count[lane] || !continued);
     }
   };
 
@@ -89,13 +97,13 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     const int64_t used = std::min<int64_t>(last_token, a.count[lane]);
     for (int64_t t = std::max<int64_t>(first_token, used); t < last_token; ++t)  // padding
       std::memset(static_cast<void*>(out + ((lane * a.width + t) * a.heads + kv * groups) * a.projection.head_dim), 0,
-                  groups * a.projection.head_dim * sizeof(T));
+                  groups * a.projection.head_dim * sizeof(Out));
     if (first_token >= used) return;
     thread_local Scratch<T> scratch;
     // Whole tiles by absolute position, so that a row's keys stand in the same tiles whatever rows are beside it.
     const int64_t begin = a.First(a.start[lane] + first_token) / Head<T>::kTile * Head<T>::kTile;
     scratch.Prepare(head_of(lane, kv), begin, a.start[lane] + used);
-    alignas(64) T queries[kQueries * kMaxWidth];
+    alignas(64) Taken queries[kQueries * kMaxWidth];
     alignas(64) float result[kQueries * kMaxWidth];
     float sums[kQueries];
     Seen seen;
@@ -121,11 +129,11 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
         AttendVectors(scratch.context, queries, seen, a.form, scratch.scores(), scratch.score_stride, result, sums);
       for (int64_t r = 0; r < seen.rows; ++r) {
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
-        T* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
+        Out* to = out + ((lane * a.width + t) * a.heads + head) * a.projection.head_dim;
         const float* from = result + r * a.projection.padded;
         int64_t d = 0;
-        for (; d + kVector <= a.projection.head_dim; d += kVector) Storage<T>::Round(Load(from + d) / sums[r], to + d);
-        for (; d < a.projection.head_dim; ++d) to[d] = Storage<T>::Round(from[d] / sums[r]);
+        for (; d + kVector <= a.projection.head_dim; d += kVector) Storage<Out>::Round(Load(from + d) / sums[r], to + d);
+        for (; d < a.projection.head_dim; ++d) to[d] = Storage<Out>::Round(from[d] / sums[r]);
       }
     }
   };
@@ -168,7 +176,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
                   Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                   ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap, float eps) {
-  const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W]
+  const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W], in int8 D / W + 2
   Arguments a;
   Projection& projection = a.projection;
   projection.qkv = qkv.typed_data();
@@ -189,7 +197,9 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   projection.head_dim = 2 * rope.dimensions()[2];
   a.kv_heads = shape[2];
   a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
-  projection.padded = shape[4] * shape[6];
+  const bool bytes = keys.element_type() == ffi::S8;
+  const int64_t key_width = shape[4] * shape[6];
+  projection.padded = key_width - (bytes ? Head<int8_t>::kScales : 0);
   a.rows = tables.dimensions()[0];
   a.pages = tables.dimensions()[1];
   a.page = shape[3] * kVector;
@@ -198,7 +208,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
     return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
   if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
-  const int64_t before = layer * shape[1] * a.kv_heads * a.page * projection.padded;  // elements of keys, or of values
+  const int64_t before = layer * shape[1] * a.kv_heads * a.page;  // positions
   if (const char* complaint = Misplaced(a, shape[1])) return ffi::Error::InvalidArgument(complaint);
   bool tiles = false;
 #ifdef XLA_ENGINE_AMX
@@ -206,13 +216,17 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   tiles = granted;
 #endif
   if (keys.element_type() == ffi::BF16) {
-    Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()) + before,
-        reinterpret_cast<BFloat16*>(values.untyped_data()) + before, reinterpret_cast<BFloat16*>(out->untyped_data()));
+    Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()) + before * key_width,
+        reinterpret_cast<BFloat16*>(values.untyped_data()) + before * projection.padded, reinterpret_cast<BFloat16*>(out->untyped_data()));
   } else if (keys.element_type() == ffi::F32) {
-    Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()) + before,
-        reinterpret_cast<float*>(values.untyped_data()) + before, reinterpret_cast<float*>(out->untyped_data()));
+    Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()) + before * key_width,
+        reinterpret_cast<float*>(values.untyped_data()) + before * projection.padded, reinterpret_cast<float*>(out->untyped_data()));
+  } else if (bytes && out->element_type() == ffi::BF16) {
+    Run(pool, a, tiles, reinterpret_cast<int8_t*>(keys.untyped_data()) + before * key_width,
+        reinterpret_cast<int8_t*>(values.untyped_data()) + before * projection.padded,
+        reinterpret_cast<BFloat16*>(out->untyped_data()));
   } else {
-    return ffi::Error::InvalidArgument("the cache must be bf16 or f32");
+    return ffi::Error::InvalidArgument("the cache must be bf16, f32, or int8 of a model in bf16");
   }
   return ffi::Error::Success();
 }

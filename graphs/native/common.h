@@ -98,6 +98,11 @@ struct Storage<BFloat16> {
   }
 };
 
+template <>
+struct Storage<int8_t> {
+  static constexpr int64_t kPack = 4;
+};
+
 // exp of values <= 0 (NaN stays NaN) by reduction to [-ln2/2, ln2/2] and a polynomial (coefficients of Cephes' expf); 0 below -87.
 inline Vec Exp(Vec x) {
   const Vec zero = {};

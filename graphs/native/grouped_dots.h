@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "hadamard.h"
 #include "packed_dots.h"
 
 namespace xla_engine {
@@ -27,40 +28,6 @@ inline void PackScales(const BFloat16* rows, int64_t groups, int64_t count, BFlo
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t feature = 0; feature < 16; ++feature)
       to[group * 16 + feature] = feature < count ? rows[feature * groups + group] : BFloat16{};
-}
-
-// Sums and differences of the values of a register `distance` apart: the lower of each two in front.
-template <int distance, typename Register>
-__attribute__((always_inline)) inline Register Butterfly(Register v) {
-  Register turned;
-  WordRegister signs;
-  for (int lane = 0; lane < kRegister; ++lane) signs[lane] = lane & distance ? INT32_MIN : 0;
-  if constexpr (kRegister == 16) {
-    if constexpr (distance == 8) turned = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    if constexpr (distance == 4) turned = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  } else if constexpr (kRegister == 8) {
-    if constexpr (distance == 4) turned = __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
-    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
-    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
-  } else {
-    if constexpr (distance == 2) turned = __builtin_shufflevector(v, v, 2, 3, 0, 1);
-    if constexpr (distance == 1) turned = __builtin_shufflevector(v, v, 1, 0, 3, 2);
-  }
-  return turned + (Register)((WordRegister)v ^ signs);
-}
-
-// Four times the Hadamard transform of sixteen values (of a group: `graphs.ops.int8.rotated`).
-template <typename V>
-__attribute__((always_inline)) inline V Transformed(V v) {
-  if constexpr (kIsPair<V>) {
-    return {Transformed(v.low + v.high), Transformed(v.low - v.high)};
-  } else {
-    if constexpr (kRegister > 8) v = Butterfly<8>(v);
-    if constexpr (kRegister > 4) v = Butterfly<4>(v);
-    return Butterfly<1>(Butterfly<2>(v));
-  }
 }
 
 // Numbers of a row that share a scale, in eight bits.

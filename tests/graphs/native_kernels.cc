@@ -10,6 +10,7 @@
 #include <random>
 #include <tuple>
 
+#include "attention_bytes.h"
 #include "attention_cache.h"
 #include "attention_heads.h"
 #include "attention_scores.h"
@@ -237,25 +238,35 @@ void CheckExponential() {
   Check(nan != nan, "exp of NaN", 0);
 }
 
-// Queries of one head over a cache of keys; what nobody wrote there is no number.
+// Queries of one head over a cache of keys; what nobody wrote there is no number, or has no number for its scale.
 template <typename T>
 struct Attention {
+  using Taken = std::conditional_t<std::is_same_v<T, int8_t>, float, T>;
   int64_t stride;
-  std::vector<T> queries, key_store, value_store;
+  std::vector<Taken> queries;
+  std::vector<T> key_store, value_store;
   int32_t table = 0;
   Context<T> context;
   Seen seen = {};
   std::vector<float> scores, out, sums;
 
-  Attention(int64_t head_dim, const std::vector<T>& keys, const std::vector<T>& values, std::vector<T> asked)
+  Attention(int64_t head_dim, const std::vector<Taken>& keys, const std::vector<Taken>& values, std::vector<Taken> asked)
       : queries(std::move(asked)), out(kQueries * kMaxWidth), sums(kQueries) {
-    const int64_t count = keys.size() / head_dim, page = (count + 31) / 32 * 32, kept = page * head_dim;
+    const int64_t count = keys.size() / head_dim, page = (count + 63) / 64 * 64, kept = page * (head_dim + Head<T>::kScales);
     stride = page + 16;
     scores.resize(kQueries * stride);
     key_store.resize(kept + 64), value_store.resize(kept + 64);
     for (auto* store : {&key_store, &value_store}) std::memset(static_cast<void*>(store->data()), 0xFF, store->size() * sizeof(T));  // NaN
-    const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, kept, head_dim};
-    for (int64_t t = 0; t < count; ++t) head.Write(t, keys.data() + t * head_dim, values.data() + t * head_dim, true);
+    const Head<T> head = {key_store.data(), value_store.data(), &table, 1, page, page, head_dim};
+    for (int64_t t = 0; t < count; ++t) {
+      const Taken *key = keys.data() + t * head_dim, *value = values.data() + t * head_dim;
+      if constexpr (std::is_same_v<T, int8_t>) {
+        std::vector<float> scratch(key, key + head_dim), other(value, value + head_dim);
+        WriteBytes(head, t, scratch.data(), other.data());
+      } else {
+        head.Write(t, key, value, true);
+      }
+    }
     context.List(head, 0, count);
     seen.rows = queries.size() / head_dim;
     for (int64_t r = 0; r < seen.rows; ++r) seen.last[r] = count - seen.rows + 1 + r, seen.sink[r] = kLowest;
@@ -267,7 +278,8 @@ struct Attention {
 // Queries of one head over `count` keys, against the definition.
 template <typename T>
 void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
-  const auto keys = Drawn<T>(count * head_dim), values = Drawn<T>(count * head_dim), queries = Drawn<T>(rows * head_dim);
+  using Taken = typename Attention<T>::Taken;
+  const auto keys = Drawn<Taken>(count * head_dim), values = Drawn<Taken>(count * head_dim), queries = Drawn<Taken>(rows * head_dim);
   Attention<T> attention(head_dim, keys, values, queries);
   attention.Run();
   const auto& [out, sums, seen] = std::tie(attention.out, attention.sums, attention.seen);
@@ -282,8 +294,8 @@ void CheckAttention(int64_t head_dim, int64_t count, int64_t rows) {
     for (int64_t d = 0; d < head_dim; ++d) {
       double expected = 0;
       for (int64_t t = 0; t < seen.last[r]; ++t) expected += weight[t] / total * Wide(values[t * head_dim + d]);
-      // Weights are rounded to the type of the values.
-      const double allowed = std::is_same_v<T, float> ? 1e-4 : 1e-2;
+      // Weights are rounded to the type of the values, and what has eight bits is.
+      const double allowed = std::is_same_v<T, float> ? 1e-4 : std::is_same_v<T, BFloat16> ? 1e-2 : 1e-1;
       Check(std::abs(out[r * head_dim + d] / sums[r] - expected) < allowed, "attention", r * head_dim + d);
     }
   }
@@ -451,8 +463,9 @@ void CheckCoded(const CodedKind& kind) {
 
 template <typename T>
 void HashAttention(Hash& hash, int64_t head_dim, int64_t count, int64_t rows) {
-  const auto keys = Fixed<T>(count * head_dim), values = Fixed<T>(count * head_dim);
-  Attention<T> attention(head_dim, keys, values, Fixed<T>(rows * head_dim));
+  using Taken = typename Attention<T>::Taken;
+  const auto keys = Fixed<Taken>(count * head_dim), values = Fixed<Taken>(count * head_dim);
+  Attention<T> attention(head_dim, keys, values, Fixed<Taken>(rows * head_dim));
   attention.Run();
   hash.Add(attention.out.data(), rows * head_dim);
   hash.Add(attention.sums.data(), rows);
@@ -516,7 +529,7 @@ void HashSmall(Hash& hash) {
 }
 
 void PrintBits() {
-  Hash products, rest, groups;
+  Hash products, rest, groups, bytes;
   for (int64_t width : {16, 576}) {
     const auto weights = Fixed<BFloat16>(32 * width), rows = Fixed<BFloat16>(7 * width);  // weights packed as they are
     const Plain<BFloat16> operand = {rows.data(), width};
@@ -552,8 +565,12 @@ void PrintBits() {
     const auto sums = CodedRows(kind, 7, 512, 1).Multiplied(0, 7);
     coded.Add(sums.data(), sums.size());
   }
+  generator.seed(3);
+  for (int64_t keys : {1, 17, 200}) HashAttention<int8_t>(bytes, 64, keys, 1);
+  HashAttention<int8_t>(bytes, 48, 90, 7), HashAttention<int8_t>(bytes, 128, 200, 16);
   products.Print("products");
   small.Print("small");
+  bytes.Print("bytes");
   rest.Print("rest");
   sampler.Print("sampler");
   groups.Print("groups");
@@ -564,7 +581,8 @@ void PrintBits() {
 // Microseconds of one head over `count` keys, one thread, keys and values in the caches.
 template <typename T>
 void TimeAttention(const char* name, int64_t head_dim, int64_t count, int64_t rows) {
-  Attention<T> attention(head_dim, Drawn<T>(count * head_dim), Drawn<T>(count * head_dim), Drawn<T>(rows * head_dim));
+  using Taken = typename Attention<T>::Taken;
+  Attention<T> attention(head_dim, Drawn<Taken>(count * head_dim), Drawn<Taken>(count * head_dim), Drawn<Taken>(rows * head_dim));
   for (int64_t r = 0; r < rows; ++r) attention.seen.last[r] = count;
   constexpr int kTimes = 10;
   double least = 1e9;
@@ -657,6 +675,7 @@ int main(int count, char** words) {
   if (count > 1 && !std::strcmp(words[1], "attention")) {
     for (int64_t rows : {1, 2, 3, 4, 15, 16}) {
       for (int64_t keys : {128, 512, 2048}) TimeAttention<BFloat16>("bf16", 64, keys, rows);
+      for (int64_t keys : {128, 512, 2048}) TimeAttention<int8_t>("int8", 64, keys, rows);
       TimeAttention<BFloat16>("bf16", 128, 512, rows), TimeAttention<float>("f32", 64, 512, rows);
     }
     return 0;
@@ -683,8 +702,8 @@ int main(int count, char** words) {
   CheckExponential();
   CheckLog();
   for (int64_t keys : {1, 2, 17, 32, 33, 200}) {
-    CheckAttention<BFloat16>(64, keys, 1), CheckAttention<float>(48, keys, 1);
-    if (keys > 16) CheckAttention<BFloat16>(96, keys, 16), CheckAttention<float>(64, keys, 7);
+    CheckAttention<BFloat16>(64, keys, 1), CheckAttention<float>(48, keys, 1), CheckAttention<int8_t>(64, keys, 1);
+    if (keys > 16) CheckAttention<BFloat16>(96, keys, 16), CheckAttention<float>(64, keys, 7), CheckAttention<int8_t>(48, keys, 16);
   }
   for (int64_t size : {1, 15, 64, 199, 5000})
     for (int32_t top_k : {0, 1, 40, 3000})

@@ -1,4 +1,7 @@
-"""The C++ attention: against NumPy, its laws to the bit, its layout, and a machine without a compiler."""
+"""The C++ attention: against NumPy, its laws to the bit, its layout, and a machine without a compiler.
+
+With keys and values in bfloat16, in float32, and in eight bits.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,11 @@ class Shape:
     rich: bool = False  # norms, a cap and sinks
 
     @property
+    def stored_width(self) -> int:
+        """Of a head on the host."""
+        return -(-self.head_dim // 16) * 16 + 4 if self.dtype == jnp.int8 else self.head_dim
+
+    @property
     def features(self) -> int:
         return (self.groups + 2) * self.kv_heads * self.head_dim
 
@@ -73,6 +81,9 @@ SHAPES = [
     Shape(1, 5, 80, jnp.bfloat16),
     Shape(2, 8, 128, jnp.bfloat16),
     Shape(1, 20, 48, jnp.float32),
+    Shape(2, 3, 64, jnp.int8),
+    Shape(1, 5, 80, jnp.int8),
+    Shape(1, 2, 8, jnp.int8),
 ]
 
 
@@ -87,7 +98,10 @@ class Slots:
 
     @classmethod
     def of_nan(cls, attention: NativeAttention, shape: Shape, positions: int = S) -> Slots:
-        stale = np.full((3, shape.kv_heads, positions, shape.head_dim), np.nan, shape.dtype)
+        size = (3, shape.kv_heads, positions, shape.stored_width)
+        stale = np.full(
+            size, -1 if shape.dtype == jnp.int8 else np.nan, shape.dtype
+        )  # scales of all ones are NaN
         return cls(attention, shape, attention.from_host(stale, stale), dict.fromkeys(range(3), 0))
 
     def feed(self, work: list[tuple[int, Array]], width: int) -> list[Array]:
@@ -140,6 +154,34 @@ def angles(position: Array, head_dim: int) -> Array:
     return np.stack([np.cos(turns), np.sin(turns)], axis=-2).astype(np.float32)
 
 
+def rotated(heads: Array) -> Array:
+    """The Hadamard transform of `[..., D]` in float32, by blocks of the largest power of two that divides D."""
+    width, block = heads.shape[-1], heads.shape[-1] & -heads.shape[-1]
+    distance = block // 2
+    while distance:
+        one, other = np.moveaxis(heads.reshape(*heads.shape[:-1], -1, 2, distance), -2, 0)
+        heads = np.stack([one + other, one - other], axis=-2).reshape(*heads.shape[:-1], width)
+        distance //= 2
+    found: Array = heads * (np.float32(1) / np.sqrt(np.float32(block)))
+    return found
+
+
+def eight_bits(heads: Array) -> tuple[Array, Array]:
+    """The cells of heads `[..., Dh]`: int8 `[..., Dp]` and scales `[..., 1]`."""
+    padding = [(0, 0)] * (heads.ndim - 1) + [(0, -heads.shape[-1] % 16)]
+    turned = rotated(np.pad(heads.astype(np.float32), padding))
+    scale = np.maximum(np.abs(turned).max(axis=-1, keepdims=True), np.float32(1e-30)) * (np.float32(1) / 127)
+    return np.rint(turned * (np.float32(1) / scale)).astype(np.int8), scale
+
+
+def rounded(heads: Array, shape: Shape) -> Array:
+    """What heads `[..., Dh]` are in the cache; in eight bits rotated and padded."""
+    if shape.dtype != jnp.int8:
+        return heads.astype(shape.dtype).astype(np.float64)
+    values, scale = eight_bits(heads)
+    return values.astype(np.float64) * scale
+
+
 def oracle(qkv: Array, shape: Shape) -> Array:
     """Causal attention of one sequence `[N, F]` in NumPy: `[N, H Dh]`. Operands are rounded as the cache is."""
     count, half = len(qkv), shape.head_dim // 2
@@ -148,13 +190,15 @@ def oracle(qkv: Array, shape: Shape) -> Array:
     low, high = heads[..., :half], heads[..., half:]
     turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     split = shape.groups * shape.kv_heads
-    rounded = [x.astype(shape.dtype).astype(np.float64) for x in (turned, heads)]
-    q, k, v = rounded[0][:, :split], rounded[0][:, split : -shape.kv_heads], rounded[1][:, -shape.kv_heads :]
+    taken = [rounded(x, shape) for x in (turned, heads)]
+    q, k, v = taken[0][:, :split], taken[0][:, split : -shape.kv_heads], taken[1][:, -shape.kv_heads :]
     k, v = (np.repeat(x, shape.groups, axis=1) for x in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(shape.head_dim)
     scores = np.where(np.tril(np.ones((count, count), bool)), scores, -np.inf)
     weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out = np.einsum("hqk,khd->qhd", weight / weight.sum(axis=-1, keepdims=True), v)
+    if shape.dtype == jnp.int8:
+        out = rotated(out)[..., : shape.head_dim]
     return out.reshape(count, -1)
 
 
@@ -171,7 +215,7 @@ def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAtten
     ours = [found[0], found[1], found[3]]
     for step in range(10):
         ours.append(slots.feed([(0, other[30 + step : 31 + step]), (1, tokens[45 + step : 46 + step])], 1)[1])
-    tolerance = 2e-2 if shape.dtype == jnp.bfloat16 else 1e-5
+    tolerance = 1e-5 if shape.dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(np.concatenate(ours), oracle(tokens[:55], shape), atol=tolerance)
 
 
@@ -179,10 +223,11 @@ RICH = [
     Shape(2, 3, 64, jnp.bfloat16, 9, rich=True),
     Shape(1, 2, 80, jnp.float32, 33, rich=True),
     Shape(1, 4, 256, jnp.bfloat16, 40, rich=True),
+    Shape(1, 3, 96, jnp.int8, 40, rich=True),
 ]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:3], *RICH], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[5:], *RICH], ids=str)
 def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Shape) -> None:
     """Chunks, slot, neighbours and prefill in place of decode change no bit."""
     tokens, other = sequence(shape, 40, 3), sequence(shape, 80, 4)
@@ -220,6 +265,23 @@ def test_a_ring_that_would_lose_keys_is_an_error(attention: NativeAttention) -> 
         slots.feed([(0, tokens[150:300])], 150)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96])
+def test_cells_in_eight_bits_are_those_of_numpy(attention: NativeAttention, head_dim: int) -> None:
+    """To the bit, where nothing is rotated by position; a head of zeros and one with an outlier are among them."""
+    shape = Shape(2, 1, head_dim, jnp.int8)
+    heads = sequence(shape, 20, 3).reshape(20, -1, head_dim)
+    heads[3], heads[4, :, head_dim // 2] = 0, 900
+    slots = Slots.of_nan(attention, shape)
+    cosines_and_sines = np.broadcast_to(np.float32([1, 0])[:, None], (1, 20, 2, head_dim // 2))
+    place = (np.array([number], np.int32) for number in (1, 5, 20))
+    cache, _ = _prefill(attention, shape, slots.cache, heads.reshape(20, -1), cosines_and_sines, *place)
+    for stored, first in zip(attention.to_host(cache, head_dim), (2, 4), strict=True):
+        values, scale = eight_bits(heads[:, first : first + 2].swapaxes(0, 1))
+        assert stored[1, :, 5:25, :-4].tobytes() == values.tobytes()
+        assert np.ascontiguousarray(stored[1, :, 5:25, -4:]).view(np.float32).tobytes() == scale.tobytes()
+        assert (stored[0] == -1).all() and (stored[1, :, [*range(5), *range(25, S)]] == -1).all()
+
+
 def test_only_the_named_positions_are_written(attention: NativeAttention) -> None:
     """Besides them the value half of a word that holds the next, still invalid position."""
     shape = SHAPES[0]
@@ -240,9 +302,9 @@ def _config(shape: Shape) -> ModelConfig:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_host_form_is_exact(shape: Shape) -> None:
-    attention = NativeAttention(available()[0].name)
-    size = (2, 2, shape.kv_heads, S, shape.head_dim)
-    keys, values = np.random.default_rng(7).standard_normal(size).astype(shape.dtype)
+    attention = NativeAttention(available()[0].name, cache_dtype=jnp.dtype(shape.dtype))
+    size = (2, 2, shape.kv_heads, S, shape.stored_width)
+    keys, values = (9 * np.random.default_rng(7).standard_normal(size)).astype(shape.dtype)
     layer = attention.from_host(keys, values)
     empty = jax.eval_shape(lambda: attention.make_store(_config(shape), (0,), 2, S, jnp.dtype(shape.dtype)))
     assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, empty)
@@ -251,11 +313,14 @@ def test_host_form_is_exact(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("tables", [None, np.array([[2, 0], [1, 3]], np.int32)], ids=["slots", "pages"])
-def test_a_layer_of_a_store_is_as_it_is_alone(attention: NativeAttention, tables: Array | None) -> None:
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5]], ids=["bfloat16", "int8"])
+def test_a_layer_of_a_store_is_as_it_is_alone(
+    attention: NativeAttention, shape: Shape, tables: Array | None
+) -> None:
     """Its bits, and those of the other layers in the store."""
-    shape, rng = SHAPES[0], np.random.default_rng(9)
+    rng = np.random.default_rng(9)
     size = (2, 2, shape.kv_heads, S) if tables is None else (2, 4, shape.kv_heads, 64)
-    layers = [rng.standard_normal((*size, shape.head_dim)).astype(shape.dtype) for _ in range(3)]
+    layers = [(9 * rng.standard_normal((*size, shape.stored_width))).astype(shape.dtype) for _ in range(3)]
 
     @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
     def both(store: LayerCache, layer_in_store: int) -> Any:

@@ -28,6 +28,7 @@ COMPILED = (*FLAGS, "-static")
 PRODUCTS = "products 547fd87448d2ca9d"
 SMALL = "small fdd149d00d991fdc"
 REST = [
+    "bytes fcff66195beea6cb",
     "rest 62cca53733acb908",
     "sampler abe267bd3842398d",
     "groups d39ed54419ae054a",
