@@ -82,8 +82,8 @@ _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
         enable_mamba_shared_prefix_checkpoint=False, enable_mamba_cache_stochastic_rounding=False,
         mamba_cache_philox_rounds=0,
     ),
-    "keys and values have the model's dtype and stay on the device": dict(
-        kv_cache_dtype="auto", kv_cache_dtype_skip_layers=[], kv_offloading_size=None,
+    "keys and values stay on the device, and all layers have the same `kv_cache_dtype`": dict(
+        kv_cache_dtype_skip_layers=[], kv_offloading_size=None,
         kv_offloading_backend="native", kv_sharing_fast_prefill=False, swa_bounded_replay=True,
     ),
     "KV caches are not transferred between engines": dict(

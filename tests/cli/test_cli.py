@@ -132,6 +132,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "prefix_cache_dir": None,
         "prefix_cache_bytes": 10 << 30,
         "quantization": None,
+        "kv_cache_dtype": "auto",
         "attention_backend": "auto",
         "bits": "machine",
         "isa": "auto",

@@ -54,7 +54,8 @@ def poison_free_slots(engine: XlaBatchEngine) -> None:
     free = [index for index in range(engine.config.device_rows) if index not in busy]
 
     def edit(_: int, __: str, buffer: np.ndarray) -> np.ndarray:
-        buffer[free] = np.nan
+        # scales of keys and values in eight bits are NaN if all of their bits are ones
+        buffer[free] = -1 if buffer.dtype == np.int8 else np.nan
         return buffer
 
     edit_cache(engine.runner, edit)

@@ -44,7 +44,14 @@ SECTIONS = {  # sections of help: titles, and the options in each
     "Defaults of requests": ("max_tokens", "temperature", "seed", "generation_config", "chat", "system"),
     "Slots and memory": (
         *("max_num_seqs", "max_model_len", "memory_utilization", "num_blocks", "kv_cache_memory_bytes"),
-        *("swap_space", "enable_prefix_caching", "prefix_cache_dir", "prefix_cache_bytes", "keep_finished"),
+        *(
+            "kv_cache_dtype",
+            "swap_space",
+            "enable_prefix_caching",
+            "prefix_cache_dir",
+            "prefix_cache_bytes",
+            "keep_finished",
+        ),
     ),
     "Scheduling": (
         *("scheduling_policy", "quantum", "priority_aging", "preemption", "max_num_batched_tokens", "lag"),

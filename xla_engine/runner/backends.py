@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -112,6 +113,13 @@ def make_spec(
         config = with_portable_isa(config, model, dtype, parts)
     isa = isa_of_model(config, model, held, parts)
     attention = choose_attention(config.attention_backend, config.call_positions, isa, parts)
+    if config.kv_cache_dtype == "int8":
+        if not isinstance(attention, NativeAttention) or dtype != jnp.bfloat16:
+            raise ConfigError(
+                "kv_cache_dtype 'int8' needs the C++ attention in bfloat16: a CPU, an instruction set, and dtype "
+                "bfloat16. Leave it out: keys and values then have the model's dtype"
+            )
+        attention = replace(attention, cache_dtype=jnp.dtype(jnp.int8))
     products = choose_products(config.linear_backend, model, held, isa, parts)
     lora = lora_form(config, model, dtype, products)
     if kept and (products is None or dtype != jnp.bfloat16):
