@@ -120,7 +120,7 @@ def test_results_are_those_of_one_engine(
             several.submit([1], lora_request="adapter")  # type: ignore[arg-type]
 
         several.submit([1, 2], wanted[0][2], lora_request=second)
-        with pytest.raises(InvalidRequestError, match="adapter 2 has requests"):
+        with pytest.raises(InvalidRequestError, match="adapter 2 has running"):
             several.remove_lora(2)
         several.submit([1, 2], wanted[0][2], lora_request=third)
         with pytest.raises(AdaptersBusyError, match="no room for the adapters of running"):
