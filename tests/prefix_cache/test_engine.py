@@ -237,6 +237,7 @@ def test_a_wrong_byte_with_a_right_checksum_is_found_by_verify(copied: Path) -> 
         ({"num_blocks": None}, "kv_cache_memory_bytes 'auto'"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"tensor_parallel_size": 2}, "one device"),
+        ({"kv_cache_dtype": "int8", "block_size": 64}, "kv_cache_dtype"),
         ({"prefix_cache_bytes": 0}, "prefix_cache_bytes"),
         ({"prefix_cache_dir": ""}, "must be a directory"),
     ],
