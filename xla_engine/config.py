@@ -480,6 +480,7 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
     """Translate `options` to fields of `EngineConfig`, as in `EngineConfig.of`; omits those that are None."""
     known = {each.name for each in fields(EngineConfig)}
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}  # of the options that gave them
     for name, value in options.items():
         option = others.get(name)
         target: str | None = name
@@ -499,7 +500,8 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
         if target is None:
             continue
         if target in found:
-            raise ConfigError(f"{name} and {target} are the same option; give one of them")
+            raise ConfigError(f"{names[target]} and {name} are the same option; give one of them")
+        names[target] = name
         found[target] = value
     return found
 

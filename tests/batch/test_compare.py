@@ -169,7 +169,7 @@ def test_first_differing_ids_are_named(files: tuple[Path, Path]) -> None:
     [
         (b"", "holds no result line"),
         (b"\n\n", "holds no result line"),
-        (SAME + line("y")[:90], "line 2: not JSON .* cut off"),
+        (SAME + line("y")[:90], "line 2: not JSON .* truncated"),
         (b"{]\n", "line 1: not JSON"),
         (b"\xff\n", "line 1: not JSON"),
         (b"[" * 100_000 + b"\n", "line 1: not JSON"),

@@ -127,7 +127,7 @@ def test_a_data_frame_is_asked_for_its_column_and_its_columns_are_prompts_and_ch
     assert llm.chat(parts, GREEDY, use_tqdm=False)[0].text == answer.text
     with pytest.raises(InvalidRequestError, match=r"question, messages\), for example table\['messages'\]"):
         llm.generate(frame, GREEDY, use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match=r"no list of conversations; .*table\['question'\]"):
+    with pytest.raises(InvalidRequestError, match=r"not a list of conversations; .*table\['question'\]"):
         llm.chat(frame[["question"]], GREEDY, use_tqdm=False)
     outputs = llm.generate([TEXT, TEXT], SamplingParams(seed=1, max_tokens=12, n=2), use_tqdm=False)
     table = outputs.to_pandas()

@@ -17,7 +17,7 @@ from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import FULL, SLIDING
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.block_io import copy_blocks, read_blocks, write_blocks
+from xla_engine.graphs.kv_cache.block_io import copy_blocks, load_blocks, read_blocks, write_blocks
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
@@ -34,8 +34,9 @@ from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.kv_moves import BlockMoves, Parked, State, Transfers
+from xla_engine.runner.native_library.build import register
 from xla_engine.runner.prefill_inputs import make_lanes
-from xla_engine.runner.programs import COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
+from xla_engine.runner.programs import COPY_BLOCKS, LOAD_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
 from xla_engine.runner.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import BlockCopy, Chunk, Slot, Swap
@@ -52,6 +53,8 @@ class Device:
     """Cache, rows and both graphs of one layout; `num_blocks` None: contiguous slots."""
 
     def __init__(self, backend: Attention, num_blocks: int | None = None) -> None:
+        if backend.name == "native":
+            register()  # the sampler, too
         spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
         weights = tiny_checkpoint(model=MODEL).weights
         self.weights = [weights[name] for name in spec.leaves]
@@ -154,6 +157,7 @@ class Calls:
             COPY_BLOCKS: jax.jit(functools.partial(copy_blocks, spec)),
             READ_BLOCKS: jax.jit(functools.partial(read_blocks, spec)),
             WRITE_BLOCKS: jax.jit(functools.partial(write_blocks, spec)),
+            LOAD_BLOCKS: jax.jit(functools.partial(load_blocks, spec)),
         }
 
     def __call__(self, name: str, *arguments: Any) -> Any:
@@ -198,7 +202,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
     put = Transfers(whole=jax.device_put, pieces=jax.device_put)
     moves = BlockMoves(cast("Inventory", Calls(spec)), parked, 64, put)
     expected, slots = by_page(state), by_slot(state[1])
-    assert by_page(moves.warm_up(state, swaps=True)) == expected
+    assert by_page(moves.warm_up(state, swaps=True, loads=True)) == expected
 
     pairs = [*draw.integers(0, 30, (7, 2)).tolist(), [7, 8], [8, 9]]
     state = moves.copy(state, [BlockCopy(source=source, target=target) for source, target in pairs])

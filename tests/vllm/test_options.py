@@ -55,7 +55,10 @@ def test_options_of_vllm_are_taken() -> None:
         ({"watermark": 0.5}, "this engine has its own scheduler"),
         ({"max_logprobs": 100}, "0 to 20"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean 'gpu_memory_utilization'"),
-        ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.5}, "give it once"),
+        (
+            {"gpu_memory_utilization": 0.5, "memory_utilization": 0.5},
+            "utilization and memory_utilization are",
+        ),
         ({"no_such_thing": 1}, "unknown option 'no_such_thing'"),
     ],
 )

@@ -48,13 +48,6 @@ class Devices:
         """Copy host arrays to every device."""
         return jax.device_put(tree) if self._everywhere is None else jax.device_put(tree, self._everywhere)
 
-    def argument(self, array: np.ndarray) -> Any:
-        """The array as an argument of a compiled program; it must not change afterwards.
-
-        A program of one device takes it as it is, at a sixth of what `put` costs the host.
-        """
-        return array if self._everywhere is None else self.put(array)
-
     def zeros(self, local: Any, whole: Any) -> Any:
         """Arrays of zeros. local, whole: the abstract arrays on one device, and on all together."""
         return jax.tree.map(

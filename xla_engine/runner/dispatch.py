@@ -58,17 +58,17 @@ class Dispatch:
         state: DeviceState,
         weights: list[jax.Array],
         rope: jax.Array,
-        argument: Callable[[np.ndarray], Any],
+        put: Callable[..., Any],
         config: EngineConfig,
         context_length: int,
         *,
         device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
     ) -> None:
-        """argument: as `Devices.argument`. context_length: the most positions of a request.
+        """put: copies host arrays to the devices. context_length: the most positions of a request.
         device_proposer: drafts in verify programs. pooling: pools prompts.
         """
-        self.argument = argument
+        self.put = put
         self._pooling = pooling
         # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
         self.reads_all = pooling is not None or (
@@ -96,7 +96,7 @@ class Dispatch:
         config = self._config
         for lanes in config.prefill_lanes:
             for bucket in buckets:
-                idle = self.argument(pack(idle_lanes(config, lanes)))
+                idle = self.put(pack(idle_lanes(config, lanes)))
                 _, _, hidden, *seen = self.run(prefill_name(lanes, bucket), idle)
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
@@ -104,10 +104,10 @@ class Dispatch:
                 self._pooling.run(lanes, hidden, np.zeros(lanes, np.int32))
         for bucket in buckets:
             for few in (None, *few_choices):
-                idle = self.argument(decode_work(np.arange(0), config.device_rows, few))
+                idle = self.put(decode_work(np.arange(0), config.device_rows, few))
                 jax.block_until_ready(self.run(decode_name(bucket, few), idle))
             for lanes, width in config.verify_shapes:
-                idle = self.argument(pack(no_drafts(lanes, width)))
+                idle = self.put(pack(no_drafts(lanes, width)))
                 jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
 
     def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
@@ -132,7 +132,7 @@ class Dispatch:
 
     def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
         """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
-        return self._inventory(prompt_name(lanes), self._weights, hidden, self.argument(target))
+        return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: Any) -> None:
         """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
@@ -180,7 +180,7 @@ class Dispatch:
         filled = make_lanes(
             chunks, armed, lanes, self._chunk_size, dry=self._dry, adapters=adapters, whole=whole
         )
-        work = self.argument(pack(filled))
+        work = self.put(pack(filled))
         samples, top, hidden, *seen = self.run(name, work)
         self.read_prompts(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -254,7 +254,7 @@ class Dispatch:
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = _smallest(key_choices, min(longest, self._context_length))
-        packed = self.argument(pack(make_drafts(rows, drafts, lanes, width)))
+        packed = self.put(pack(make_drafts(rows, drafts, lanes, width)))
         samples, top = self.run_verify(verify_name(lanes, width, keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
@@ -272,7 +272,7 @@ class Dispatch:
             rows=rows,
             index=index,
             few=few,
-            work=self.argument(decode_work(index, len(self.lengths), few)),
+            work=self.put(decode_work(index, len(self.lengths), few)),
             wanted=tuple(row.top_logprobs for row in theirs),
             constrained=tuple(
                 (int(at), row)

@@ -153,7 +153,7 @@ class Runner:
             state,
             self.weights.leaves,
             self._rope,
-            devices.argument,
+            devices.put,
             config,
             self.context_length,
             device_proposer=self._device_proposer,

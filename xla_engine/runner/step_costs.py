@@ -83,14 +83,14 @@ def measure(
     for number in sorted({min(number, slots) for number in (1, 2, 4, 8, 16, 32, 64, slots)}):
         few = next((size for size in few_choices if size >= number), None)
         work = decode_work(np.arange(number), count, few)
-        calls[number] = decode_name(keys, few), dispatch.argument(work)
+        calls[number] = decode_name(keys, few), dispatch.put(work)
     for lanes, width in shapes:
         drafts: Any = no_drafts(lanes, width)
         drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
         if on_device:
             drafts.tokens[:], drafts.lookup[:] = -1, True
-        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.argument(pack(drafts))
+        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
 
     found = dict.fromkeys(calls, math.inf)
     for run in range(_RUNS):  # interleaved, so that other load on the machine affects all alike
