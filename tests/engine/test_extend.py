@@ -214,7 +214,7 @@ def test_the_oldest_are_forgotten_and_what_is_over_is_refused(make_engine: MakeE
         engine.submit([1, 2, 3], params(KINDS[0], 4), request_id=name)
         engine.drain()
     assert set(engine.scheduler.ended) == {"b", "c"}
-    with pytest.raises(InvalidRequestError, match="latest 2 are kept"):
+    with pytest.raises(InvalidRequestError, match="last 2 are kept"):
         engine.extend("a", 1)
     (output,) = (engine.extend("b", 1), engine.drain())[1]
     stop = output.outputs[0].token_ids[2]

@@ -200,7 +200,7 @@ def test_without_its_process_a_constraint_is_refused(
     monkeypatch.setattr(trials, "_PROCESS", trials.WorkerProcess("no_such_worker.py"))
     wanted = SamplingParams(structured_outputs={"regex": "abc"}).structured_outputs
     assert wanted is not None
-    with pytest.raises(InvalidRequestError, match=r"regex 'abc': trying it ended its process \(status"):
+    with pytest.raises(InvalidRequestError, match=r"regex 'abc': compiling it ended its process \(status"):
         compiler.matcher(wanted)
     monkeypatch.undo()
     compiler.matcher(wanted)
