@@ -51,9 +51,9 @@ def test_whatever_may_change_a_bit_is_checked(
     start()
     start(replace(TINY_ENGINE, max_num_seqs=TINY_ENGINE.num_slots + 1))
     start(checkpoint=replace(tiny_checkpoint(), fingerprint="others"))
-    for name in ("xla_flags", "processor", "_code", "_cores"):
+    for name in ("xla_flags", "processor", "code_digest", "_cores"):
         with monkeypatch.context() as patch:
-            patch.setattr(remembered, name, lambda: "others")
+            patch.setattr(remembered, name, lambda *_: "others")
             start()
     with monkeypatch.context() as patch:
         patch.setattr(
