@@ -291,7 +291,8 @@ class Loop:
         while self.live:
             self.turn(lag)
             self.scheduler.check()
-            quiet = quiet + 1 if self.plans[-1].is_empty else 0
+            waits = self.plans[-1].is_empty and self.scheduler.awaits_blocks is None  # those are read next
+            quiet = quiet + 1 if waits else 0
             assert quiet < 2, f"nothing to plan, but these are live: {self.live}"
         while self.in_flight:
             self.commit()
