@@ -34,7 +34,7 @@ class LastRun:
         return self.generated_tokens / self.answers
 
     def time_of(self, tokens: float) -> str:
-        """What so many tokens would take, in words."""
+        """The estimated time for a number of tokens, in words."""
         seconds = tokens / self.tokens_per_s
         about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
         return f"about {about} at {self.tokens_per_s:.0f} tok/s, as in the run of {self.day}"

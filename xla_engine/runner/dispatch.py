@@ -29,7 +29,7 @@ class _Rows:
     """Cached inputs for as long as the same rows decode.
 
     rows: those of the plan. index: their slots, i64 `[rows]`.
-    few: rows of the program; None: all. work: its input, see `decode_work`.
+    few: rows of the program; None: all. work: its input on the device, see `decode_work`.
     wanted: how many top log-probabilities each row needs.
     constrained: slot and settings of rows whose mask changes in every step.
     """
@@ -37,7 +37,7 @@ class _Rows:
     rows: tuple[Row | VerifyRow, ...]
     index: np.ndarray
     few: int | None
-    work: Any
+    work: jax.Array
     wanted: tuple[int, ...]
     constrained: tuple[tuple[int, RowSettings], ...]
 
@@ -134,7 +134,7 @@ class Dispatch:
         """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
-    def read_prompts(self, lanes: int, seen: jax.Array, work: Any) -> None:
+    def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
         """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
         if self._device_proposer is not None and self._device_proposer.reads_prompts:
             state = self._inventory(
