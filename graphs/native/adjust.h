@@ -1,4 +1,4 @@
-// What shifts a row's logits before a token is chosen, in the order of STAGES (graphs/row_state/sampling_fields.py), as
+// The changes to a row's logits before a token is chosen, in the order of STAGES (graphs/row_state/sampling_fields.py), as
 // graphs/sampling/logits_processors.py and dry.py have it.
 
 #pragma once
@@ -115,7 +115,7 @@ class Adjustment {
     return std::find(breakers_.ids, end, token) != end;
   }
 
-  // A token loses the more, the longer the run of tokens that it would repeat.
+  // DRY: the longer the run of tokens that a token would repeat, the larger its penalty.
   void ApplyDry(const std::vector<int32_t>& tokens, float* logits, int64_t count) const {
     const int64_t end = row_.length - 1;
     Numbers longest(count);

@@ -31,7 +31,7 @@ struct Arguments {
   int64_t First(int64_t position) const { return window ? std::max<int64_t>(position + 1 - window, 0) : 0; }
 };
 
-// What a thread needs for a task, kept between tasks. Rows are whole cache lines, an odd number of them: rows a power of
+// A thread's scratch memory, kept between tasks. Rows are whole cache lines, an odd number of them: rows a power of
 // two apart would share cache sets.
 template <typename T>
 class Scratch {
@@ -152,8 +152,8 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
   });
 }
 
-// What is wrong with the places the lanes name, or null: a lane must lie in its table, over pages of the pool, and
-// the keys it reads must not be overwritten by what this call writes to its slot.
+// Returns what is wrong with the lanes' slots and positions, or null: a lane must lie within its table, over pages of the pool,
+// and this call must not overwrite keys that the lane reads.
 const char* Misplaced(const Arguments& a, int64_t pool_pages) {
   for (int64_t lane = 0; lane < a.lanes; ++lane) {
     if (a.count[lane] < 0 || a.count[lane] > a.width) return "count out of range";

@@ -116,8 +116,8 @@ void ScoreByteRows(const Context<int8_t>& context, const ByteQueries& queries, i
   for (; block < blocks; ++block) ScoreByteBlocks<kRows, 1>(context, queries, row, block, scores, stride);
 }
 
-// Positions 2 `half` and 2 `half` + 1 of sixteen words of values, times 2^24, as `Factors<BFloat16>` adds them: pairs of bf16,
-// or one of the two in float32.
+// Positions 2 * half and 2 * half + 1 of sixteen words of values, times 2^24, in the form that `Factors<BFloat16>` adds: pairs
+// of bf16, or one of the two in float32.
 template <int half, int part>
 auto WidenedBytes(Words bytes) {
   const auto at = [&](auto place) {

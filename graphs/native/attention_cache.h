@@ -1,5 +1,5 @@
-// Where keys and values lie, and which of them a query reads. Kernels know neither slots nor pages: they get a list of
-// tiles in order of position.
+// The layout of keys and values, and which of them a query reads. Kernels do not know slots or pages: they get a list of tiles in
+// order of position.
 //
 // Layout of a store, with W = elements in 32 bits (4 for int8, 2 for bf16, 1 for f32) and D = head dimension padded to whole tiles:
 //   keys   [layers, pages, KV, S / 16, D / W, 16, W]   sixteen keys side by side: one vector holds one word of each
@@ -43,9 +43,8 @@ struct Head {
   int64_t KeyWidth() const { return width + kScales; }
   T* KeyBlock(int64_t position) const { return keys + Place(position / kVector * kVector) * KeyWidth(); }
 
-  // `own`: nobody else writes the other half of the word that the value stands in, if it has one: the next position is
-  // written after this one, or not by this call. It is zeroed, because products run over whole words and stale NaN must
-  // not stay in one.
+  // `own`: no other task writes the other half of the value's word, because the next position is written after this one or not
+  // in this call. That half is zeroed then, because products read whole words and must not meet a stale NaN.
   void Write(int64_t position, const T* key, const T* value, bool own) const {
     Word* to = reinterpret_cast<Word*>(KeyBlock(position)) + position % kVector;
     const Word* words = reinterpret_cast<const Word*>(key);

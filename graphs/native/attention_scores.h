@@ -10,13 +10,13 @@ namespace xla_engine {
 constexpr int64_t kQueries = 16;  // query rows attended to together: the rows of a tile
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// What becomes of a score.
+// How scores are transformed.
 struct ScoreForm {
   float scale;
   float softcap;  // scores are softcap * tanh(score / softcap); 0: as they are
 };
 
-// What each row of a kernel's call sees: keys [first, last), counted from the first one that any of its rows sees.
+// The keys that each row of a kernel's call sees, [first, last), counted from the first key that any of its rows sees.
 struct Seen {
   int64_t rows;
   int64_t first[kQueries], last[kQueries];

@@ -57,7 +57,7 @@ struct Factors<BFloat16> {
 };
 #endif
 
-// Rows and vectors beside each other: few rows take more vectors, so that enough sums are under way.
+// How many rows and vectors are computed together: with few rows more vectors, so that enough sums are in flight.
 constexpr int kMostRows = kRegister == 16 ? 8 : 6;
 constexpr int Beside(int rows) {
   if (kRegister == 16) return rows <= 4 ? 4 : 2;

@@ -1,5 +1,5 @@
-// What handlers take, read off a call of XLA's foreign-function interface (`xla/ffi/api/c_api.h`): buffers by their kind, a pool
-// of threads, attributes by name. XLA's own C++ layer over that interface is half of what a small library compiles.
+// Reads the parameters of handlers from a call of XLA's foreign-function interface (`xla/ffi/api/c_api.h`): buffers by their
+// kind, a pool of threads, attributes by name. XLA's own C++ layer over that interface is half of what a small library compiles.
 
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr DataType PRED = XLA_FFI_DataType_PRED, S8 = XLA_FFI_DataType_S8, U8 = 
 constexpr DataType S32 = XLA_FFI_DataType_S32, U32 = XLA_FFI_DataType_U32, S64 = XLA_FFI_DataType_S64;
 constexpr DataType F32 = XLA_FFI_DataType_F32, BF16 = XLA_FFI_DataType_BF16;
 
-// What a handler returns: no message is success.
+// The result of a handler: success if it has no message.
 struct Error {
   XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
   std::string message;
@@ -155,7 +155,7 @@ class ThreadPool {
 template <typename T>
 struct Tag {};
 
-// Reads the parameters of a handler off a call, one after the other. What does not fit is told in `complaint`.
+// Reads the parameters of a handler from a call, one after the other; `complaint` says what does not fit.
 class Reader {
  public:
   Reader(const XLA_FFI_CallFrame* frame, const char* const* names) : frame_(frame), names_(names) {}
@@ -259,7 +259,7 @@ XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Error (*handler)(Types...), cons
   try {
     Reader reader(frame, names);
     error = Outcome{reader, handler, reader.Take(Tag<Types>())...}.error;
-  } catch (const std::exception& thrown) {  // memory that is not there
+  } catch (const std::exception& thrown) {  // out of memory
     error = Error::Internal(thrown.what());
   }
   if (error.code == XLA_FFI_Error_Code_OK) return nullptr;

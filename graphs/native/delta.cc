@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kParts = 4;  // vectors of columns in a task: 32 KB of memory at 128 keys
 
-// What one position brings to one head: key and query [Dk], value [Dv] from the task's first column on.
+// The inputs of one position to one head: key and query [Dk], value [Dv] from the task's first column on.
 struct Position {
   const float *key, *query, *value;
   float decay, rate;
@@ -48,7 +48,7 @@ __attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stri
   }
 }
 
-// What a call brings: q, k [N, Hk, Dk], v [N, Hv, Dv], decay and rate [N, Hv]; lane p has the positions
+// The inputs of a call: q, k [N, Hk, Dk], v [N, Hv, Dv], decay and rate [N, Hv]; lane p has the positions
 // start .. start + count of slot slot[p] in rows p T ..; out [N, Hv, Dv] is zero in rows that are padding.
 struct Call {
   const float *q, *k, *v, *decay, *rate;
@@ -127,7 +127,7 @@ ffi::Error DeltaRule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats 
   return ffi::Error::Success();
 }
 
-// The same outputs, of lanes that each go on with a slot of their own; memory stays as it is.
+// The same outputs for lanes that each continue a slot of their own; the memory is not changed.
 ffi::Error DeltaOutputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
                         Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out) {
   const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());

@@ -1,4 +1,4 @@
-// Sums of products of 32-bit words, on every instruction set without matrix tiles: what a kernel needs to know of it.
+// Sums of products of 32-bit words: what kernels need from each instruction set without matrix tiles.
 //
 // A word holds two bf16 or four int8 neighbours of K. `Dots<T>` names the registers of a sum of sixteen features, takes a word
 // of each feature apart in `kParts` steps (`Part`), and adds one of them times one word of a row (`Add`); `Spread` writes the
@@ -27,7 +27,7 @@
 
 namespace xla_engine {
 
-// The rows of a block, whose sums stay in registers: sixteen features of a row take 64 bytes of them.
+// The number of rows whose sums stay in registers: sixteen features of a row take 64 bytes.
 #if defined(__AVX512F__)
 constexpr int64_t kBlockRows = 12;  // by two blocks of features: 24 of 32 registers
 #elif defined(__AVX2__)
@@ -35,9 +35,9 @@ constexpr int64_t kBlockRows = 6;  // by one block: 12 of 16
 #else
 constexpr int64_t kBlockRows = 6;  // by one block: 24 of 32
 #endif
-constexpr int64_t kJointRows = kRegister == 16 ? 12 : 2;  // up to so many rows meet both blocks of features at once
+constexpr int64_t kJointRows = kRegister == 16 ? 12 : 2;  // up to this many rows, both blocks are multiplied together
 
-// What becomes of one register.
+// The arithmetic on one register.
 
 #if defined(__AVX512BF16__)
 inline FloatRegister AddPairs(FloatRegister sum, WordRegister weights, int32_t word) {

@@ -1,4 +1,4 @@
-// Which rows an expert takes, and what stands between its two products.
+// Which rows go to which expert, and the activation between an expert's two products.
 
 #pragma once
 
@@ -52,7 +52,7 @@ inline Vec Gate(Vec gate, Vec up, float limit) {
   return Swish(gate, up + 1.0f, 1.702f);
 }
 
-// A layer of experts and the rows it is for.
+// A layer of experts and its input rows.
 // Its rows are bf16 as weights are, or float32 where these are in eight bits.
 template <typename T>
 struct ExpertLayer {
@@ -65,7 +65,7 @@ struct ExpertLayer {
   float* out;                                         // [N, D]
   int64_t count, width, per_row, experts, inner;      // N, D, K, E, F
   float limit;
-  // Where only one of the two products is wanted, what stands between them by assignment, [N K, F]; else null.
+  // If a call computes only one of the two products: the activations between them by assignment, [N K, F]; else null.
   Value* gated = nullptr;        // the first product alone goes here
   const Value* given = nullptr;  // the second alone comes from here
 };

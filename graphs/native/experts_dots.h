@@ -8,7 +8,7 @@
 
 namespace xla_engine {
 
-// What is between rows of T and products: bf16 stands as it is multiplied, floats are quantised (`GroupKernel`).
+// How rows of T become operands: bf16 is multiplied as it is, floats are quantised (`GroupKernel`).
 struct BFloat16Experts {
   using Kernel = DotKernel<BFloat16>;
 

@@ -63,8 +63,8 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
   return ffi::Error::Success();
 }
 
-// The two halves, where several devices share the features of each product. The first: what stands between the products of
-// every assignment, [N K, F], zero where there is no expert.
+// The two halves of a layer, for several devices that share the features of each product. The first half returns the
+// activations between the products for every assignment, [N K, F], zero where there is no expert.
 template <typename T>
 ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
                         Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit) {
@@ -87,7 +87,7 @@ ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert,
   return ffi::Error::Success();
 }
 
-// The second: hidden [N K, F], down [E, D, F] and residual [N, D], D being those of a device -> as of the whole, [N, D].
+// The second half: hidden [N K, F], down [E, D, F] and residual [N, D], where D are the features of one device -> [N, D].
 template <typename T>
 ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers expert, Floats weight, ffi::AnyBuffer down,
                        Halves down_scale, Floats down_bias, Floats residual, ffi::ResultBuffer<ffi::F32> out) {

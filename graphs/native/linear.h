@@ -1,5 +1,5 @@
-// Linear layers of a decoder, for XLA:CPU: each call is one product with what stands before and behind it, for the rows that are
-// live; all others are zero, or the residual. Weights are packed (product.h), but for features that fill no task, and for the head's
+// Linear layers of a decoder, for XLA:CPU: each call is one product with the operations before and after it, for the rows that are
+// live; all others become zero, or the residual. Weights are packed (product.h), but for features that fill no task, and for the head's
 // on tiles: these are rows as in the checkpoint.
 //
 // Each kind of weights is a library of its own (`linear_*.cc`), and so is each with adapters (`lora_*.cc`): a model compiles what it

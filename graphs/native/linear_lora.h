@@ -9,12 +9,12 @@
 
 namespace xla_engine {
 
-// Adapters that some row has, or null.
+// The adapters if any row has one, else null.
 inline Adapters* Used(Adapters& adapters) { return adapters.Rows() ? &adapters : nullptr; }
 
 inline ffi::Error UnfitAdapters() { return ffi::Error::InvalidArgument("widths must come in multiples of 16, ranks of 4"); }
 
-// `LinearOf`, plus what adapters make of norm(x), as `Adapters` takes them.
+// `LinearOf` plus the adapters' product with norm(x); for their arguments see `Adapters`.
 template <typename Kind>
 ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                       Floats residual, Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks,
@@ -24,7 +24,7 @@ ffi::Error LinearLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats
   return Linear<Kind, Adapters>(pool, x, live, norm, weight, scale, residual, out->typed_data(), eps, Used(adapters));
 }
 
-// `GatedLinearOf` of gates and ups to which adapters have added theirs.
+// `GatedLinearOf`, with the adapters' part added to gates and ups before they meet.
 template <typename Kind>
 ffi::Error GatedLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats norm, ffi::AnyBuffer weight, Halves scale,
                      Flags adapted, Integers adapter, Halves a, Halves b, Integers ranks, ffi::Result<ffi::AnyBuffer> out,
@@ -34,7 +34,7 @@ ffi::Error GatedLora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags live, Floats 
   return GatedLinear<Kind, Adapters>(pool, x, live, norm, weight, scale, out->untyped_data(), eps, gelu, Used(adapters));
 }
 
-// y [N, F], whose features fill no tasks, plus what adapters add; written in place. The same for all kinds.
+// Adds the adapters' part to y [N, F] in place, for products whose features do not fill a task. The same for all kinds of weights.
 template <typename Kind>
 ffi::Error Lora(ffi::ThreadPool pool, ffi::AnyBuffer x, Flags adapted, Floats norm, Integers adapter, Halves a, Halves b,
                 Integers ranks, Floats y, ffi::ResultBuffer<ffi::F32> out, float eps, Adapters::Ends ends) {

@@ -71,8 +71,8 @@ inline int32_t CountLarger(const float* values, int64_t count, float value) {
   return Reduce(larger, [](auto a, auto b) { return a + b; });
 }
 
-// What `graphs.sampling.logprobs.logprobs` gives for one of `stride` rows: rank of the token, ids of the most likely, bits of
-// their log-probabilities. wanted: -1 none, 0 the token's alone, else also those of the most likely.
+// Computes what `graphs.sampling.logprobs.logprobs` returns, for one of `stride` rows: the rank of the token, the ids of the most
+// likely tokens and the bits of their log-probabilities. wanted: -1 nothing, 0 the token alone, n > 0 also the n most likely.
 inline void Logprobs(const float* values, int64_t count, float peak, int32_t token, int32_t wanted, int64_t stride, float* logprob,
                      int32_t* top) {
   *logprob = 0;

@@ -1,7 +1,7 @@
-// The left side of a product: rows as they are in the network, normalised if asked for.
+// The left operand of a product: rows of the residual stream, normalised if a norm is given.
 //
-// Products know live rows only: "row n" is the n-th of them. What they make of it belongs at `places[n]`; elsewhere are zeros,
-// or what is added to the product.
+// Products see live rows only: "row n" is the n-th live row. Its result is written to row `places[n]` of the output; rows that
+// are not live get zeros, or the residual.
 
 #pragma once
 
@@ -47,16 +47,16 @@ struct Source {
     }
   }
 
-  // Blocks of sixteen rows that `Clear` has to see.
+  // The number of blocks of sixteen rows for which `Clear` must be called.
   int64_t Gaps() const { return count < total ? static_cast<int64_t>(masks.size()) : 0; }
 
-  // Zeroes what is not live of the rows 16 block .. of `to`, `bytes` each.
+  // Zeroes those of the sixteen rows from 16 * block on that are not live; a row of `to` has `bytes` bytes.
   void Clear(int64_t block, void* to, int64_t bytes) const {
     for (int64_t row = block * 16; row < std::min(total, block * 16 + 16); ++row)
       if (~masks[block] >> row % 16 & 1) std::memset(static_cast<char*>(to) + row * bytes, 0, bytes);
   }
 
-  // What a row is multiplied by (Zhang and Sennrich 2019).
+  // The factor of a row in root-mean-square normalisation (Zhang and Sennrich 2019).
   float Scale(const float* x) const {
     if (!norm) return 1.0f;
     Vec squares = {};
@@ -78,7 +78,7 @@ struct Source {
     for (int64_t k = 0; k < width; k += kVector) take(k, norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k));
   }
 
-  // Row n in bf16, 64 bytes at a time, each to where `place(k)` says.
+  // Writes row n in bf16, 64 bytes at a time, to the addresses that `place(k)` returns.
   template <typename Place>
   void Write(int64_t n, const Place& place) const {
     if (halves) {

@@ -78,7 +78,7 @@ struct DotKernel {
   static constexpr int64_t kStep = kVector;  // K comes in multiples of it
   static constexpr int64_t kPitch = Dots<T>::kParts * kBlockRows;  // words of a group from one word of a row to its next
 
-  // Rows that stand together, as many in each group as can be.
+  // Rows in groups, each as large as possible.
   static int64_t GroupRows(int64_t count) {
     const int64_t groups = (count + kBlockRows - 1) / kBlockRows;
     return groups ? (count + groups - 1) / groups : 1;
@@ -87,7 +87,7 @@ struct DotKernel {
     return width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts * kBlockRows;
   }
 
-  // Row `r` of a group out of its words side by side.
+  // Writes row `r` of a group from its words.
   static void Spread(const Word* words, int64_t count, int64_t r, char* block) {
     Word* to = reinterpret_cast<Word*>(block) + r;
     for (int64_t word = 0; word < count; ++word, to += kPitch) Dots<T>::Spread(words[word], to, kBlockRows);

@@ -43,7 +43,7 @@ inline void MultiplyPacked(const char* rows, int64_t pitch, Stream weights, int6
   }
 }
 
-// Zeroes tiles 0-3 or takes them up from where they were left.
+// Zeroes tiles 0-3, or loads the sums of an earlier part of K.
 inline void Begin(const Sums<float>* sums, bool second, bool fresh) {
   if (fresh) {
     _tile_zero(0);

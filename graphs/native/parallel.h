@@ -1,7 +1,7 @@
 // The loop over threads: tasks in phases, shared out in runs of neighbours.
 //
-// Neighbouring tasks of a product write neighbouring parts of the same rows. Workers that took turns would take cache lines
-// from each other, those that hardware fetches along as well: a product of 256 rows took 1.4 times as long
+// Neighbouring tasks of a product write neighbouring parts of the same rows. If workers took tasks in turns, they would take
+// cache lines from each other, including those that the hardware prefetches: a product of 256 rows took 1.4 times as long
 // (findings/products.md).
 
 #pragma once
@@ -30,7 +30,7 @@ struct Phase {
 template <typename Body>
 Phase(int64_t, const Body&) -> Phase<Body>;
 
-// The tasks of a phase, a run of them for each worker; whoever is through with its own goes on with the others'.
+// The tasks of a phase. Each worker starts with a run of its own; when that is done, it helps with the others'.
 class Runs {
  public:
   Runs(int64_t workers, int64_t count) : workers_(workers), count_(count), next_(workers) {
@@ -77,7 +77,7 @@ class Runs {
 template <typename... Bodies>
 void InPhases(ffi::ThreadPool& pool, const Phase<Bodies>&... phases) {
   const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), std::max({phases.count...})));
-  // A helper that comes late finds no task left and never touches a body.
+  // A helper that starts late finds no task left and does not touch a body, which may be gone by then.
   using Progress = std::array<Runs, sizeof...(phases)>;
   std::shared_ptr<Progress> progress(new Progress{Runs(workers, phases.count)...});
   auto work = [progress, phases...](int64_t worker) {

@@ -1,4 +1,4 @@
-// What the kernels of products have in common, whatever instruction set is in them.
+// What all kernels of products share, whatever their instruction set.
 //
 // Packed weights stand sixteen features side by side, one 32-bit word of K after the other, [F / 16][K words][16], so that a
 // task reads one stream; it is the order of a right operand of tiles as well (Intel SDM, TDPBF16PS and TDPBSSD). A task is two
@@ -15,7 +15,7 @@ namespace xla_engine {
 constexpr int64_t kFeatures = 32;  // of a task
 constexpr int64_t kScaleGroup = 64;     // numbers of K in eight bits that share a scale (`graphs.ops.int8.GROUP`)
 
-// Where the weights of a task lie, or those of the next one: two blocks of sixteen features.
+// The addresses of a task's weights (or of the next task's): two blocks of sixteen features.
 struct Stream {
   const char *one, *other;
   const BFloat16 *one_scales = nullptr, *other_scales = nullptr;  // in eight bits
@@ -29,7 +29,7 @@ struct PackedWeights {
   const BFloat16* scales;
   int64_t width;
 
-  // The sixteen features from `one` on, and those from `other` on: either begins where its rows would.
+  // The blocks of sixteen features that begin at features `one` and `other`.
   Stream At(int64_t one, int64_t other) const {
     const auto* from = reinterpret_cast<const char*>(values);
     const int64_t pitch = width * static_cast<int64_t>(sizeof(T)), groups = width / kScaleGroup;
@@ -45,7 +45,7 @@ struct Sums {
   alignas(64) Sum one[16 * 16], other[16 * 16];
 };
 
-// Memory that grows, is never cleared and begins a cache line.
+// A buffer that only grows, is never cleared and starts at a cache line.
 class Lines {
  public:
   char* Bytes(int64_t count) {

@@ -16,7 +16,7 @@ using HalvesKernel = TileKernel;
 using HalvesKernel = DotKernel<BFloat16>;
 #endif
 
-// A product to which no adapters add.
+// Stands for the adapters of a product that has none.
 struct NoAdapters {};
 template <typename Added>
 constexpr bool kAdds = !std::is_same_v<Added, NoAdapters>;
@@ -26,9 +26,9 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, Stream weigh
   Kernel::Multiply(blocks, count, width, weights, next, take);
 }
 
-// Live rows of a source times weights, by a kernel. `pick(task)` names two blocks of features, and fetching them ahead is
-// of use for the first `whole` of the tasks; `finish(task, n, rows, sums)` takes the sums of rows n .. n + rows away. `clear` is what
-// else there is to do. What `adapters` add is known in `finish`, if any.
+// Multiplies the live rows of a source by weights. `pick(task)` returns a task's two blocks of features; prefetching them helps
+// for the first `whole` tasks. `finish(task, n, rows, sums)` consumes the sums of rows n .. n + rows; by then it can ask `adapters`
+// for their part, if there are any. `clear` is the first phase.
 template <typename Kernel, typename Clear, typename Pick, typename Finish, typename Added>
 void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, int64_t whole, const Phase<Clear>& clear,
                    const Pick& pick, const Finish& finish, [[maybe_unused]] Added* adapters) {

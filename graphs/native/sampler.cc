@@ -87,7 +87,7 @@ void FindPeaks(const float* values, int64_t begin, int64_t end, int64_t stride, 
 
 int32_t Greedy(const Peak& peak) { return std::isfinite(peak.value) ? peak.index : kNoChoice; }
 
-// The greedy tokens, where nothing else is asked for: a stretch of the vocabulary to a task.
+// Greedy tokens for calls in which no row needs more; each task takes a stretch of the vocabulary.
 void ChooseGreedily(ffi::ThreadPool& pool, const Logits& logits, const std::vector<RowFields>& fields, int32_t* token) {
   const int64_t count = logits.count, rows = logits.rows, stretch = logits.by_row ? 8192 : 512;
   const int64_t stretches = (count + stretch - 1) / stretch;
@@ -119,7 +119,7 @@ void ChooseGreedily(ffi::ThreadPool& pool, const Logits& logits, const std::vect
   }
 }
 
-// Logits of the distribution that a row is drawn from: -inf where it may not be.
+// The logits of the distribution that a row is sampled from: -inf for tokens that are cut off.
 void Restrict(const float* logits, int64_t count, float peak, float least, const RowFields& row, std::vector<float>& to) {
   to.resize((count + kVector - 1) / kVector * kVector);
   EachVector(logits, count, [&](int64_t index, Vec given) {

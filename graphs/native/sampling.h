@@ -31,7 +31,7 @@ bool Any(Mask mask) {
   return Reduce(mask, [](auto a, auto b) { return a | b; }) != 0;
 }
 
-// The largest of a row and the lowest index that has it. It is no number where an entry is none.
+// The largest logit of a row and its lowest index; NaN if any entry is NaN.
 struct Peak {
   float value;
   int32_t index;
@@ -113,8 +113,8 @@ class Weights {
     Sum();
   }
 
-  // The smallest logit that top-k (0: none) and top-p keep; what ties with it stays. Entries are counted and weighed by bins, and
-  // only those of the bin in which the cut lies are looked at one by one.
+  // The smallest logit that top-k (0: off) and top-p keep; entries that tie with it are kept. Entries are counted and weighed by
+  // bins, and only those of the bin with the cut are examined one by one.
   float Least(int32_t top_k, float top_p) {
     FillBins();
     uint64_t whole = total_;

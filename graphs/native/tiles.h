@@ -47,14 +47,14 @@ inline void Configure(int64_t features, Columns columns) {
   Configure(shapes);
 }
 
-// What a task multiplies: up to sixteen rows of weights in each half. The next task's stand `step` elements on.
+// The weights of a task: up to sixteen rows in each half. Those of the next task are `step` elements further.
 struct Rows {
   const BFloat16 *upper, *lower;  // lower is null if there is no second half
   int64_t features;               // in both halves
   int64_t step;
 };
 
-// The sums of a task's features by up to 32 rows of activations, with or without fetching the next task's weights.
+// Computes the sums of a task's features by up to 32 rows of activations; prefetches the next task's weights if told to.
 inline void Multiply(const Rows& rows, const uint32_t* tiles, int64_t width, bool second, bool ahead) {
   constexpr int64_t kStep = 32;  // elements of a weight row in a tile
   const BFloat16 *upper = rows.upper, *lower = rows.lower;
@@ -86,8 +86,8 @@ inline void Multiply(const Rows& rows, const uint32_t* tiles, int64_t width, boo
   }
 }
 
-// Runs the product of weights with `count` prepared rows. `prepare(n, rows, tiles)` fills the tiles of rows n .. n + rows;
-// `pick(task)` names a task's weights; `take(task, n, columns)` takes tiles 0-3 away; `finish(task)` comes behind all rows.
+// Multiplies weights by `count` prepared rows. `prepare(n, rows, tiles)` fills the tiles of rows n .. n + rows; `pick(task)`
+// returns a task's weights; `take(task, n, columns)` stores tiles 0-3; `finish(task)` is called after all rows of a task.
 template <typename Prepare, typename Pick, typename TakeAway, typename Finish>
 void Product(ffi::ThreadPool& pool, int64_t count, int64_t width, int64_t tasks, const Prepare& prepare, const Pick& pick,
              const TakeAway& take, const Finish& finish) {
