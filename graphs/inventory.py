@@ -17,14 +17,14 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-# XLA's rsqrt begins with the processor's estimate and refines it once on AMD and twice on Intel: with this option off
-# it is a division by a root, whose bits are IEEE's (findings/same_bits.md).
+# XLA's rsqrt refines the processor's estimate, once on AMD and twice on Intel. With this option off it divides by a
+# square root, and its bits are IEEE's on both (findings/same_bits.md).
 _OPTIONS = {"xla_cpu_enable_platform_dependent_math": False}
 
 
 @cache
 def compiler_options() -> dict[str, bool] | None:
-    """What every program is compiled with; None on other devices, and with versions of XLA without the option."""
+    """The options that every program is compiled with; None on other devices, and if XLA does not know the option."""
     if jax.default_backend() != "cpu":
         return None
     try:
@@ -46,7 +46,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphReport:
-    """What one executable cost and needs. Sizes in bytes, times in seconds.
+    """Compile times and memory of one executable. Sizes in bytes, times in seconds.
 
     name: of the program. digest: of its text as it was lowered.
     shapes: of the argument that varies between programs.

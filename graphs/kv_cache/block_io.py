@@ -1,9 +1,9 @@
-"""Blocks of a pool: what a position of a slot means in them, and moving them as they are.
+"""Copy, read and write blocks of the pool, without changing a byte.
 
 Position p of a slot lies in block `block_tables[slot, p // block_size]` at `p % block_size`, with its keys, its values
-and its token: where a block is shared, copied or moved, its token history goes with it.
+and its token: when a block is shared, copied or moved, its tokens go with it.
 
-To the attention a block is a slot of one span.
+Attention treats a block as a slot of one span.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Row = RowState  # without the leading axis, and without what lies in blocks
 
 
 def blocks_per_call(block_size: int) -> int:
-    """Blocks that one call moves at most: those of a span."""
+    """The largest number of blocks that one call moves: those of a span."""
     return KEY_SPAN // block_size
 
 
 def copy_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> tuple[KVCache, RowState]:
-    """Block `target[i]` becomes what `source[i]` is, for the first `count` of `[G]`, in order."""
+    """Copy block `source[i]` to block `target[i]` for the first `count` of `[G]`, in order."""
 
     def copy(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, target[index], _get(spec, state, source[index]))
@@ -43,7 +43,7 @@ def copy_blocks(
 def read_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, blocks: jax.Array
 ) -> tuple[Blocks, Row]:
-    """The content of `blocks [G]`, and a slot's row state."""
+    """Return the content of `blocks [G]`, and a slot's row state."""
     found = lax.map(lambda block: _get(spec, (cache, rows.history), block), blocks)
     return found, jax.tree.map(lambda leaf: leaf[slot], by_slot(rows))
 
@@ -59,7 +59,7 @@ def write_blocks(
     moved: Blocks,
     row: Row,
 ) -> tuple[KVCache, RowState]:
-    """The inverse of `read_blocks`, into any slot and of `blocks [G]` into those from `first` to before `end`."""
+    """The inverse of `read_blocks`, into any slot; of `blocks [G]`, those from `first` up to `end` are written."""
 
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), by_slot(rows), row)
     cache, written = load_blocks(spec, cache, rows, blocks, first, end, moved)
@@ -75,7 +75,7 @@ def load_blocks(
     end: jax.Array,
     moved: Blocks,
 ) -> tuple[KVCache, RowState]:
-    """Of `blocks [G]`, those from `first` to before `end` get their content in `moved`, in order."""
+    """Write the content `moved` into those of `blocks [G]` from `first` up to `end`, in order."""
 
     def write(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, blocks[index], jax.tree.map(lambda leaf: leaf[index], moved))

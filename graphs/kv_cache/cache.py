@@ -27,8 +27,8 @@ def make_cache(
 
     Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
     `num_blocks`, keys and values are a pool of this many blocks of `length` positions each, for block tables; other
-    state stays by row. `config`: with other heads than those of one device. Raises ValueError for a block the backend
-    cannot read.
+    state stays by row. `config`: if its heads are not those of one device. Raises ValueError for a block size that
+    the backend cannot read.
     """
     config = spec.local if config is None else config
     cache: KVCache = []
@@ -43,8 +43,8 @@ def make_cache(
 
 
 def stores(spec: ModelSpec) -> list[list[int]]:
-    """The layers of each store of a cache: those with one window together where the backend shares stores, and each
-    linear one alone."""
+    """The layers of each store of a cache: layers with the same window together if the backend shares stores, each
+    linear layer alone."""
     found: dict[Any, list[int]] = {}
     for index in range(spec.config.num_hidden_layers):
         alone = spec.config.is_linear(index) or not spec.attention.shares_stores
@@ -54,7 +54,7 @@ def stores(spec: ModelSpec) -> list[list[int]]:
 
 
 def places(spec: ModelSpec) -> list[tuple[int, int]]:
-    """For every layer its store, and which layer of the store it is."""
+    """The store of every layer, and the layer's index in it."""
     found = {
         index: (store, layer_in_store)
         for store, layers in enumerate(stores(spec))
@@ -64,7 +64,7 @@ def places(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def to_host(spec: ModelSpec, cache: KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copies of what every layer holds: keys and values `[B, KV, S, Dh]`, or the two arrays of a `DeltaState`."""
+    """Copies of every layer's state: keys and values `[B, KV, S, Dh]`, or the two arrays of a `DeltaState`."""
     found = []
     for store, layer_in_store in places(spec):
         kept = cache[store]

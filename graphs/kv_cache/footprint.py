@@ -1,4 +1,4 @@
-"""What a model and its slots take on a device, by shape alone: nothing is allocated."""
+"""The memory that a model and its slots need on a device, computed from shapes: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def block_bytes(spec: ModelSpec, block_size: int) -> int:
 def keeps_every_position(spec: ModelSpec, length: int) -> bool:
     """Whether every layer keeps keys and values of all positions of a slot, so that any prefix of one can be reused.
 
-    A window or a recurrent state forgets: it takes no more memory for twice the positions.
+    A window or a recurrent state forgets: its memory does not grow with the number of positions.
     """
 
     def stores(positions: int) -> list[int]:
@@ -43,6 +43,6 @@ def keeps_every_position(spec: ModelSpec, length: int) -> bool:
 
 
 def rows_bytes(rows: int, stop_width: int, length: int, block_size: int | None = None) -> int:
-    """Bytes of the row state of `rows` slots, without what lies in blocks where slots borrow these."""
+    """Bytes of the row state of `rows` slots; with `block_size`, without what lies in blocks."""
     pool = None if block_size is None else Pool(0, block_size, whole_spans(length) // block_size)
     return tree_bytes(jax.eval_shape(lambda: pack_rows(make_rows(rows, stop_width, length, pool))))

@@ -1,7 +1,7 @@
-"""Moving what a slot holds: to another slot, to the host and back. Bytes move as they are, a span at a time.
+"""Copy a slot's state to another slot, to the host and back, a span at a time and without changing a byte.
 
-Keys and values are moved by the backend that laid them out, of all layers of a store at once. Anything else a layer
-keeps per slot (a recurrent state) has the slot as its leading axis and moves whole with every span.
+The backend that laid out keys and values also moves them, all layers of a store at once. Other state of a layer (a
+recurrent state) has the slot as its leading axis and is copied whole with every span.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def copy_span(
 def read_span(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, span: jax.Array
 ) -> tuple[Spans, Row]:
-    """A span of a slot, and the slot's row state."""
+    """Return a span of a slot, and the slot's row state."""
     return _read(spec, cache, slot, span), jax.tree.map(lambda leaf: leaf[slot], rows)
 
 

@@ -1,4 +1,4 @@
-"""The cache as the steps hand it on."""
+"""The type of a cache, as steps take and return it."""
 
 from __future__ import annotations
 

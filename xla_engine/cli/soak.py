@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 )
 @click.option("--lives", type=click.IntRange(1), help="Number of engines, in place of --minutes.")
 @click.option("--rounds", type=click.IntRange(1), default=40, help="Rounds of requests per engine.")
-@click.option("--requests", type=click.IntRange(1), default=24, help="Of each round.")
+@click.option("--requests", type=click.IntRange(1), default=24, help="Requests in each round.")
 @click.option(
     "--tiny",
     is_flag=True,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--verbose", "-v", is_flag=True, help="Report after each engine.")
 @click.option("--seed", type=int, default=0, help="Seed of all requests, faults and times.")
-@click.option("--first-life", type=click.IntRange(0), default=0, help="Begin with this engine of the seed.")
+@click.option("--first-life", type=click.IntRange(0), default=0, help="Index of the engine to start with.")
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, help="Requests decoded together.")
 @click.option(
     "--max-model-len",
@@ -69,23 +69,22 @@ def soak(
     first_life: int,
     **options: Any,
 ) -> None:
-    """Run engines under everything that callers and devices may do, and check for damage.
+    """Stress engines with everything that callers and devices may do, and check for damage.
 
-    Requests of every kind come, are aborted, preempted, run out of time or lose their readers; bad ones are
-    refused. One engine of three has its requests through `AsyncLLM`. Steps fail, take long or are interrupted, with
-    some requests every step fails, and some texts cannot be made. Each engine is drained, closed, hung or loses its
-    device at last, and the next one begins: with slots or blocks, with speculation or without. The clock moves with
-    the steps, so that a seed says what happens in each engine's life.
+    Requests of every kind are submitted, aborted, preempted, run out of time or lose their readers; invalid ones are
+    refused. One engine of three is driven through `AsyncLLM`. Steps fail, take long or are interrupted; some requests
+    make every step fail, and some texts cannot be decoded. In the end each engine is drained or closed, hangs or loses
+    its device, and the next one starts: with slots or blocks, with or without speculation. The clock advances with the
+    steps, so a seed determines what happens to each engine.
 
-    A server, one for the whole soak, gets clients after each engine's life: hostile ones stop anywhere, flood heads,
-    chunks and trailers, do not read, and send malformed and hostile requests and files. Honest ones beside them must
-    have the answers they had alone, to the bit, no answer may be a 5xx, nothing may be left of any client, and the
-    memory of the server must stay under 1.2 times what it was after the warm-up. With --tiny, too, it serves the model
-    itself.
+    One server runs during the whole soak. After each engine it gets clients. Hostile ones stop at any byte, flood it
+    with headers, chunks and trailers, do not read, and send malformed requests and files. Honest clients beside them
+    must get the answers they got alone, to the bit. No answer may be a 5xx, nothing of any client may be left, and the
+    server's memory must stay below 1.2 times that after the warm-up. --tiny does not change its model.
 
-    At the end of each round every request must have one result of a reason that fits, all slots, blocks and parked
-    bytes must be back, nothing may have been compiled, and some requests run alone: the bits must be the same. At the
-    end of each life nothing of the engine may live on, and each request may leave at most 1 kB of memory behind.
+    At the end of each round every request must have exactly one result with a fitting reason, all slots, blocks and
+    parked bytes must be free, nothing may have been compiled, and some requests run again alone, with the same bits.
+    When an engine ends, none of its objects may be left, and each request may leave at most 1 kB of memory.
 
     \b
     Exit status: 0 all held, 1 something did not, 2 could not start.

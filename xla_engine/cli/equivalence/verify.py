@@ -85,11 +85,11 @@ def verify(
 ) -> None:
     """Check that batching changes no bit: run random requests each alone, then together, and compare.
 
-    Prompt lengths, caps, sampling settings, arrival times and aborted neighbours are random; lag 0 and 1 take
-    turns. Tokens and log-probability bits of each request must be the same among peers as alone in the same
+    Prompt lengths, limits, sampling settings, arrival times and aborted neighbours are random; lag 0 and 1
+    alternate. Tokens and log-probability bits of each request must be the same among peers as alone in the same
     engine. Prints what was compared and the differences.
 
-    That is level A, promised everywhere. Level B (--against config) is promised where the C++ operations serve, in
+    That is level A, promised everywhere. Level B (--against config) is promised with the C++ kernels, in
     bfloat16 and int8, and elsewhere reported: each first difference is printed with the gap between the two largest
     logits. Speculation
     (--against speculation) changes no bit wherever an engine takes a `speculative_config` at all. Level C
