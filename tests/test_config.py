@@ -1,4 +1,4 @@
-"""Options of an engine: what is none is refused by name."""
+"""Options of an engine: unknown ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing two result files: what counts as the same, with hashes and without, and what is a broken file."""
+"""Compare two result files, with and without hashes; broken files are refused."""
 
 from __future__ import annotations
 

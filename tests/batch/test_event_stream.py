@@ -1,4 +1,4 @@
-"""Requests over one pair of pipes: each id's events in order and complete, whatever the reader and the lines do."""
+"""Requests over one pair of pipes: the events of each id are complete and in order, for every reader and input."""
 
 from __future__ import annotations
 

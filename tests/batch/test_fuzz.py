@@ -1,4 +1,4 @@
-"""A few of the hostile batch lines and model files of the long runs, and that what they check can fail."""
+"""A few of the hostile batch lines and model files of the long runs, and a proof that their checks can fail."""
 
 from __future__ import annotations
 

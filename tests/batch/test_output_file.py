@@ -46,7 +46,7 @@ HARMS: list[tuple[Callable[[Path], None], str]] = [
 
 
 def harmed_run(path: Path, mode: Mode, engine: FakeEngine, harm: Callable[[Path], None], after: int) -> None:
-    """A run of 200 lines whose file is harmed after so many of them are written."""
+    """A run of 200 lines whose output file is damaged after the given number of lines."""
     harmed = False
     with OutputFile(str(path), mode) as output:
         output.claim(FinishedLines())
@@ -95,7 +95,7 @@ def test_a_file_taken_away_ends_the_run(
 
 
 def test_an_output_that_is_left_alone_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through a link, and going on with what is there."""
+    """Also through a link, and when a run resumes an existing file."""
     monkeypatch.setattr(output_file, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "link.jsonl"
     path.symlink_to("out.jsonl")

@@ -1,4 +1,4 @@
-"""Reading lines: the same split whatever their endings, and a long one is never held."""
+"""Read lines: all line endings split alike, and a line that is too long is never kept in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines in, lines out: whatever the bytes, a request or an error record, and never anything else."""
+"""Any bytes of a line become a request or an error record, and never anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on with result files: nothing lost, nothing twice, whatever a dead run has left; and what is refused."""
+"""Resume result files that a killed run left: no result is lost or written twice; files of other runs are refused."""
 
 from __future__ import annotations
 

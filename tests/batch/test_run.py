@@ -1,4 +1,4 @@
-"""A file through an engine: one output line per input line, whatever the order, the errors and the end."""
+"""Run a file through an engine: one output line for each input line, in any order, with errors, or interrupted."""
 
 from __future__ import annotations
 

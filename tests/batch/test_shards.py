@@ -1,4 +1,4 @@
-"""Shards of a run: together they are the run, byte for byte, and what is no whole set of them is refused."""
+"""Merged shards equal the whole run, byte for byte; an incomplete or mixed set is refused."""
 
 from __future__ import annotations
 

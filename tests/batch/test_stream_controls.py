@@ -1,4 +1,4 @@
-"""Control lines of a stream: what they do, what answers them, and that a wrong one harms nothing."""
+"""Control lines of a stream: their effects and answers; an invalid one changes nothing."""
 
 from __future__ import annotations
 

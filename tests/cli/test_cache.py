@@ -1,4 +1,4 @@
-"""`xla-engine cache`: what a directory holds is listed, checked and deleted."""
+"""`xla-engine cache` lists, checks and deletes the blocks of a directory."""
 
 from __future__ import annotations
 

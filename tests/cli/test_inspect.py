@@ -1,4 +1,4 @@
-"""`xla-engine inspect`: what is told before anything is loaded is what the engine then does."""
+"""`xla-engine inspect` predicts, without loading weights, what an engine then allocates."""
 
 from __future__ import annotations
 

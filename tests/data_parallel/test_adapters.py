@@ -1,4 +1,4 @@
-"""Adapters of several engines: each request's own, wherever it runs, and whatever becomes of the processes."""
+"""Adapters with several engines: each request gets its own on any engine, even when processes die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines behind one: the results of one engine, whatever becomes of the processes."""
+"""Several engines behind one interface give the results of one engine, even when processes die."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_results_and_identity_are_those_of_one_engine(
 def test_killed_processes_change_nothing_that_a_reader_sees(
     single: XlaBatchEngine, several: DataParallelEngine
 ) -> None:
-    """Each id ends once, and what a stream has shown is the beginning of all it shows later."""
+    """Each id ends once, and every text of a stream begins with the text before it."""
     wanted = requests(150)
     for number, (prompt, params) in enumerate(wanted):
         several.submit(prompt, params, request_id=f"r{number}")

@@ -1,4 +1,4 @@
-"""Where requests go, what engines get of the machine, and what they tell each other."""
+"""How requests are routed, how engines share the machine, and what they report."""
 
 from __future__ import annotations
 

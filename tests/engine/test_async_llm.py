@@ -1,4 +1,4 @@
-"""One engine for many tasks: each gets its tokens and one end, whatever the others do and however slowly it reads."""
+"""One engine for many tasks: each gets its tokens and one end, whatever the others do, at any reading speed."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_the_embedded_model_has_drafts(embedded: XlaBatchEngine, tokens: Any, it
     "name", [pytest.param("dense", marks=pytest.mark.release), pytest.param("hybrid", marks=pytest.mark.full)]
 )
 def test_an_mtp_layer_changes_no_bit_and_sees_every_position(name: str) -> None:
-    """What the layer keeps of a sequence that was decoded is what it keeps of the same sequence as a prompt."""
+    """The layer's cache of a decoded sequence equals its cache of the same sequence as a prompt."""
     model = {"dense": DENSE, "hybrid": HYBRID}[name]
     checkpoint = tiny_checkpoint(model=model)
     config = replace(CONFIG, speculative_config=BY_LAYER)
@@ -158,7 +158,7 @@ def test_an_mtp_layer_changes_no_bit_and_sees_every_position(name: str) -> None:
 
 
 def sees_every_position(engine: XlaBatchEngine) -> None:
-    """What a layer keeps of a sequence that was decoded is what it keeps of the same sequence as a prompt."""
+    """A layer's cache of a decoded sequence equals its cache of the same sequence as a prompt."""
     prompt = tuple(range(5, 45))
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=30, ignore_eos=True)
     engine.blank()

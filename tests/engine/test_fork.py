@@ -83,7 +83,7 @@ def test_a_saved_request_may_get_more_tokens_than_it_had(make_engine: MakeEngine
     ],
 )
 def test_a_fork_is_the_request_with_the_longer_prompt(make_engine: MakeEngine, config: EngineConfig) -> None:
-    """Of live requests, of ended and of saved ones; and what they hold already is not computed again."""
+    """Fork live, finished and saved requests; their KV cache is not computed again."""
     engine = make_engine(config)
     draw = random.Random(2)
     found, prompts, wanted = {}, {}, {}

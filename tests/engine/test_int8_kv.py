@@ -149,7 +149,7 @@ KEY_SCALES, VALUE_SCALES = -2, -1  # vectors behind sixteen keys
 
 
 def neighbours_scales(self: Any, layer: Any, qkv: Any, call: Any, **rows: Any) -> Any:
-    """Keys are read with the scales of the slot beside."""
+    """Plant a fault: keys are read with the scales of the neighbouring slot."""
     layer, _ = decode(self, layer, qkv, call, **rows)
     scales = layer.keys[:, :, :, :, KEY_SCALES]
     beside = layer._replace(keys=layer.keys.at[:, :, :, :, KEY_SCALES].set(jnp.roll(scales, 1, axis=1)))

@@ -1,4 +1,4 @@
-"""Adapters in an engine: each request its own, whatever the others have; loaded and let go of between steps."""
+"""Each request uses its own adapter, independent of its peers; adapters are loaded and evicted between steps."""
 
 from __future__ import annotations
 

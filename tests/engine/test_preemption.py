@@ -88,7 +88,7 @@ def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) 
 
 @pytest.mark.full
 def test_by_the_attention_that_stale_values_harm(make_engine: MakeEngine) -> None:
-    """Cold, cached, preempted: the same bits also where slots have to be cleared behind what is written back."""
+    """Cold, cached and preempted requests have the same bits, also if slots are cleared behind restored positions."""
     config = replace(
         TINY_ENGINE, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,), max_num_seqs=4
     )

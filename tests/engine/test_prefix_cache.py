@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(temperature=0.9, max_tokens=8, logprobs=0, seed=5, igno
 
 @pytest.fixture(scope="module")
 def by_xla() -> Iterator[XlaBatchEngine]:
-    """Stale values are harmful to this attention, and slots are cleared behind what is reused."""
+    """Stale values would change this attention's results, so slots are cleared behind the reused prefix."""
     config = replace(TINY_ENGINE, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,))
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
         yield engine
@@ -63,7 +63,7 @@ def cold(
 
 
 def test_a_shared_stem_is_computed_once_and_the_bits_are_those_of_a_cold_run(engine: XlaBatchEngine) -> None:
-    """All at once, so that prompts wait for the one that computes what they share; more of them than slots."""
+    """More prompts than slots, all at once: they wait for the one that computes their common prefix."""
     prompts = [[*STEM, *(DRAW.randrange(TINY.vocab_size) for _ in range(1 + 7 * at))] for at in range(12)]
     expected = cold(engine, prompts)
     before = engine.stats()

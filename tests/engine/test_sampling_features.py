@@ -151,7 +151,7 @@ def test_min_tokens_holds_stops_back(tiny: XlaBatchEngine) -> None:
 
 
 def test_penalties_follow_the_history_of_the_slot(tiny: XlaBatchEngine) -> None:
-    """Every token once, whatever an earlier tenant of the slot had; the prompt counts for repetition only."""
+    """Each token counts once; the slot's earlier request does not count; prompt tokens count for repetition only."""
     for _ in range(2 * tiny.max_num_seqs):
         tokens = (
             run(tiny, [3, 4], presence_penalty=2, frequency_penalty=2, max_tokens=30).outputs[0].token_ids

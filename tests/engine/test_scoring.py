@@ -1,4 +1,4 @@
-"""Log-likelihoods: what is wanted of a prompt is computed, the rest comes from the cache, and no bit tells."""
+"""Log-likelihoods: only the scored part of a prompt is computed, the rest is cached, and the bits are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculation changes no bit: whatever proposers say, at any width and lag, among all else that an engine does."""
+"""Speculation changes no bit: with any drafts, at any width and lag, together with every other feature."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def _ones_first(values: jax.Array, axis: int | None = None) -> jax.Array:
 def test_a_row_that_makes_its_verify_steps_fail_ends_alone(
     engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps fail only where it may sample several tokens; those that share them get what they get anyway."""
+    """Its steps fail only when it may sample several tokens; requests in the same steps get their usual results."""
     cases = [
         replace(
             case,
@@ -421,7 +421,7 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
 def test_a_row_is_looked_up_once_in_a_turn(
     tiny: XlaBatchEngine, engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What decides the width of a step is what it verifies."""
+    """The number of drafts to verify determines the width of a step."""
     asked: list[str] = []
     turns: list[list[str]] = []
 

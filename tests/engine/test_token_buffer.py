@@ -1,4 +1,4 @@
-"""Tokens that are taken many at a time are those that were sampled, however late and in whatever pieces."""
+"""Tokens that are read in groups equal the sampled ones, however late and in pieces of any size."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def live(
 
 @dataclass
 class Row:
-    """A request, the slot it decodes in or None, and what it should have."""
+    """A request, its decode slot or None, and its expected tokens."""
 
     request: LiveSequence
     slot: int | None = None
@@ -212,7 +212,7 @@ def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
 def test_text_that_cannot_be_made_is_the_error_unless_there_was_one(
     reason: FinishReason, told: str, stands: str
 ) -> None:
-    """A request that nobody read is ended for another reason, and its text turns out to be broken."""
+    """A request that has no reader ends for another reason, and its text then cannot be decoded."""
     buffer = TokenBuffer()
     request = live(buffer, "bad")
     buffer.begin(request, 0, 0)

@@ -1,4 +1,4 @@
-"""Bits "portable": the golden file on this machine, what is refused, and an identity without the machine."""
+"""bits="portable": the golden file holds here, unsupported options are refused, and identities omit the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what is written can be read, and a damaged or foreign file is refused."""
+"""Records: written files can be read, damaged and foreign ones are refused."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_a_record_is_replayed_step_for_step(engine: XlaBatchEngine, lag: int) ->
 
 @pytest.mark.release
 def test_chosen_widths_are_replayed_and_simulated(tmp_path: Path) -> None:
-    """Widths that were chosen by measured costs come again, whatever this run would choose."""
+    """A replay uses the recorded widths, even if this run's measured costs would choose others."""
     config = replace(CONFIG, speculative_config={"method": "suffix"})
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
         for seed in range(3):

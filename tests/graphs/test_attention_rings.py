@@ -1,4 +1,4 @@
-"""Rings of a sliding window: they show what a whole slot shows."""
+"""Rings of a sliding window give the results of a whole slot."""
 
 from __future__ import annotations
 

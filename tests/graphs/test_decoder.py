@@ -73,7 +73,7 @@ def test_both_projection_forms_are_the_product(dtype: jnp.dtype, count: int) -> 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="level B is promised on CPUs")
 def test_the_number_of_rows_changes_no_bit_of_the_gated_mlp() -> None:
-    """With unit weights the products are exact, and what is left is silu(x) * x."""
+    """With unit weights the products are exact, and the result is silu(x) * x."""
     unit = jnp.eye(128)
     x = np.random.default_rng(0).standard_normal((768, 128)).astype(np.float32) * 3
     gated = jax.jit(WEIGHT_LEFT.gated)

@@ -108,7 +108,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(products: NativeProdu
 
 
 def test_rows_that_are_not_live_change_no_bit(products: NativeProducts, dtype: Any) -> None:
-    """Any number of live rows, anywhere among the others, whatever these hold."""
+    """Any number of live rows at any places, with any content of the other rows."""
     draw, x = np.random.default_rng(6), rows(256, dtype, 6)
     whole = [np.asarray(each) for each in run(products, dtype, x)]
     for count in (*range(65), 100, 255, 256):

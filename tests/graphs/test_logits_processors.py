@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @st.composite
 def row(draw: st.DrawFn) -> Row:
-    """One row: what its request asks for, and what it has so far."""
+    """One row: its request's parameters and its tokens so far."""
     token = st.integers(0, VOCABULARY - 1)
     few = st.integers(0, 9)  # so that tokens repeat
     tokens = draw(st.lists(few, min_size=1, max_size=POSITIONS))

@@ -1,4 +1,4 @@
-"""The audit for bits "portable": what it refuses, which families pass, and what a barrier does."""
+"""The audit for bits="portable": what it refuses, which families pass, and the effect of a barrier."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Audited(Exception):
 
 
 def audit(monkeypatch: pytest.MonkeyPatch, model: ModelConfig, **options: Any) -> None:
-    """Start a runner as far as the audit of its programs. Raises ConfigError for what is refused, else Audited."""
+    """Start a runner up to the audit of its programs. Raises ConfigError if the audit refuses one, else Audited."""
 
     def only_audit(inventory: Inventory, programs: list[Program], **_: Any) -> None:
         for _lowered in inventory._lower(programs):

@@ -1,4 +1,4 @@
-"""The sampling table: what is made of it, and that each stage does the same in C++ and in JAX, in one order."""
+"""The sampling table: the code generated from it, and that stages agree in C++ and JAX and run in the same order."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_field_of_a_row_is_filled_from_one_that_exists(record: Any, lines:
 
 
 def test_a_request_with_defaults_leaves_a_neutral_row() -> None:
-    """All but its noise: so what a request does not ask for costs no step anything."""
+    """All but its noise: sampling features that no request uses cost a step nothing."""
     plain = RowSettings(max_tokens=1, stop_token_ids=(), params=SamplingParams(temperature=0), seed=0)
     found = sampling_rows(2, {1: plain})
     for given, neutral in zip(jax.tree.leaves(found), jax.tree.leaves(make_sampling_rows(2)), strict=True):

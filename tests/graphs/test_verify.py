@@ -1,4 +1,4 @@
-"""A verify step emits what decode steps emit, bit for bit, whatever the drafts."""
+"""A verify step emits the tokens of decode steps, bit for bit, for any drafts."""
 
 from __future__ import annotations
 

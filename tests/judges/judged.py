@@ -1,6 +1,6 @@
 """A pytest plugin for test suites of other projects: they meet a server that runs already, at JUDGED_URL.
 
-It is loaded by name into their pytest, without this repository on the path, and stands in for what they import of
+It is loaded by name into their pytest, without this repository on the path, and replaces what they import from
 their own project: helpers that start a server, tokenizers, names that only their unit tests use.
 """
 

@@ -30,7 +30,7 @@ VOCABULARY = 199
 class Recorded:
     """The engine's loop around a scheduler, with tokens drawn from request and position, and a log of it.
 
-    strings: requests whose text ends them after so many tokens.
+    strings: for requests that a stop string ends, the number of tokens until then.
     """
 
     def __init__(self, config: SchedulerConfig, path: Path, *, lag: int, draw: random.Random) -> None:

@@ -106,7 +106,7 @@ def engine() -> XlaBatchEngine:
 
 @dataclass(slots=True)
 class Life:
-    """One life of a request id, and what it returns when it is alone."""
+    """One use of a request id, and the request's result when it runs alone."""
 
     case: Case
     alone: CompletionOutput
@@ -227,7 +227,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.driven.num_running + self.driven.num_waiting == len(self.live)
 
     def teardown(self) -> None:
-        """Leave the engine idle for the next example, whatever happened in this one."""
+        """Leave the engine idle for the next example."""
         try:
             self.drain()
         finally:
@@ -261,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
         cls.driven.runner.wait = wait  # type: ignore[method-assign]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Check what a turn delivered, against what the requests return alone."""
+        """Compare the outputs of a turn with the requests' results alone."""
         for output in outputs:
             (found,) = output.outputs
             if found.finish_reason == "abort":

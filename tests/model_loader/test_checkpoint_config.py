@@ -1,4 +1,4 @@
-"""What config.json may say, what it means, and what is refused by name."""
+"""Fields of config.json: their meaning, and which values are refused by name."""
 
 from __future__ import annotations
 

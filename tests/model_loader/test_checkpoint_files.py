@@ -1,4 +1,4 @@
-"""The files of a model directory: broken JSON, wrong indexes, pickles and what is no file at all."""
+"""The files of a model directory: broken JSON, wrong indexes, pickles, and directories in place of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and their headers: what is missing, misshapen, malicious or cut off is refused."""
+"""Tensors and their headers: missing, misshapen, malicious and truncated ones are refused."""
 
 from __future__ import annotations
 

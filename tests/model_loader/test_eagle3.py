@@ -1,4 +1,4 @@
-"""EAGLE-3 heads on disk: what is read, which layers are meant, and what is refused."""
+"""EAGLE-3 heads on disk: reading them, the layers they use, and which ones are refused."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_an_access_reads_anew_and_jax_takes_the_array_as_it_is(model: Path) -> N
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 3e38, -3.4e38, 1e29, -1e28])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_values_without_results_are_refused_by_tensor(model: Path, value: float, dtype: str) -> None:
-    """By whoever reads: all of a leaf, or a device its rows. 3.4e38 is finite in float32 and not in bfloat16."""
+    """Whether a whole leaf or one device's rows are read. 3.4e38 is finite in float32 but not in bfloat16."""
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name].astype(np.float32)

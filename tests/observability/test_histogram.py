@@ -1,4 +1,4 @@
-"""Histograms count what they are given, and say what can be known of it."""
+"""Histograms count their values, and report quantiles as precisely as their buckets allow."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_each_moment_is_in_the_phase_that_it_belongs_to(seed: int) -> None:
 
 
 def test_the_phases_of_an_engine_sum_to_the_wall_time(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    """Not a nanosecond is lost from the first turn to the end of the last: what is in no phase is between turns."""
+    """No nanosecond is lost from the first turn to the end of the last: time outside all phases is between turns."""
     engine, wall, seen = make_engine(TIMED), 0, list[int]()
 
     def clock() -> int:

@@ -1,4 +1,4 @@
-"""`prefix_cache_dir`: the bits of an engine without it, whatever the files hold, and less prefill."""
+"""`prefix_cache_dir` changes no bit, whatever the files contain, and saves prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of blocks: what is short, damaged, foreign or a link is never content; the oldest make room."""
+"""Files of blocks: short, damaged and foreign files and links are never used; the oldest are evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage of Ray Data on a local Ray: each row once with the same result, whatever is killed."""
+"""A stage of Ray Data on a local Ray gives each row once with the same result, whichever process is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model over several devices: the bits of one, whatever runs; no float is added up between devices."""
+"""A model on several devices gives the bits of one device; no float is summed across devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Result = dict[int, dict[str, Any]]
 
 
 def check(results: Result) -> None:
-    """The results of one device. Devices gather what they have, and only integers are added up between them."""
+    """The results equal those of one device. Devices gather their parts, and only integers are summed across them."""
     one = results[1]
     assert not any(one["collectives"].values())
     for size, found in results.items():

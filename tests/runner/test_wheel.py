@@ -130,7 +130,7 @@ with LLM() as llm:
 
 @pytest.mark.parametrize("form", ["editable", "wheel"])
 def test_type_checkers_find_the_installed_package(tmp_path: Path, form: str) -> None:
-    """A user's file is checked against the types of what is installed, by mypy and by pyright."""
+    """mypy and pyright check a user's file against the types of the installed package."""
     pyright = shutil.which("pyright")
     if pyright is None:
         pytest.skip("needs pyright: pip install 'pyright[nodejs]'")

@@ -27,7 +27,7 @@ class Held:
 
 
 class Store:
-    """Sequences over a pool, with the memory that the pool speaks of: what a table reads is the sequence's tokens."""
+    """Sequences over a pool with real memory behind it: reading a table gives the sequence's tokens."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool

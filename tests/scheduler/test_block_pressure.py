@@ -254,7 +254,7 @@ def share_as_if_alone(self: BlockPool, block: int) -> None:
 
 
 def evict_without_removing_keys(self: BlockPool, block: int) -> None:
-    """A block that was given out again was still found by what it had held."""
+    """A block that was allocated again was still found by its old content."""
 
 
 def name_ahead(self: BlockManager, state: object, length: int) -> int:

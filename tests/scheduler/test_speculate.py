@@ -1,4 +1,4 @@
-"""Rows that sample several tokens a step, among all else that happens: every request gets what it gets alone."""
+"""Rows that sample several tokens a step, mixed with every other feature: each request gets its results alone."""
 
 from __future__ import annotations
 

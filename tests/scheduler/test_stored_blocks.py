@@ -1,4 +1,4 @@
-"""Blocks that go out of the pool and come back: requests get what they get alone, whatever could be read, and when."""
+"""Blocks are stored and loaded again: requests get their results alone, whichever blocks could be read, and when."""
 
 from __future__ import annotations
 

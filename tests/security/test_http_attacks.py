@@ -194,7 +194,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_client_may_stop_at_any_byte(server: Running, name: str) -> None:
-    """Its connection ends by a timer, whatever was sent of the request, and nothing is kept of it."""
+    """A timer ends the connection after any part of a request, and nothing of it is kept."""
     request = REQUESTS[name]
     for begin in range(0, len(request) + 1, PLACES):
         waiting = []
@@ -221,7 +221,7 @@ EARLY = {
 
 @pytest.mark.parametrize("name", EARLY)
 def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: str) -> None:
-    """With a body that goes on a little after the answer, and then not at all."""
+    """With a body that continues a little after the answer and then stops."""
     waiting = []
     for _ in range(PLACES // 2):
         one = connect(server)
@@ -303,7 +303,7 @@ def test_more_connections_with_keys_than_there_may_be_get_503(server: Running) -
 
 
 def floods() -> dict[str, tuple[bytes, bytes]]:
-    """What a connection begins with, and what it then sends without end."""
+    """The first bytes of a connection, and the bytes that it then sends endlessly."""
     begun = b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"%s\r\n"
     found = {
         "line": (b"GET /", b"y" * 65536),

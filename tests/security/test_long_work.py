@@ -1,4 +1,4 @@
-"""One client's large request beside everybody else's: its answer, its chat and its text take turns with them.
+"""One client's large request among those of others: its answer, chat and text take turns with theirs.
 
 Each law is stated over generated requests; tests/server/test_long_answers.py does the same over HTTP.
 """
@@ -143,7 +143,7 @@ def test_an_answer_in_pieces_is_the_answer(case: tuple[Call, list[RequestOutput]
 
 @pytest.mark.parametrize("n", [1, 16, 128])
 def test_a_prompt_that_is_repeated_is_encoded_once(n: int) -> None:
-    """However many choices repeat it: the texts of its tokens are asked for as often as for one."""
+    """The texts of its tokens are looked up once, however many choices repeat them."""
     ids = [7] * 480
     body = {"prompt": [ids], "n": n, "max_tokens": 1, "echo": True, "logprobs": 20, "temperature": 1}
     request = parse_record({"method": "POST", "url": TEXT_URL, "body": body}, 1)

@@ -1,4 +1,4 @@
-"""Requests for both paths, and what a batch run answers to them."""
+"""Requests for both paths, and a batch run's answers to them."""
 
 from __future__ import annotations
 

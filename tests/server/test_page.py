@@ -86,7 +86,7 @@ def test_a_link_repeats_an_answer(server: Running, http: httpx.Client, tmp_path:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 def test_a_browser_shows_slots_and_queue(server: Running, http: httpx.Client, tmp_path: Path) -> None:
-    """Requests that run while it looks stand in the table of slots, with what they have so far."""
+    """The table of slots shows running requests with their tokens so far."""
     assert BROWSER is not None
     command = [
         BROWSER,

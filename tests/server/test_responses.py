@@ -291,7 +291,7 @@ async def _ran(given: BatchRun) -> None:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """A response without what differs from answer to answer, and what a batch does not read calls into."""
+    """A response without the fields that differ between answers, and without calls, which a batch does not extract."""
     items = [{**item, "id": None, "call_id": None} for item in response["output"]]
     times = dict.fromkeys(("id", "created_at", "completed_at"))
     cached = {**response["usage"], "input_tokens_details": None}

@@ -1,4 +1,4 @@
-"""The clients of the soak: an honest server holds under them, and they find what is planted."""
+"""The clients of the soak: an honest server passes, and planted faults are found."""
 
 from __future__ import annotations
 

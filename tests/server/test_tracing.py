@@ -1,4 +1,4 @@
-"""Traces: what a collector receives of requests over HTTP, by the protocol of OpenTelemetry."""
+"""Traces: what an OpenTelemetry collector receives about requests over HTTP."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Features:
-    """What a model's attention has beside Llama's."""
+    """Features of a model's attention that Llama's does not have."""
 
     window: int | None = None
     softcap: float | None = None

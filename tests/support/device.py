@@ -34,7 +34,7 @@ def num_parked(runner: Runner) -> int:
 
 
 def read_cache(runner: Runner) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or what a linear one keeps."""
+    """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or the state of a linear layer."""
     return to_host(runner.spec, runner._state.cache)
 
 

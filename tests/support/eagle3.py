@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def head_config(model: ModelConfig, known: int, **fields: Any) -> dict[str, Any]:
-    """config.json of a head for a model; it knows so many token ids."""
+    """config.json of a head for a model, with a draft vocabulary of the given size."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

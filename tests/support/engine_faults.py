@@ -1,4 +1,4 @@
-"""Faults planted in an engine's steps, and what its requests ended with."""
+"""Faults planted in an engine's steps, and the results of its requests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _raises(error: BaseException) -> Callable[..., Any]:
 
 
 class HangingDevice:
-    """A device whose steps do not come back, from the n-th on, until they are released; and a clock that jumps."""
+    """A device whose steps hang from the n-th on until they are released, and a clock that jumps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: XlaBatchEngine, hangs_from: int) -> None:
         self.now = 0.0
@@ -96,7 +96,7 @@ class HangingDevice:
         return self._real(step)
 
     def sleep(self, done: threading.Event, seconds: float) -> bool:
-        """Wait for a step that comes back; pass the time of one that does not."""
+        """Wait for a step that finishes; let time pass for one that hangs."""
         while not self.hung.is_set():
             if done.wait(0.001):
                 return True

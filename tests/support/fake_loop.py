@@ -37,7 +37,7 @@ class Life:
     reason: FinishReason | None = None
 
     def check(self) -> None:
-        """The law: a request returns what it returns alone, or as much of it as it lived for."""
+        """The law: a request returns its result alone, or the beginning of it if it was ended early."""
         samples, reason = expected(self.request)
         assert self.reason is not None, f"never ended: {self}"
         if self.reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -286,7 +286,7 @@ class Loop:
         return plan
 
     def drain(self, lag: int = 0) -> None:
-        """Run to the end, and check that every request got what is its own."""
+        """Run to the end, and check every request's result."""
         quiet, self.held = 0, frozenset()
         while self.live:
             self.turn(lag)

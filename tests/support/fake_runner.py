@@ -115,7 +115,7 @@ class FakeRunner:
         self.host.clear()
 
     def release(self, request_id: str) -> None:
-        """The engine will not ask for this request again; what it has may be overwritten."""
+        """The engine is done with this request; its state may be overwritten."""
         self.vacate(request_id)
         self.host.pop(request_id, None)
 
@@ -175,7 +175,7 @@ class FakeRunner:
         return [token for block in self.tables[slot.index] for token in self.blocks[block]][:length]
 
     def _write(self, row: DeviceRow, tokens: Sequence[int], start: int = 0) -> None:
-        """Append to what a row has, and to its blocks from position `start` on."""
+        """Append to a row's tokens, and to its blocks from position `start` on."""
         row.kv.extend(tokens)
         if self.config.num_blocks is not None:
             assert row.slot is not None
@@ -221,7 +221,7 @@ class FakeRunner:
         assert self.config.num_blocks is None or list(swap.blocks[shared:]) == own, f"{swap} is not for {own}"
 
     def _go_on(self, part: Continuation) -> None:
-        """The row is as the request left it, whoever came since."""
+        """The row still holds the request's state, although others used it since."""
         row = self.rows[part.slot.index]
         assert row.over and row.request_id == part.request_id, f"{part} finds {row}"
         assert row.slot is not None and row.slot.epoch + 1 == part.slot.epoch, f"{part} finds {row}"

@@ -133,7 +133,7 @@ class Way:
 
 
 def survives(work: Any, *arguments: Any) -> bool:
-    """Whether `work` comes to its end in a process of its own, neither killed nor failed."""
+    """Whether `work` finishes in a process of its own, neither killed nor failed."""
     child = os.fork()
     if child == 0:
         status = 1

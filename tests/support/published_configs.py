@@ -1,4 +1,4 @@
-"""Configurations of published checkpoints, and what they mean."""
+"""Configurations of published checkpoints, and how they must be read."""
 
 from __future__ import annotations
 

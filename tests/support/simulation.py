@@ -1,4 +1,4 @@
-"""A run to simulate, and what its steps are said to cost."""
+"""A run to simulate, and the assumed costs of its steps."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
 
 
 def test_rendering_is_transformers() -> None:
-    """Committed texts of `apply_chat_template` (make_golden_chat.py); what it refuses is refused."""
+    """Texts equal those of `apply_chat_template` (make_golden_chat.py); chats that it refuses are refused."""
     golden = json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))
     refused = 0
     for case in golden["cases"]:

@@ -63,7 +63,7 @@ def generate(pieces: list[str], stop: tuple[str, ...], include: bool) -> tuple[s
 def test_any_cut_of_the_text_gives_the_same_result(
     text: str, stop: tuple[str, ...], cuts: list[int], include: bool
 ) -> None:
-    """Against the definition; and what is shown only grows, and is always part of the result."""
+    """Compared with the definition; the visible text only grows, and the result begins with it."""
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     result, match, shown = generate(pieces, stop, include)
@@ -102,7 +102,7 @@ def test_a_stop_string_may_begin_but_not_end_where_stops_are_not_yet_allowed(
 
 
 def test_many_and_long_stop_strings_cost_one_look_at_each_character() -> None:
-    """No timing: the automaton steps at most twice per character of text, whatever the number of strings."""
+    """The automaton takes at most two steps for each character of text, for any number of strings."""
     strings = tuple("a" * 40 + chr(0x4E00 + n) for n in range(200))
     stops, steps = StopStrings(strings), 0
     step = stops._fail.__getitem__

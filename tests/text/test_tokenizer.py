@@ -1,4 +1,4 @@
-"""Tokenisation: texts to ids, what is neither, and files that are no tokenizer."""
+"""Tokenisation: texts to ids, invalid inputs, and files that are no tokenizer."""
 
 from __future__ import annotations
 

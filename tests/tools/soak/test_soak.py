@@ -1,4 +1,4 @@
-"""The soak holds on an honest engine, and finds what is planted."""
+"""The soak passes with an honest engine, and finds planted faults."""
 
 from __future__ import annotations
 
