@@ -35,6 +35,14 @@ class ChatTemplateError(InvalidRequestError, code="chat_template_error"):
     """A conversation cannot be rendered: there is no chat template, or it fails on these messages."""
 
 
+class InvalidImageError(InvalidRequestError, code="invalid_image"):
+    """A picture cannot be read; the message says why."""
+
+
+class ImageTooLargeError(InvalidImageError, code="image_too_large"):
+    """A picture exceeds a limit on its bytes, pixels or sides; the message names it."""
+
+
 class ConfigError(XlaEngineError, ValueError, code="invalid_config"):
     """The configuration of the engine is invalid."""
 

@@ -86,6 +86,15 @@ class Tokenizer:
                 return self._backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)[0].ids
             return self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
 
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each token where it begins and ends in the text (characters)."""
+        with raising(InvalidRequestError, "the text cannot be tokenised. Change it or pass token ids"):
+            text.encode()  # reports a lone surrogate with its position
+            found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return found.ids, found.offsets
+
     def plain_ids(self, text: str) -> list[int]:
         """`encode` without special tokens."""
         return self.encode(text, add_special_tokens=False)

@@ -19,14 +19,14 @@ class WorkerEndedError(Exception):
 
 
 class WorkerProcess:
-    """A process that answers requests with a worker file of this folder. Starts on first use, and again if it dies.
+    """A process that answers requests with a worker file. Starts on first use, and again if it dies.
 
     Thread-safe; requests are answered one at a time. The process ends with its parent.
     """
 
     def __init__(self, worker: str) -> None:
-        """worker: a worker file in this folder; see `worker_main`."""
-        self._files = [str(Path(__file__).with_name(name)) for name in ("worker_main.py", worker)]
+        """worker: a worker file in this folder, or the path of one; see `worker_main`."""
+        self._files = [str(Path(__file__).parent / name) for name in ("worker_main.py", worker)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0

@@ -1,0 +1,208 @@
+"""How Idefics3 and SmolVLM cut a picture into tiles and scale its values, as preprocessor_config.json says.
+
+Sizes and values are those of transformers' PIL backend (`image_processing_pil_idefics3.py`). With torchvision
+installed transformers prefers that, and then its pixels differ by up to two steps of 255.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xla_engine.model_loader.json_fields import Fields, read_json
+
+PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+_SUFFIXES = ("", "Fast", "Pil")
+_LONGEST = 4096  # pixels; transformers never makes a side longer
+_MOST_TILES = 16  # in a row or a column
+_OVERRIDES = ("size", "do_image_splitting")
+_READ = (
+    *(
+        "do_convert_rgb",
+        "do_image_splitting",
+        "do_normalize",
+        "do_rescale",
+        "do_resize",
+        "image_mean",
+        "image_std",
+    ),
+    *("max_image_size", "resample", "rescale_factor", "size", "image_processor_type"),
+)
+# Fields that say nothing about the tiles of one picture: names, the layout of the output, padding of batches, videos.
+_IGNORED = (
+    *("processor_class", "data_format", "do_pad", "return_row_col_info", "image_seq_len", "video_sampling"),
+    *("return_tensors", "input_data_format", "_valid_processor_keys"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How one picture is cut. Sizes are (width, height) in pixels.
+
+    picture: its upright size. resized: after the first resize. whole: after the second; what is cut into tiles.
+    rows, columns: of tiles. Both are 0 if the picture is a single tile; otherwise a small copy of the whole picture
+    follows as the last tile.
+    """
+
+    picture: tuple[int, int]
+    resized: tuple[int, int]
+    whole: tuple[int, int]
+    rows: int
+    columns: int
+
+    @property
+    def tiles(self) -> int:
+        return self.rows * self.columns + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageProcessor:
+    """The processor of a checkpoint.
+
+    longest_edge: of a picture after the first resize, pixels.
+    tile: side of a tile, pixels.
+    do_image_splitting: cut a picture into several tiles; otherwise each picture is one tile.
+    resample: Pillow's number of the filter.
+    rescale_factor, image_mean, image_std: of `table`; None if the step is left out.
+    """
+
+    longest_edge: int
+    tile: int
+    do_image_splitting: bool
+    resample: int
+    rescale_factor: float | None
+    image_mean: tuple[float, ...] | None
+    image_std: tuple[float, ...] | None
+
+    def grid(self, width: int, height: int) -> Grid:
+        """How a picture of this upright size is cut. Depends on nothing else, so headers give token counts."""
+        resized = _to_longest_edge(width, height, self.longest_edge)
+        rows = columns = 0
+        whole = (self.tile, self.tile)
+        if self.do_image_splitting:
+            whole = _to_tiles(*resized, self.tile)
+            if max(whole) > self.tile:
+                rows, columns = whole[1] // self.tile, whole[0] // self.tile
+        return Grid(picture=(width, height), resized=resized, whole=whole, rows=rows, columns=columns)
+
+    def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """What the tower sees for each value of a byte in each channel: float32 `[3, 256]`.
+
+        Rounded in the processor's order: the product in float64, the rest in float32.
+        """
+        values = np.arange(256, dtype=np.float32)
+        if self.rescale_factor is not None:
+            values = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
+        if self.image_mean is None or self.image_std is None:
+            return np.tile(values, (3, 1))
+        mean, deviation = (
+            np.array(each, dtype=np.float32)[:, None] for each in (self.image_mean, self.image_std)
+        )
+        return (values - mean) / deviation
+
+
+def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor:
+    """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
+
+    overrides: replaces `size` and `do_image_splitting`, as vLLM's `mm_processor_kwargs` does. Raises CheckpointError
+    naming file, field and remedy; a field that is not known is an error too, because it might change the pixels.
+    """
+    fields = _fields(directory).with_defaults(
+        {"do_image_splitting": True, "resample": 1, "rescale_factor": 1 / 255}
+    )
+    overrides = dict(overrides or {})
+    for name in sorted(overrides.keys() - set(_OVERRIDES)):
+        Fields(Path("mm_processor_kwargs"), overrides).fail(
+            name, f"not supported. Use {' or '.join(_OVERRIDES)}"
+        )
+    fields = Fields(fields.file, {**fields.values, **overrides})
+    for name in fields.values:
+        if name not in (*_READ, *_IGNORED) and fields.given(name):
+            fields.fail(
+                name, "not supported for Idefics3 and SmolVLM. Use the checkpoint's own processor file"
+            )
+    kind = fields.values.get("image_processor_type")
+    if kind not in {None, *(name + suffix for name in PROCESSORS for suffix in _SUFFIXES)}:
+        fields.fail(
+            "image_processor_type", f"not supported. Use a checkpoint with one of: {', '.join(PROCESSORS)}"
+        )
+    for name in ("do_resize", "do_convert_rgb"):
+        if not fields.flag(name, default=True):
+            fields.fail(name, "not supported (pictures as they are). Set it to true")
+    tile, longest = (_edge(fields, name) for name in ("max_image_size", "size"))
+    if longest > _MOST_TILES * tile:
+        fields.fail(
+            "size", f"at most {_MOST_TILES} tiles of {tile} pixels in a row. Use a smaller longest_edge"
+        )
+    normalises = fields.flag("do_normalize", default=True)
+    mean, deviation = (
+        _channels(fields, name) if normalises else None for name in ("image_mean", "image_std")
+    )
+    return ImageProcessor(
+        longest_edge=longest,
+        tile=tile,
+        do_image_splitting=fields.flag("do_image_splitting", default=True),
+        resample=fields.integer("resample", low=0, high=5),
+        rescale_factor=(
+            fields.number("rescale_factor", high=1e6) if fields.flag("do_rescale", default=True) else None
+        ),
+        image_mean=mean,
+        image_std=deviation,
+    )
+
+
+def _fields(directory: Path) -> Fields:
+    own, shared = directory / "preprocessor_config.json", directory / "processor_config.json"
+    if not own.is_file() and shared.is_file():
+        fields = Fields(shared, read_json(shared)).within("image_processor")
+        if fields is not None:
+            return fields
+    return Fields.of_file(own)
+
+
+def _edge(fields: Fields, name: str) -> int:
+    size = fields.within(name)
+    if size is None:
+        fields.fail(name, 'must be {"longest_edge": PIXELS}. Correct the file or download it again')
+    for other in sorted(size.values.keys() - {"longest_edge"}):
+        if size.given(other):
+            size.fail(other, "not supported; only longest_edge is. Correct the file or download it again")
+    return size.integer("longest_edge", high=_LONGEST)
+
+
+def _channels(fields: Fields, name: str) -> tuple[float, ...]:
+    values = fields.values.get(name, [0.5, 0.5, 0.5])
+    if (
+        not isinstance(values, list)
+        or len(values) != 3
+        or any(type(each) not in (int, float) for each in values)
+    ):
+        fields.fail(name, "must be three numbers. Correct the file or download it again")
+    if not all(math.isfinite(each) for each in values) or (name == "image_std" and not all(values)):
+        fields.fail(name, "must be finite, and a deviation not 0. Correct the file or download it again")
+    return tuple(map(float, values))
+
+
+def _to_longest_edge(width: int, height: int, edge: int) -> tuple[int, int]:
+    """The size with `edge` as the longer side; the other side is rounded down, then up to an even number."""
+    ratio = width / height
+    if width >= height:
+        other = int(edge / ratio)
+        return edge, max(other + other % 2, 1)
+    other = int(edge * ratio)
+    return max(other + other % 2, 1), edge
+
+
+def _to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
+    """The size in whole tiles: the longer side is rounded up first, and the other one follows it."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        return width, math.ceil(int(width / ratio) / tile) * tile
+    height = math.ceil(height / tile) * tile
+    return math.ceil(int(height * ratio) / tile) * tile, height

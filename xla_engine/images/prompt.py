@@ -1,0 +1,99 @@
+"""Prompts with pictures: `<image>` in a text becomes the tokens of all tiles of the next picture.
+
+The text is expanded before it is tokenised, as in transformers (`processing_idefics3.py`), because some tokenizers
+merge the line ends around pictures. Places are found by position in the text, never by token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_engine.errors import CheckpointError, InvalidRequestError
+from xla_engine.images.processor import Grid
+from xla_engine.text.tokenizer import Tokenizer
+
+IMAGE = "<image>"
+_AROUND, _GLOBAL = "<fake_token_around_image>", "<global-img>"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The prompt tokens of one tile: `length` of them from position `start`."""
+
+    start: int
+    length: int
+    image: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """token_ids: of the expanded prompt. spans: of all tiles, in order."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+def image_prompt(
+    text: str,
+    grids: Sequence[Grid],
+    image_seq_len: int,
+    tokenizer: Tokenizer,
+    *,
+    add_special_tokens: bool = True,
+) -> ImagePrompt:
+    """Expand and tokenise a prompt. grids: of its pictures. image_seq_len: tokens of a tile.
+
+    Raises InvalidRequestError unless the text has one `<image>` for each picture, and CheckpointError for a tokenizer
+    that does not know `<image>` as one token.
+    """
+    expanded, runs = expand(text, grids, image_seq_len)
+    ids, offsets = tokenizer.encode_with_offsets(expanded, add_special_tokens=add_special_tokens)
+    index = {begin: at for at, (begin, end) in enumerate(offsets) if end > begin}
+    spans, width = [], len(IMAGE)
+    for image, tile, place in runs:
+        start = index.get(place, len(ids))
+        wanted = [(at, at + width) for at in range(place, place + width * image_seq_len, width)]
+        if list(offsets[start : start + image_seq_len]) != wanted:
+            raise CheckpointError(
+                f"the tokenizer does not read {IMAGE} as one token. Use the checkpoint's own tokenizer files"
+            )
+        spans.append(Span(start=start, length=image_seq_len, image=image, tile=tile))
+    return ImagePrompt(token_ids=tuple(ids), spans=tuple(spans))
+
+
+def expand(text: str, grids: Sequence[Grid], image_seq_len: int) -> tuple[str, list[tuple[int, int, int]]]:
+    """The expanded text, and for each tile its picture, its index and the character where its first `<image>` is."""
+    pieces = text.split(IMAGE)
+    if len(pieces) != len(grids) + 1:
+        raise InvalidRequestError(
+            f"the prompt has {len(pieces) - 1} {IMAGE} and {len(grids)} pictures. Write one {IMAGE} for each "
+            "picture, and nowhere else"
+        )
+    parts, length = [pieces[0]], len(pieces[0])
+    runs: list[tuple[int, int, int]] = []
+
+    def add(part: str) -> None:
+        nonlocal length
+        parts.append(part)
+        length += len(part)
+
+    for image, (grid, after) in enumerate(zip(grids, pieces[1:], strict=True)):
+        for tile, head in enumerate(_heads(grid)):
+            add(head)
+            runs.append((image, tile, length))
+            add(IMAGE * image_seq_len)
+        add(_AROUND)
+        add(after)
+    return "".join(parts), runs
+
+
+def _heads(grid: Grid) -> list[str]:
+    """What stands before each tile's run."""
+    heads = [
+        ("\n" if column == 0 and row else "") + f"{_AROUND}<row_{row + 1}_col_{column + 1}>"
+        for row in range(grid.rows)
+        for column in range(grid.columns)
+    ]
+    return [*heads, ("\n\n" if heads else "") + _AROUND + _GLOBAL]
