@@ -153,7 +153,6 @@ def test_other_rope_fields_are_refused_by_name(
     "fields",
     [
         {"pretraining_tp": 2},
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"sliding_window": 4096},
         {"use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},

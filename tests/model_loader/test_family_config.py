@@ -125,7 +125,7 @@ def test_the_decoder_of_a_model_that_takes_pictures(write: Write) -> None:
     [
         ({"text_config": None}, ["text_config", "decoder"]),
         ({"text_config": {"model_type": "ministral3"}}, ["text_config.model_type", "ministral3"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
     ],
 )
 def test_a_decoder_that_is_not_described_is_refused(

@@ -16,6 +16,7 @@ from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.quantised.methods import quantisation_fields
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
@@ -26,6 +27,7 @@ from xla_engine.text.tokenizer import Tokenizer
 class DryReport:
     """Statistics of the lines of a file.
 
+    quantised: the method that quantised the model's weights in safetensors, if one did.
     ok: lines that can run. failed: lines that cannot, by error code.
     prompt_tokens: of the lines that can run, after tokenization.
     new_tokens: the most that these lines can generate.
@@ -34,6 +36,7 @@ class DryReport:
     expected_tokens: new tokens if each answer has the mean length of the last run, or its limit if that is lower.
     """
 
+    quantised: str | None = None
     ok: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -52,6 +55,7 @@ class DryReport:
             ("new tokens", f"{self.new_tokens} at most{self._expected()}"),
             ("longest request", f"{self.longest} tokens, prompt and new"),
             ("time", self._time()),
+            *([] if self.quantised is None else [("weights", f"quantised by {self.quantised}")]),
         ]
         return [f"{name:<20} {text}" for name, text in rows]
 
@@ -85,6 +89,8 @@ class DryRun:
             if config.quantization in KEPT:
                 stored = stored_kinds(load_weights(described).weights)
             config = sizing.resolve_length(config, model, dtype, backends.serving_device(), stored)
+        quantised = quantisation_fields(described.fields)
+        self._quantised = None if quantised is None else str(quantised.values["quant_method"])
         self._template = described.chat_template
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,
@@ -105,7 +111,8 @@ class DryRun:
         on_error: Callable[[LineError], None],
     ) -> DryReport:
         """Check all lines; `on_error` is called for each line that would fail, in order."""
-        report, reader = DryReport(last_run=self._last_run), LineReader(defaults)
+        report = DryReport(quantised=self._quantised, last_run=self._last_run)
+        reader = LineReader(defaults)
         for line in lines:
             request = reader.read(line)
             error = request if isinstance(request, LineError) else self._check(request, report)

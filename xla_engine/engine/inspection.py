@@ -40,6 +40,7 @@ class Inspection:
     path: the directory or file.
     architecture: the name in its configuration.
     stored: tensors, parameters and bytes in the files, by dtype.
+    quantised: how many weights of a safetensors checkpoint have each quantised form.
     parameters: how many parameters the model has; tied ones count once.
     shape: the fields of `ModelConfig`.
     layers: the number of layers of each type.
@@ -56,6 +57,7 @@ class Inspection:
     path: str
     architecture: str | None = None
     stored: dict[str, dict[str, int]] = field(default_factory=dict)
+    quantised: dict[str, int] = field(default_factory=dict)
     parameters: int | None = None
     shape: dict[str, Any] | None = None
     layers: dict[str, int] | None = None
@@ -101,6 +103,8 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         # Checks the tensors against the configuration.
         checkpoint = load_weights(describe_decoder(files, config))
         report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
+        kinds = Counter(kind for parts in stored.values() for kind, _ in parts)
+        report.quantised = {kind: count for kind, count in kinds.items() if kind not in report.stored}
     with _problems(report):
         tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
@@ -206,6 +210,8 @@ def report_lines(report: Inspection) -> list[str]:
         ]
     for dtype, sums in sorted(report.stored.items()):
         lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
+    for form, count in sorted(report.quantised.items()):
+        lines.append(_row("quantised", f"{count} weights as {form}, dequantised at load"))
     tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"
     lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
     if report.backends is not None and report.memory is not None:

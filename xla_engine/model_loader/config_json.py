@@ -16,6 +16,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import FAMILIES, Family
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.quantised.methods import MXFP4, check_quantisation
 from xla_engine.model_loader.rope_scaling import read_rope
 
 # Limits far above any real model, which keep products of sizes below 2**63 and every table small.
@@ -36,8 +37,6 @@ _PLAIN: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_bias": ((False,), "biases on the attention projections"),
     "mlp_bias": ((False,), "biases on the MLP projections"),
     "pretraining_tp": ((1,), "sliced projections; the weights are the same with 1, so set it to 1"),
-    "quantization_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
-    "compression_config": ((), "quantised weights; an unquantised or dequantised copy is needed"),
     "sliding_window": ((), "windowed attention"),
     "use_sliding_window": ((False,), "windowed attention"),
     "rope_interleaved": ((False,), "interleaved rotary pairs"),
@@ -104,6 +103,8 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
     fields = _text_fields(fields, family) if family.text_type else fields
     fields = fields.with_defaults(family.defaults)
     _check_plain(fields, family)
+    if not family.mxfp4:
+        check_quantisation(fields)
     hidden_size = _size(fields, "hidden_size")
     heads = _size(fields, "num_attention_heads")
     if fields.values.get("head_dim") is None and hidden_size % heads:
@@ -173,7 +174,7 @@ def _family(fields: Fields) -> Family:
     if fields.values.get("model_type") not in (None, family.model_type):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
     if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:
-        if quantised.values.get("quant_method") != "mxfp4":
+        if quantised.values.get("quant_method") != MXFP4:
             quantised.fail("quant_method", "not supported. Use an unquantised or an MXFP4 checkpoint")
         return replace(family, tensors={**family.tensors, **family.mxfp4})
     return family

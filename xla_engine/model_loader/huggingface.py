@@ -14,6 +14,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import MAX_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.json_fields import Fields, read_json
+from xla_engine.model_loader.quantised.methods import dequantised, quantisation_fields
 from xla_engine.model_loader.safetensors_files import open_weight_files
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import read_tokenizer
@@ -33,7 +34,10 @@ class HuggingFaceDirectory:
         return Fields.of_file(file) if file.exists() else None
 
     def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
-        return open_weight_files(self.path)
+        """The weight files; with names, quantised weights are dequantised when they are read."""
+        files, wanted = open_weight_files(self.path), set(names)
+        fields = quantisation_fields(self.config_fields()) if wanted else None
+        return files if fields is None else dequantised(files, fields, wanted)
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
         return config, family

@@ -37,7 +37,10 @@ class ModelFiles(Protocol):
         """Sampling defaults and eos ids as fields of generation_config.json; None if there are none."""
 
     def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
-        """The weight files, mapped. Tensors in `names` have transformers' names; others may keep the file's."""
+        """The weight files, mapped. Tensors in `names` have transformers' names; others may keep the file's.
+
+        Without names, they are as stored, even if they are quantised.
+        """
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
         """The configuration and the family, adapted to how these files store the weights."""

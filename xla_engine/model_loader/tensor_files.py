@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,9 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
 _HASH_WHOLE = 64 << 20  # files up to this size are hashed completely
@@ -54,15 +57,43 @@ class TensorInfo:
         return replace(self, shape=self.shape[1:], start=self.start + index * size, size=size)
 
 
+class Computed(Protocol):
+    """A matrix that is computed from stored tensors; the dtype of its `info` names their form."""
+
+    @property
+    def info(self) -> TensorInfo: ...
+
+    def rows(self, index: Array) -> Array:
+        """Its rows `index`. Raises CheckpointError."""
+
+
 class TensorFiles:
     """Mapped files and their tensors, which are already validated against the files' lengths."""
 
     dtypes: tuple[str, ...] = ("F32", "F16", "BF16")  # of weights; there may be tensors of other dtypes
     remedy = "Download the file again, or use another checkpoint"  # for invalid values
 
-    def __init__(self, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        maps: dict[Path, mmap.mmap],
+        tensors: dict[str, TensorInfo],
+        computed: Mapping[str, Computed] | None = None,
+        setting: str = "",
+    ) -> None:
+        """computed: more tensors by name. setting: what their values depend on beside the files."""
         self.tensors = tensors
         self._maps = maps
+        self._computed = dict(computed or {})
+        self._setting = setting
+
+    def with_computed(
+        self, tensors: Mapping[str, TensorInfo], computed: Mapping[str, Computed], setting: str
+    ) -> TensorFiles:
+        """These files with some of their tensors, and computed ones."""
+        entries = {name: each.info for name, each in computed.items()}
+        found = TensorFiles(self._maps, {**tensors, **entries}, computed, setting)
+        found.dtypes = tuple(dict.fromkeys((*self.dtypes, *(info.dtype for info in entries.values()))))
+        return found
 
     @property
     def names(self) -> str:
@@ -76,17 +107,28 @@ class TensorFiles:
         Like all other reads, raises CheckpointError if the file was truncated since it was opened.
         """
         info = self.tensors[name]
+        if name in self._computed:
+            return np.concatenate(list(self.blocks(name)))
         flat = np.frombuffer(self._whole(info.file), _DTYPES[info.dtype], prod(info.shape), info.start)
         return flat.reshape(info.shape)
 
     def blocks(self, name: str) -> Iterator[Array]:
         """Yield the tensor in blocks of rows, a few MB each; a block's memory is released when the next is read."""
+        info = self.tensors[name]
+        if name in self._computed:
+            rows = max(1, _BLOCK // (4 * info.shape[1]))
+            for first in range(0, info.shape[0], rows):
+                yield self._computed[name].rows(np.arange(first, min(first + rows, info.shape[0])))
+            _forget(self._maps[info.file], info.start, info.size)
+            return
         tensor = self.read(name)
-        for part in self._parts(self.tensors[name], tensor):
+        for part in self._parts(info, tensor):
             yield tensor[part]
 
     def rows(self, name: str, index: Array) -> Array:
         """A copy of the rows `index` of the tensor; reads only the pages that hold them."""
+        if name in self._computed:
+            return self._computed[name].rows(index)
         info, taken = self.tensors[name], self.read(name)[index]
         _forget(self._maps[info.file], info.start, info.size)
         return taken
@@ -101,7 +143,7 @@ class TensorFiles:
 
     def fingerprint(self) -> str:
         """Hex sha256 over names, sizes, headers and contents; of large files, over evenly spaced blocks."""
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(self._setting.encode())
         for file in sorted(self._maps):
             data = self._whole(file)
             digest.update(f"{file.name}\0{len(data)}\0".encode())

@@ -86,7 +86,7 @@ GPT_OSS = Family(
     },
     mxfp4={"experts.gate_up": _mxfp4(_GATE_UP, gated=True), "experts.down": _mxfp4(_DOWN, gated=False)},
     flags=_flags,
-    reads=("attention_bias", "sliding_window", "layer_types", "quantization_config"),
+    reads=("attention_bias", "sliding_window", "layer_types"),
     defaults={
         "sliding_window": 128,
         "swiglu_alpha": 1.702,

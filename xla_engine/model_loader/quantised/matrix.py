@@ -1,0 +1,121 @@
+"""A quantised matrix, whatever method stored it: integers or float8 codes, with scales and zero points by group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+Rows = Callable[[Indices], Array]
+REMEDY = "Download the checkpoint again, or use another one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedMatrix:
+    """`[N, K]` weights: `(code - zero) * scale`, computed in float32.
+
+    info: of the tensor that it stands for; its dtype names the form.
+    codes: of rows `index [R]`: `[R, K]`, integers or float8.
+    scales: the same: `[R, G]`.
+    zeros: the same, integers; None if they are zero.
+    groups: the group of each column, `[K]`.
+    scales_name: the tensor of scales, for messages.
+    """
+
+    info: TensorInfo
+    codes: Rows
+    scales: Rows
+    zeros: Rows | None
+    groups: Indices
+    scales_name: str
+
+    def rows(self, index: Indices) -> Array:
+        """Dequantised rows, float32 `[R, K]`. Raises CheckpointError for scales that cannot be right."""
+        values = self.codes(index).astype(np.float32)
+        if self.zeros is not None:
+            values -= self.zeros(index).astype(np.float32)[:, self.groups]
+        values *= self.checked_scales(index)[:, self.groups]
+        return values
+
+    def checked_scales(self, index: Indices) -> Array:
+        """Scales of rows as float32 `[R, G]`, all finite and above zero. Raises CheckpointError."""
+        scales = self.scales(index).astype(np.float32)
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            bad = "zero" if (scales == 0).any() else "NaN, infinite or negative"
+            raise CheckpointError(
+                f"{self.info.file}: tensor {self.scales_name} holds scales that are {bad}. {REMEDY}"
+            )
+        return scales
+
+
+def stands_for(files: TensorFiles, form: str, shape: tuple[int, ...], parts: tuple[str, ...]) -> TensorInfo:
+    """The entry of a matrix that is stored in the tensors `parts`, codes first."""
+    codes, size = files.tensors[parts[0]], sum(files.tensors[name].size for name in parts)
+    return TensorInfo(file=codes.file, dtype=form, shape=shape, start=codes.start, size=size)
+
+
+def checked(files: TensorFiles, name: str, dtypes: tuple[str, ...], dimensions: int = 2) -> TensorInfo:
+    """The entry of a stored tensor. Raises CheckpointError if it is missing or has another type."""
+    if name not in files.tensors:
+        raise CheckpointError(f"{files.names}: tensor {name} is missing. {REMEDY}")
+    info = files.tensors[name]
+    if info.dtype not in dtypes or len(info.shape) != dimensions:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} is {info.dtype}{list(info.shape)}; expected are {dimensions} dimensions of "
+            f"{' or '.join(dtypes)}. {REMEDY}"
+        )
+    return info
+
+
+def check_shape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError unless a stored tensor has this shape."""
+    if info.shape != shape:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by the tensor of its codes "
+            f"and quantization_config. Correct config.json, or download both again"
+        )
+
+
+def group_count(info: TensorInfo, name: str, width: int, size: int) -> int:
+    """How many groups of `size` columns a matrix of this width has; -1 is one group. Raises CheckpointError."""
+    if size == -1:
+        return 1
+    if width % size:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} has {width} columns, which groups of {size} do not divide. Correct "
+            "group_size in config.json, or download both again"
+        )
+    return width // size
+
+
+def even_groups(width: int, count: int) -> Indices:
+    """The group of each column, for groups of equal size; the last may be smaller."""
+    return np.arange(width) // math.ceil(width / count)
+
+
+def read_groups(files: TensorFiles, name: str, width: int, count: int) -> Indices:
+    """The group of each column, as a tensor gives it, in any order. Raises CheckpointError."""
+    info = checked(files, name, ("I32", "I64"), 1)
+    check_shape(info, name, (width,))
+    groups = files.read(name).astype(np.int64)
+    if groups.min(initial=0) < 0 or groups.max(initial=0) >= count:
+        raise CheckpointError(
+            f"{info.file}: tensor {name} holds groups outside of 0 to {count - 1}. {REMEDY}"
+        )
+    return groups
+
+
+def unpacked(words: Array, bits: int, axis: int) -> Array:
+    """Unsigned codes of `bits` from int32 words, uint8; the lowest come first along `axis`."""
+    words = np.moveaxis(words, axis, -1)
+    data = np.ascontiguousarray(words).view(np.uint8)  # little endian, as the files
+    if bits == 4:
+        data = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
+    return np.moveaxis(data, -1, axis)

@@ -1,0 +1,79 @@
+"""Choose what reads a quantised checkpoint, by `quant_method`, and give its weights their plain names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.quantised.awq import read_awq
+from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
+from xla_engine.model_loader.quantised.fp8 import read_fp8
+from xla_engine.model_loader.quantised.gptq import read_gptq
+from xla_engine.model_loader.quantised.matrix import QuantisedMatrix
+from xla_engine.model_loader.tensor_files import TensorFiles
+
+MXFP4 = "mxfp4"  # of gpt-oss, whose family reads it
+METHODS: Mapping[str, Callable[[Fields, TensorFiles], dict[str, QuantisedMatrix]]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fbgemm_fp8": read_fp8,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+}
+_FIELDS = ("quantization_config", "compression_config")
+# What stands beside the codes of a module, and scales of activations, keys and values.
+_PARTS = re.compile(
+    r"(qweight|qzeros|scales|g_idx|weight_(packed|scale|scale_inv|zero_point|shape|g_idx)"
+    r"|(input|output)_(scale|zero_point)|(activation|input)_scale_ub)"
+)
+_OF_CACHE = re.compile(r".*\.[kqv]_(scale|zero_point)")
+
+
+def quantisation_fields(fields: Fields) -> Fields | None:
+    """The object of config.json that describes quantised weights; None if they are plain."""
+    for each in (fields, fields.within("text_config")):
+        for name in _FIELDS if each is not None else ():
+            if each is not None and (found := each.within(name)) is not None and found.values:
+                return found
+    return None
+
+
+def check_quantisation(fields: Fields) -> None:
+    """Raise CheckpointError if config.json describes quantised weights that cannot be read."""
+    if (found := quantisation_fields(fields)) is not None:
+        _method(found)(found, TensorFiles({}, {}))
+
+
+def dequantised(files: TensorFiles, fields: Fields, names: Collection[str]) -> TensorFiles:
+    """The tensors of a quantised checkpoint with plain names, dequantised when they are read.
+
+    fields: `quantisation_fields`. names: the tensors that the model needs. Raises CheckpointError.
+    """
+    if fields.values.get("quant_method") == MXFP4:
+        return files
+    matrices = _method(fields)(fields, files)
+    modules = {name.removesuffix(".weight") for name in matrices}
+
+    def is_part(name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        if name in matrices or _OF_CACHE.fullmatch(name) or (module in modules and _PARTS.fullmatch(part)):
+            return True
+        # AutoGPTQ stores a bias of zeros where a layer has none.
+        is_extra = part == "bias" and module in modules and name not in names
+        return is_extra and files.tensors[name].dtype in files.dtypes and not files.read(name).any()
+
+    tensors = {name: info for name, info in files.tensors.items() if not is_part(name)}
+    return files.with_computed(tensors, matrices, json.dumps(fields.values, sort_keys=True))
+
+
+def _method(fields: Fields) -> Callable[[Fields, TensorFiles], dict[str, QuantisedMatrix]]:
+    method = fields.values.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        fields.fail(
+            "quant_method",
+            f"not supported for this model, only {', '.join(METHODS)} are. Use a checkpoint of one of these, or an "
+            "unquantised copy",
+        )
+    return METHODS[method]
