@@ -26,7 +26,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 GGUF: Final = "gguf"
 GGUF_INT8: Final = "gguf-int8"
-KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a GGUF file
+KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a quantised file
+_PACKED: Final = {"packed": GGUF, "packed-int8": GGUF_INT8}  # other names
 QUANTIZATIONS = (None, "int8", *KEPT)
 LINEAR_BACKENDS = ("auto", "native", "xla")
 KV_CACHE_DTYPES = (AUTO, "int8")
@@ -142,7 +143,8 @@ class EngineConfig:
         "gguf" keeps the encoding of a quantised GGUF file: the memory of the file, and the bits of None
         (docs/models.md). It needs the C++ products.
         "gguf-int8" keeps it too and quantises activations to eight bits, in groups of 32: faster, with other tokens
-        and a small loss.
+        and a small loss. For AWQ, GPTQ and compressed-tensors, the same two are called "packed" and "packed-int8";
+        either name does for any file.
     kv_cache_dtype: "auto" keeps keys and values in `dtype`; "int8" keeps them in eight bits, with a float32 scale for
         each position and head: half the memory, long contexts decode faster, other tokens, and a small loss. It
         needs the C++ attention in bfloat16.
@@ -295,9 +297,12 @@ class EngineConfig:
             at_least("max_waiting", self.max_waiting, 1)
         if self.max_num_batched_tokens is not None:
             at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if isinstance(self.quantization, str) and self.quantization in _PACKED:
+            object.__setattr__(self, "quantization", _PACKED[self.quantization])
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(
-                f"quantization must be None, 'int8', 'gguf' or 'gguf-int8', not {shown(self.quantization)}"
+                "quantization must be None, 'int8', 'packed', 'packed-int8', 'gguf' or 'gguf-int8', not "
+                f"{shown(self.quantization)}"
             )
         try:
             find_policy(self.scheduling_policy)

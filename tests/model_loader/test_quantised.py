@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from tests.support.checkpoints import assert_refused, tensors_of
+from tests.support.instruction_sets import NAMES
+from tests.support.models import TINY_ENGINE
 from tests.support.quantised import CONFIG, FORMS, packed_words, write_plain, write_quantised
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
-from xla_engine.llm import LLM
+from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.weights import StoredWeights
 from xla_engine.sampling_params import SamplingParams
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
@@ -32,7 +38,7 @@ def plain(tmp_path: Path) -> Path:
 def assert_same_bits(quantised: Path, dequantised: Path, dtype: str = "bfloat16") -> None:
     found, expected = (load_checkpoint(path, dtype=dtype) for path in (quantised, dequantised))
     assert found.config == expected.config and found.dtype == dtype
-    index = np.array([3, -1, 0, 17])
+    index = np.array([3, -1, 0, 1])
     for leaf in expected.weights:
         one, other = found.weights[leaf], expected.weights[leaf]
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8), err_msg=leaf)
@@ -71,16 +77,82 @@ def test_modules_that_are_ignored_stay_plain(plain: Path, tmp_path: Path) -> Non
     }
 
 
-def test_tokens_are_those_of_the_dequantised_checkpoint(plain: Path, tmp_path: Path) -> None:
-    quantised, dequantised = write_quantised(plain, tmp_path, "gptq_order")
-    prompts = [{"prompt_token_ids": list(range(3, 3 + count))} for count in (4, 11)]
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
-    results = []
-    for path in (quantised, dequantised):
-        with LLM(str(path), max_num_seqs=2, max_model_len=32, self_check=False, dtype="bfloat16") as llm:
-            outputs = [request.outputs[0] for request in llm.generate(prompts, params)]
-            results.append([(each.token_ids, each.cumulative_logprob) for each in outputs])
-    assert results[0] == results[1] and len(results[0][0][0]) == 8
+# What a GGUF file would call the packed weights; others are dequantised.
+KINDS = {
+    "awq": "Q5_0",
+    **dict.fromkeys(("gptq", "gptq_one_group", "gptq_v2_zeros"), "Q4_0"),
+    **dict.fromkeys(("gptq_asymmetric", "gptq_v2_asymmetric"), "Q5_0"),
+    "gptq_8": "Q8_0",
+    "compressed_4": "Q4_0",
+    "compressed_4_asymmetric": "Q5_0",
+    **dict.fromkeys(("compressed_8", "int8"), "Q8_0"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_blocks_mean_the_same_numbers(form: str, plain: Path, tmp_path: Path) -> None:
+    weights = load_checkpoint(write_quantised(plain, tmp_path, form)[0]).weights
+    assert isinstance(weights, StoredWeights)
+    for leaf in ("layers.0.qkv", "layers.1.down"):
+        kinds = {kind for kind, _ in weights.stored[leaf]}
+        assert kinds == {KINDS.get(form, FORMS[form][2])}
+    if form in KINDS:
+        (source,) = weights._sources["layers.1.down"]
+        index = np.array([5, 0, 63])
+        blocks = weights._files.raw_rows(source.name, index)
+        values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[KINDS[form]])
+        expected = weights.rows("layers.1.down", index)
+        np.testing.assert_array_equal(values.astype(expected.dtype).view(np.uint16), expected.view(np.uint16))
+
+
+def test_scales_that_float16_does_not_hold_cannot_stay_packed(plain: Path, tmp_path: Path) -> None:
+    if not NAMES:
+        pytest.skip("no C++ products on this platform")
+    quantised, dequantised = write_quantised(
+        plain, tmp_path, "compressed_4", edit=setting("weight_scale", 1.17e-6)
+    )
+    assert load_checkpoint(quantised).config == load_checkpoint(dequantised).config
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj.weight_scale holds scales that float16 does not.*Leave"
+    ):
+        XlaBatchEngine.from_pretrained(quantised, replace(TINY_ENGINE, quantization="packed"))
+
+
+def results(path: Path, **options: Any) -> list[tuple[Any, ...]]:
+    config = replace(TINY_ENGINE, self_check=False, dtype="bfloat16", max_model_len=32, **options)
+    with XlaBatchEngine.from_pretrained(path, config) as engine:
+        for number, count in enumerate((4, 11, 1, 7)):
+            params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+            engine.submit(list(range(3, 3 + count)), params, request_id=str(number))
+        found = {each.request_id: each.outputs[0] for each in engine.drain()}
+    return [(found[str(i)].token_ids, found[str(i)].cumulative_logprob) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["gptq", *(pytest.param(each, marks=pytest.mark.full) for each in ("awq", "compressed_8", "gptq_order"))],
+)
+def test_tokens_are_those_of_the_dequantised_checkpoint(form: str, plain: Path, tmp_path: Path) -> None:
+    quantised, dequantised = write_quantised(plain, tmp_path, form)
+    expected = results(dequantised)
+    assert len({each for _, each in expected}) == 4
+    if not NAMES or form not in KINDS:
+        assert results(quantised) == expected
+    else:
+        assert results(quantised, quantization="packed") == expected
+        packed, whole = (
+            inspect_model(quantised, replace(TINY_ENGINE, max_model_len=32, quantization=kind)).memory
+            for kind in ("packed", None)
+        )
+        assert packed is not None and whole is not None and packed["weights"] < 0.7 * whole["weights"]
+
+
+def test_what_cannot_stay_packed_is_refused(plain: Path, tmp_path: Path) -> None:
+    if not NAMES:
+        pytest.skip("no C++ products on this platform")
+    quantised, _ = write_quantised(plain, tmp_path, "fp8_by_tensor")
+    with pytest.raises(ConfigError, match=r"AWQ, GPTQ and compressed-tensors.*Leave it out"):
+        XlaBatchEngine.from_pretrained(quantised, replace(TINY_ENGINE, quantization="packed"))
 
 
 def test_a_dry_run_names_the_method(plain: Path, tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",

@@ -92,10 +92,10 @@ device_options = together(
     ),
     click.option(
         "--quantization",
-        type=click.Choice(["int8", "gguf", "gguf-int8"]),
+        type=click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
         help="int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
-        "gguf: keep the weights of a GGUF file quantised: less memory, the same tokens. "
-        "gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss.",
+        "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
+        "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss.",
     ),
     click.option(
         "--kv-cache-dtype",

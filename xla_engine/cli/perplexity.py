@@ -37,7 +37,7 @@ from xla_engine.utils.progress import counting
 )
 @click.option(
     "--against-quantization",
-    type=click.Choice(["none", "int8", "gguf", "gguf-int8"]),
+    type=click.Choice(["none", "int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
     help="Compare with these weights.  [default: none]",
 )
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")

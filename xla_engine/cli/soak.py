@@ -52,7 +52,11 @@ if TYPE_CHECKING:
 @click.option(
     "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="Of weights."
 )
-@click.option("--quantization", type=click.Choice(["int8", "gguf", "gguf-int8"]), help="As for `run`.")
+@click.option(
+    "--quantization",
+    type=click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
+    help="As for `run`.",
+)
 @click.option("--kv-cache-dtype", type=click.Choice(["auto", "int8"]), default="auto", help="As for `run`.")
 @click.option("--attention-backend", metavar="NAME", default="auto", help="As for `run`.")
 @click.option("--isa", metavar="NAME", default="auto", help="As for `run`.")

@@ -21,7 +21,7 @@ from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields
 from xla_engine.model_loader.tensor_files import TensorInfo
-from xla_engine.model_loader.weights import DTYPES, stored_kinds
+from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, serving_device
 from xla_engine.runner.memory import size
@@ -103,8 +103,8 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         # Checks the tensors against the configuration.
         checkpoint = load_weights(describe_decoder(files, config))
         report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
-        kinds = Counter(kind for parts in stored.values() for kind, _ in parts)
-        report.quantised = {kind: count for kind, count in kinds.items() if kind not in report.stored}
+        if isinstance(checkpoint.weights, StoredWeights):
+            report.quantised = dict(Counter(checkpoint.weights.forms))
     with _problems(report):
         tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
@@ -211,7 +211,7 @@ def report_lines(report: Inspection) -> list[str]:
     for dtype, sums in sorted(report.stored.items()):
         lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
     for form, count in sorted(report.quantised.items()):
-        lines.append(_row("quantised", f"{count} weights as {form}, dequantised at load"))
+        lines.append(_row("quantised", f"{count} weights as {form}"))
     tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"
     lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
     if report.backends is not None and report.memory is not None:

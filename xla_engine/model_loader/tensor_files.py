@@ -63,8 +63,15 @@ class Computed(Protocol):
     @property
     def info(self) -> TensorInfo: ...
 
+    @property
+    def kind(self) -> str | None:
+        """The type of a GGUF file whose blocks mean the same numbers, if there is one."""
+
     def rows(self, index: Array) -> Array:
         """Its rows `index`. Raises CheckpointError."""
+
+    def blocks(self, index: Array) -> Array:
+        """The same rows as bytes of blocks of `kind`. Raises CheckpointError."""
 
 
 class TensorFiles:
@@ -133,8 +140,20 @@ class TensorFiles:
         _forget(self._maps[info.file], info.start, info.size)
         return taken
 
+    def kind(self, name: str) -> str:
+        """The type of `raw_rows`: the tensor's dtype, or for a computed one, the type of a GGUF file."""
+        dtype = self.tensors[name].dtype
+        return self._computed[name].kind or dtype if name in self._computed else dtype
+
+    @property
+    def forms(self) -> list[str]:
+        """The form of each computed tensor."""
+        return [each.info.dtype for each in self._computed.values()]
+
     def raw_rows(self, name: str, index: Array) -> Array:
-        """The stored bytes `[len(index), bytes of a row]` of rows of the tensor."""
+        """The stored bytes `[len(index), bytes of a row]` of rows of the tensor, in blocks of its `kind`."""
+        if name in self._computed:
+            return self._computed[name].blocks(index)
         info = self.tensors[name]
         flat = np.frombuffer(self._whole(info.file), np.uint8, info.size, info.start)
         taken = flat.reshape(prod(info.shape[:-1]), -1)[index]

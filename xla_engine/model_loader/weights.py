@@ -104,12 +104,15 @@ class StoredWeights(Mapping[str, Array]):
         return array
 
     @property
+    def forms(self) -> list[str]:
+        """The form of each quantised tensor of a safetensors checkpoint."""
+        return self._files.forms
+
+    @property
     def stored(self) -> StoredKinds:
         """The storage type of each matrix whose rows the file stores unchanged."""
         return {
-            leaf: tuple(
-                (self._files.tensors[part.name].dtype, len(self._stored_rows(part))) for part in sources
-            )
+            leaf: tuple((self._files.kind(part.name), len(self._stored_rows(part))) for part in sources)
             for leaf, sources in self._sources.items()
             if len(shape := self._shapes[leaf]) == 2
             and all(_has_rows(part, shape[1]) and part.name in self._files.tensors for part in sources)

@@ -142,7 +142,8 @@ def make_spec(
     if kept and all(leaf.form is None for leaf in spec.leaves.values()):
         raise ConfigError(
             f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(KINDS)}, "
-            "and this model has none. Leave it out"
+            "and for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple. This model "
+            "has none. Leave it out"
         )
     return spec
 

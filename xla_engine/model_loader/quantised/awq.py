@@ -18,6 +18,7 @@ from xla_engine.model_loader.quantised.matrix import (
     checked,
     even_groups,
     group_count,
+    packed_kind,
     stands_for,
 )
 from xla_engine.model_loader.quantised.options import group_size
@@ -46,14 +47,17 @@ def _matrix(files: TensorFiles, module: str, size: int) -> QuantisedMatrix:
     width, features = info.shape[0], info.shape[1] * 8
     groups = group_count(info, codes, width, size)
     check_shape(checked(files, zeros, ("I32",)), zeros, (groups, features // 8))
-    check_shape(checked(files, scales, ("F16", "BF16", "F32")), scales, (groups, features))
+    scale = checked(files, scales, ("F16", "BF16", "F32"))
+    check_shape(scale, scales, (groups, features))
+    of_columns = even_groups(width, groups)
     return QuantisedMatrix(
         info=stands_for(files, f"AWQ 4-bit g{size}", (features, width), (codes, zeros, scales)),
         codes=functools.partial(_columns, files, codes),
         zeros=functools.partial(_columns, files, zeros),
         scales=lambda index: files.read(scales)[:, index].T,
-        groups=even_groups(width, groups),
+        groups=of_columns,
         scales_name=scales,
+        kind=packed_kind(scale, of_columns, 4, symmetric=False),
     )
 
 

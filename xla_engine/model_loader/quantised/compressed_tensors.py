@@ -22,6 +22,7 @@ from xla_engine.model_loader.quantised.matrix import (
     check_shape,
     checked,
     even_groups,
+    packed_kind,
     read_groups,
     stands_for,
     unpacked,
@@ -99,8 +100,9 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
             f"{info.file}: tensor {packed} has shape {list(info.shape)}, which holds {[features, width]} numbers "
             f"({shape}) neither in 4 nor in 8 bits. {REMEDY}"
         )
-    count = checked(files, scales, ("F16", "BF16", "F32")).shape[1]
-    check_shape(files.tensors[scales], scales, (features, count))
+    scale = checked(files, scales, ("F16", "BF16", "F32"))
+    count = scale.shape[1]
+    check_shape(scale, scales, (features, count))
     if not count or width % count:
         raise CheckpointError(
             f"{info.file}: tensor {scales} has {count} groups, which do not divide the {width} columns. {REMEDY}"
@@ -130,6 +132,7 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
         scales=lambda index: files.read(scales)[index],
         groups=groups,
         scales_name=scales,
+        kind=packed_kind(scale, groups, bits, symmetric=zeros not in files.tensors),
     )
 
 

@@ -21,6 +21,7 @@ from xla_engine.model_loader.quantised.matrix import (
     checked,
     even_groups,
     group_count,
+    packed_kind,
     read_groups,
     stands_for,
     unpacked,
@@ -64,7 +65,8 @@ def _matrix(
     width, features = info.shape[0] * each, info.shape[1]
     count = group_count(info, codes, width, size)
     check_shape(checked(files, zeros, ("I32",)), zeros, (count, -(-features // each)))
-    check_shape(checked(files, scales, ("F16", "BF16", "F32")), scales, (count, features))
+    scale = checked(files, scales, ("F16", "BF16", "F32"))
+    check_shape(scale, scales, (count, features))
     groups = even_groups(width, count)
     if order in files.tensors:
         groups = read_groups(files, order, width, count)
@@ -95,4 +97,5 @@ def _matrix(
         scales=lambda index: files.read(scales)[:, index].T,
         groups=groups,
         scales_name=scales,
+        kind=packed_kind(scale, groups, bits, symmetric=symmetric),
     )

@@ -14,6 +14,7 @@ from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Rows = Callable[[Indices], Array]
+_BLOCK = 32  # columns
 REMEDY = "Download the checkpoint again, or use another one"
 
 
@@ -27,6 +28,7 @@ class QuantisedMatrix:
     zeros: the same, integers; None if they are zero.
     groups: the group of each column, `[K]`.
     scales_name: the tensor of scales, for messages.
+    kind: the type of a GGUF file that holds the same numbers, exactly; None if none does (`packed_kind`).
     """
 
     info: TensorInfo
@@ -35,6 +37,7 @@ class QuantisedMatrix:
     zeros: Rows | None
     groups: Indices
     scales_name: str
+    kind: str | None = None
 
     def rows(self, index: Indices) -> Array:
         """Dequantised rows, float32 `[R, K]`. Raises CheckpointError for scales that cannot be right."""
@@ -43,6 +46,23 @@ class QuantisedMatrix:
             values -= self.zeros(index).astype(np.float32)[:, self.groups]
         values *= self.checked_scales(index)[:, self.groups]
         return values
+
+    def blocks(self, index: Indices) -> Array:
+        """Rows as blocks of `kind`, bytes `[R, ...]`. Raises CheckpointError if a scale does not fit float16."""
+        assert self.kind is not None
+        scales = self.checked_scales(index)
+        with np.errstate(over="ignore"):
+            halves = scales.astype(np.float16)
+        if (halves.astype(np.float32) != scales).any():
+            raise CheckpointError(
+                f"{self.info.file}: tensor {self.scales_name} holds scales that float16 does not, so the weights "
+                "cannot stay packed. Leave quantization out: they are then dequantised"
+            )
+        codes = self.codes(index).astype(np.int16)
+        if self.zeros is not None:
+            codes -= self.zeros(index).astype(np.int16)[:, self.groups]
+        firsts = self.groups[::_BLOCK]
+        return ggml_blocks(self.kind, codes.reshape(len(index), -1, _BLOCK), halves[:, firsts])
 
     def checked_scales(self, index: Indices) -> Array:
         """Scales of rows as float32 `[R, G]`, all finite and above zero. Raises CheckpointError."""
@@ -53,6 +73,36 @@ class QuantisedMatrix:
                 f"{self.info.file}: tensor {self.scales_name} holds scales that are {bad}. {REMEDY}"
             )
         return scales
+
+
+def packed_kind(info: TensorInfo, groups: Indices, bits: int, *, symmetric: bool) -> str | None:
+    """The type of a GGUF file that holds integers with scales exactly, if blocks of 32 have one group.
+
+    info: of the scales. Less its zero point, a code of 4 bits has four bits of its own, or five if the zero point
+    varies; one of 8 bits must have none.
+    """
+    by_block = groups.reshape(-1, _BLOCK) if not len(groups) % _BLOCK else groups[:, None]
+    if by_block.shape[1] != _BLOCK or (by_block != by_block[:, :1]).any() or info.dtype == "F32":
+        return None
+    if bits == 8:
+        return "Q8_0" if symmetric else None
+    return "Q4_0" if symmetric else "Q5_0"
+
+
+def ggml_blocks(kind: str, codes: Array, scales: Array) -> Array:
+    """Bytes of blocks `[R, blocks * size]` of signed codes `[R, blocks, 32]` and float16 scales `[R, blocks]`.
+
+    Their layouts are those of ggml (`ggml-common.h`).
+    """
+    parts: list[Array] = [np.ascontiguousarray(scales)[:, :, None].view(np.uint8)]
+    if kind == "Q8_0":
+        parts.append(codes.astype(np.int8).view(np.uint8))
+    else:
+        stored = (codes + (8 if kind == "Q4_0" else 16)).astype(np.uint8)
+        if kind == "Q5_0":
+            parts.append(np.packbits(stored >> 4, axis=-1, bitorder="little"))
+        parts.append(stored[..., :16] & 15 | stored[..., 16:] << 4)
+    return np.concatenate(parts, axis=-1).reshape(len(codes), -1)
 
 
 def stands_for(files: TensorFiles, form: str, shape: tuple[int, ...], parts: tuple[str, ...]) -> TensorInfo:

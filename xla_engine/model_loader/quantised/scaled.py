@@ -14,6 +14,7 @@ from xla_engine.model_loader.quantised.matrix import (
     QuantisedMatrix,
     check_shape,
     checked,
+    packed_kind,
     read_groups,
     stands_for,
 )
@@ -75,4 +76,5 @@ def scaled_matrix(
         scales=functools.partial(by_row, scales),
         groups=groups,
         scales_name=scales,
+        kind=packed_kind(scale, groups, 8, symmetric=zeros is None) if info.dtype == "I8" else None,
     )
