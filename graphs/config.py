@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -161,7 +162,7 @@ class ModelConfig:
     rope_interleaved: the checkpoint's rotary pairs are adjacent, not half a head apart.
     rope_local_base_freq: base of the sliding layers, without scaling; None: the same as in other layers.
     no_rope_layers: indices of the layers without rotary embedding.
-    attention_multiplier: scale of the scores; None: `head_dim ** -0.5`.
+    attention_multiplier: scale of the scores; None: `1 / sqrt(head_dim)`.
     attn_logit_softcapping: soft cap of the scores, by tanh; None: none.
     final_logit_softcapping: soft cap of the logits, by tanh; None: none.
     qk_norm: "head" normalises each query and key head; "all" normalises all heads of a token together.
@@ -269,7 +270,9 @@ class ModelConfig:
 
     def attention(self, index: int) -> AttentionForm:
         """The attention parameters of layer `index`."""
-        scale = self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+        scale = (
+            1 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+        )
         return AttentionForm(
             scale=scale,
             window=self.sliding_window if self.layer_type(index) == SLIDING else None,

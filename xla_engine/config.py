@@ -360,8 +360,6 @@ class EngineConfig:
             )
         if not self.enable_prefix_caching:
             raise ConfigError("prefix_cache_dir needs enable_prefix_caching: leave one of them out")
-        if self.kv_cache_dtype == "int8":
-            raise ConfigError("prefix_cache_dir keeps keys and values as they are: leave kv_cache_dtype out")
         if self.tensor_parallel_size > 1:
             raise ConfigError("prefix_cache_dir is for models on one device: leave tensor_parallel_size out")
         if self.pools:

@@ -158,6 +158,14 @@ class NativeAttention:
         return LayerCache(keys, values), out
 
 
+def floats(layer: LayerCache) -> list[np.ndarray]:
+    """The floats in a layer on the host: keys and values, or their scales if they are in eight bits."""
+    keys, values = map(np.asarray, layer)
+    if keys.dtype == np.int8:
+        return [np.ascontiguousarray(keys[..., -_scales(keys.dtype) :, :, :]).view(np.float32)]
+    return [keys.astype(np.float32), values.astype(np.float32)]
+
+
 def _pack(dtype: jnp.dtype) -> int:
     """Elements in 32 bits."""
     return 4 // jnp.dtype(dtype).itemsize

@@ -9,6 +9,7 @@ lanes change no byte, and stale state is never read, because position 0 starts f
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -178,7 +179,7 @@ def _heads(
     q, k, v = jnp.split(convolved, [keys, 2 * keys], axis=-1)
     q, k = (_unit(x.reshape(-1, form.key_heads, form.key_dim)) for x in (q, k))
     return Heads(
-        q * form.key_dim**-0.5,
+        q * (1 / math.sqrt(form.key_dim)),
         k,
         v.reshape(-1, form.value_heads, form.value_dim),
         flatly(jax.nn.sigmoid, rate),

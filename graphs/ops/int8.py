@@ -11,6 +11,7 @@ findings/int8.md.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -50,7 +51,7 @@ def rotated(x: X, axis: int) -> X:
         one, other = (xp.squeeze(each, axis + 1) for each in xp.split(pairs, 2, axis + 1))
         turned = xp.stack([one + other, one - other], axis + 1)
         distance //= 2
-    turned = turned.reshape(*x.shape[:axis], whole, *x.shape[axis + 1 :]) * np.float32(GROUP**-0.5)
+    turned = turned.reshape(*x.shape[:axis], whole, *x.shape[axis + 1 :]) * np.float32(1 / math.sqrt(GROUP))
     found: X = xp.concatenate([turned, rest], axis)
     return found
 

@@ -504,7 +504,8 @@ void HashSampling(Hash& hash, int64_t count, RowFields params) {
 // Numbers around the least that is no denormal: products and sums of them, and numbers that are denormals themselves.
 void HashSmall(Hash& hash) {
   const WithoutDenormals scope;
-  for (const auto [left, right] : {std::pair{-60, -60}, std::pair{-124, 0}, std::pair{0, -124}}) {
+  for (const auto& exponents : {std::pair{-60, -60}, std::pair{-124, 0}, std::pair{0, -124}}) {
+    const int left = exponents.first, right = exponents.second;  // no binding: clang before 16 captures none
     const auto small = [](int64_t count, int exponent) {
       auto drawn = Fixed<float>(count);
       for (float& each : drawn) each = std::ldexp(each, exponent);

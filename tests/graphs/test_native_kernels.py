@@ -21,6 +21,7 @@ from xla_engine.runner.native_library.recipe import FLAGS
 HEADERS = Path(graphs.__file__).parent / "native"
 WITHOUT_TILES = tuple(each for each in INSTRUCTION_SETS if each.name != "amx")
 ARM = ("aarch64", "arm64")
+BY_CLANG = ("avx2", "neon")  # in CI
 
 
 COMPILED = (*FLAGS, "-static")
@@ -59,21 +60,30 @@ HERE = tuple(each.name for each in available() if each in WITHOUT_TILES)
 
 
 VARIANTS = [  # with and without what a processor may have beside the set: dot products of bytes
-    pytest.param(isa, extras, id=" ".join((isa.name, *extras)))
+    pytest.param("g++", isa, extras, id=" ".join((isa.name, *extras)))
     for isa in WITHOUT_TILES
     for extras in dict.fromkeys(((), tuple(feature for feature, _ in isa.extras)))
+] + [
+    pytest.param(
+        "clang++", isa, (), id=f"{isa.name} clang", marks=() if isa.name in BY_CLANG else pytest.mark.release
+    )
+    for isa in WITHOUT_TILES
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("isa", "extras"), VARIANTS)
+@pytest.mark.parametrize(("compiler", "isa", "extras"), VARIANTS)
 def test_kernels_are_sums_in_any_instruction_set(
-    isa: InstructionSet, extras: tuple[str, ...], tmp_path: Path
+    compiler: str, isa: InstructionSet, extras: tuple[str, ...], tmp_path: Path
 ) -> None:
     added = tuple(flag for feature, flag in isa.extras if feature in extras)
     flags = (*(flag for flag in isa.flags if flag != "-mtune=native"), *added)
     arm, own = isa.machines == ARM, platform.machine() in isa.machines
-    tools = ["g++" if own else "aarch64-linux-gnu-g++" if arm else "x86_64-linux-gnu-g++"]
+    cross = "aarch64-linux-gnu" if arm else "x86_64-linux-gnu"
+    tools = [compiler]
+    if not own:
+        tools = [compiler, f"{cross}-g++"] if compiler == "clang++" else [f"{cross}-g++"]
+        flags = (f"--target={cross}", *flags) if compiler == "clang++" else flags
     emulator: tuple[str, ...] = ()
     if not (own and isa.needs | set(extras) <= features()):
         if not arm and (isa.name != "avx2" or extras):
@@ -82,7 +92,7 @@ def test_kernels_are_sums_in_any_instruction_set(
         tools.append(emulator[0])
     for tool in tools:
         if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool} (Debian: g++-aarch64-linux-gnu, qemu-user)")
+            pytest.skip(f"needs {tool} (Debian: clang, g++-aarch64-linux-gnu, qemu-user)")
     said, bits = run(tools[0], flags, tmp_path, *emulator)
     assert said == "ok\n"
     # bfdot, which multiplies weights and values too, rounds otherwise

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.instruction_sets import NATIVE_ISAS
@@ -20,8 +21,10 @@ from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.prefix_cache.files import BlockFiles, entries
 from xla_engine.runner.runner import Runner
+from xla_engine.runner.stored_blocks import BlockLayout
 from xla_engine.sampling_params import SamplingParams
 
 BLOCKS = replace(
@@ -182,6 +185,74 @@ def test_a_disk_that_hangs_delays_a_request_by_no_more_than_its_prefill(
             free.set()
 
 
+def test_a_disk_that_does_not_say_which_files_there_are_is_not_asked_again(
+    filled: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, asked = threading.Event(), list[str]()
+    has = BlockFiles.has
+
+    def hang(self: BlockFiles, key: bytes) -> bool:
+        asked.append(threading.current_thread().name)
+        free.wait(60)
+        return has(self, key)
+
+    with engine_at(filled) as engine:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(BlockFiles, "has", hang)
+                answers = [
+                    engine.submit({"prompt_token_ids": each}, PARAMS, request_id=str(at))
+                    for at, each in enumerate(PROMPTS)
+                ]
+                found = {output.request_id: output.outputs[0] for output in engine.drain()}
+                assert [found[name].token_ids for name in answers] == [each[0] for each in expected]
+                assert asked.count("xla-engine-find_all") == 1 and not free.is_set()
+                assert engine.stats().failed_blocks == 1
+                assert not engine.stats().loaded_blocks
+        finally:
+            free.set()
+        assert engine.state.prefixes is not None
+        assert engine.state.prefixes.storage._look_up is not None
+        engine.state.prefixes.storage._look_up.done.wait(60)
+        engine.reset_prefix_cache()
+        assert run(engine) == expected and engine.stats().loaded_blocks
+
+
+def test_keys_and_values_in_eight_bits_are_loaded_as_they_were_computed(tmp_path: Path) -> None:
+    from xla_engine.equivalence.stored_blocks import check_stored
+
+    eights = {"kv_cache_dtype": "int8", "block_size": 64}
+    with engine_at(None, **eights) as engine:
+        answers = run(engine)
+    for loaded in (0, 6):
+        with engine_at(tmp_path, **eights) as engine:
+            assert run(engine) == answers
+            stats = engine.stats()
+            assert (stats.loaded_blocks, stats.stored_blocks) == (loaded, 6 - loaded)
+    with engine_at(tmp_path, block_size=64) as engine:
+        run(engine)
+        assert not engine.stats().loaded_blocks, "another kind of block"
+    check = check_stored(
+        tmp_path,
+        lambda config: XlaBatchEngine(tiny_checkpoint(), None, config),
+        replace(BLOCKS, prefix_cache_dir="x", **eights),
+        sample=6,
+    )
+    assert check.ok and check.same == 6
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_block_in_eight_bits_whose_scale_is_not_finite_is_not_stored(which: int) -> None:
+    keys = np.ones((2, 1, 1, 4, 6, 16, 4), np.int8)  # two blocks of a layer with one head of 16 dimensions
+    values = np.ones((2, 1, 1, 1, 1, 16, 16, 4), np.int8)
+    group = ([LayerCache(keys, values)], np.zeros((2, 64), np.int32))  # type: ignore[arg-type]
+    layout = BlockLayout.of(group)
+    keys[..., -2:, :, :].view(np.float32)[1, 0, 0, 2, which, 5] = np.nan
+    assert layout.to_bytes(group, 1) is None
+    whole = layout.to_bytes(group, 0)
+    assert whole is not None and len(whole) == layout.num_bytes
+
+
 def test_requests_that_end_while_they_wait_and_failed_steps_leave_nothing(
     filled: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +308,6 @@ def test_a_wrong_byte_with_a_right_checksum_is_found_by_verify(copied: Path) -> 
         ({"num_blocks": None}, "kv_cache_memory_bytes 'auto'"),
         ({"enable_prefix_caching": False}, "enable_prefix_caching"),
         ({"tensor_parallel_size": 2}, "one device"),
-        ({"kv_cache_dtype": "int8", "block_size": 64}, "kv_cache_dtype"),
         ({"prefix_cache_bytes": 0}, "prefix_cache_bytes"),
         ({"prefix_cache_dir": ""}, "must be a directory"),
     ],

@@ -23,6 +23,8 @@ from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.remembered import code_digest
 from xla_engine.scheduler import Plan, Request, Scheduler
 
+_OPTIONS = ("bits", "dtype", "quantization", "kv_cache_dtype", "block_size")
+
 
 class StoredPrefixes:
     """The prefixes of one engine.
@@ -41,17 +43,24 @@ class StoredPrefixes:
         of them; otherwise the same request."""
         if request.max_cached_tokens == 0:
             return request
-        count = unread = tokens = 0
-        for block in scheduler.full_blocks(request):
-            if not scheduler.has_block(block.key):
-                if not self.storage.files.has(block.key):
-                    break
-                unread += 1
-                tokens += len(block.tokens)
-            count += 1
-        if not unread or not self.storage.is_worth_reading(unread, tokens):
+        blocks = iter(scheduler.full_blocks(request))
+        pooled = 0  # blocks before the first that the pool lacks
+        for first in blocks:
+            if not scheduler.has_block(first.key):
+                break
+            pooled += 1
+        else:
             return request
-        return replace(request, stored_blocks=count)
+        if not self.storage.found([first.key]):
+            return request
+        rest = [first, *blocks]
+        missing = [each for each in rest if not scheduler.has_block(each.key)]
+        unread = 1 + self.storage.found([each.key for each in missing[1:]])
+        tokens = sum(len(each.tokens) for each in missing[:unread])
+        if not self.storage.is_worth_reading(unread, tokens):
+            return request
+        end = rest.index(missing[unread]) if unread < len(missing) else len(rest)
+        return replace(request, stored_blocks=pooled + end)
 
     def advance(self, scheduler: Scheduler, now: float) -> None:
         """Give the scheduler what was read, and read for the request that waits, if there is one."""
@@ -111,7 +120,7 @@ def _about(config: EngineConfig, runner: Runner, fingerprint: str) -> dict[str, 
     assert runner.isa is not None
     return {
         "model": fingerprint,
-        "options": {name: getattr(config, name) for name in ("bits", "dtype", "quantization", "block_size")},
+        "options": {name: getattr(config, name) for name in _OPTIONS},
         "layout": runner.block_layout.digest,
         "bytes": runner.block_layout.num_bytes,
         "rope": runner.rope_digest,

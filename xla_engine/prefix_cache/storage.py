@@ -1,4 +1,5 @@
-"""Blocks on their way between files and the engine: one thread reads, one writes, and the engine never waits for it.
+"""Blocks on their way between files and the engine: threads look for files, read and write them, and the engine waits
+for none of them longer than a fraction of a second.
 
 The content of a block depends on its tokens alone, so a block from a file equals one that is computed. Whether to load
 is therefore a question of time only: `worth` compares the rate at which blocks were read with that of prefill.
@@ -6,10 +7,11 @@ is therefore a question of time only: `worth` compares the rate at which blocks 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Full, Queue
 from typing import Any
 
@@ -20,6 +22,7 @@ from xla_engine.scheduler import StoredBlock
 _MARGIN = 0.8  # loading must take less than this share of the time of prefill
 _TRY_AGAIN = 16  # each so many prefixes that are not worth it, one is loaded anyway, to measure again
 _PATIENCE = 2.0  # seconds to wait for a prefix while the rate of prefill is unknown
+_ANSWER = 0.2  # seconds that the engine waits to hear which files there are
 _UNWRITTEN = 64  # groups of blocks that may wait to be written; more are dropped
 
 
@@ -60,6 +63,15 @@ class Reading:
     abandoned: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class LookUp:
+    """Which blocks have files. found: how many do from the first on, once it is done."""
+
+    keys: Sequence[bytes] = ()
+    found: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class PrefixStorage:
     """Reads and writes the blocks of one engine. See `runner.stored_blocks.BlockStorage`.
 
@@ -77,14 +89,27 @@ class PrefixStorage:
         self._content: dict[bytes, BlockContent] = {}
         self._last: Reading | None = None
         self._unworthy = 0
+        self._look_up: LookUp | None = None
+        self._looked_for: Queue[LookUp | None] = Queue()
         self._asked: Queue[Reading | None] = Queue()
         self._unwritten: Queue[tuple[Sequence[StoredBlock], Sequence[Any]] | None] = Queue(_UNWRITTEN)
         self._threads = [
             threading.Thread(target=call, name=f"xla-engine-{call.__name__.strip('_')}", daemon=True)
-            for call in (self._read_all, self._write_all)
+            for call in (self._find_all, self._read_all, self._write_all)
         ]
         for thread in self._threads:
             thread.start()
+
+    def found(self, keys: Sequence[bytes]) -> int:
+        """How many blocks, from the first on, have files. None if the disk does not answer, until it does."""
+        if self._look_up is not None and not self._look_up.done.is_set():
+            return 0
+        self._look_up = look_up = LookUp(keys)
+        self._looked_for.put(look_up)
+        if look_up.done.wait(_ANSWER):
+            return look_up.found
+        self.counts.failed += 1
+        return 0
 
     def is_worth_reading(self, blocks: int, tokens: int) -> bool:
         """Whether to read blocks of a prompt, rather than compute their tokens."""
@@ -138,15 +163,25 @@ class PrefixStorage:
                 self._content.pop(each.key, None)
 
     def close(self) -> None:
-        """Write what waits, and end both threads. Waits at most ten seconds."""
-        self._asked.put(None)
-        self._unwritten.put(None)
+        """Write what waits, and end the threads. Waits at most ten seconds."""
+        for queue in (self._looked_for, self._asked, self._unwritten):
+            queue.put(None)
+        until = time.monotonic() + 10
         for thread in self._threads:
-            thread.join(5)
+            thread.join(max(until - time.monotonic(), 0))
 
     def flush(self) -> None:
         """Wait until all blocks given so far are written."""
         self._unwritten.join()
+
+    def _find_all(self) -> None:
+        while (look_up := self._looked_for.get()) is not None:
+            with contextlib.suppress(OSError):
+                for key in look_up.keys:
+                    if not self.files.has(key):
+                        break
+                    look_up.found += 1
+            look_up.done.set()
 
     def _read_all(self) -> None:
         while (reading := self._asked.get()) is not None:

@@ -202,7 +202,7 @@ def _attention(isa: str) -> Any:
 
 def _rope() -> np.ndarray:
     """`[48, 2, 32]`."""
-    angles = np.arange(48, dtype=np.float32)[:, None] * (2.0 ** -np.arange(_HEAD_DIM // 2)).astype(np.float32)
+    angles = np.arange(48, dtype=np.float32)[:, None] * np.ldexp(np.float32(1), -np.arange(_HEAD_DIM // 2))
     return cosines_and_sines(angles)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from xla_engine.graphs.attention.backend import LayerCache
+from xla_engine.graphs.attention.native import floats
 from xla_engine.scheduler import StoredBlock
 
 BlockContent = Any  # the arrays of one block, in the structure of `read_blocks`
@@ -64,11 +66,10 @@ class BlockLayout:
 
     def to_bytes(self, group: Any, at: int) -> bytes | None:
         """The content of a group's block `at`; None if a number in it is not finite, as after a failed request."""
-        leaves = [np.asarray(leaf)[at] for leaf in jax.tree.leaves(group)]
-        for leaf in leaves:
-            if leaf.dtype.kind not in "iub" and not np.isfinite(leaf.astype(np.float32)).all():
-                return None
-        return b"".join(leaf.tobytes() for leaf in leaves)
+        spans, tokens = jax.tree.map(lambda leaf: np.asarray(leaf)[at], group)
+        if not all(np.isfinite(each).all() for span in spans for each in floats(LayerCache(*span))):
+            return None
+        return b"".join(leaf.tobytes() for leaf in jax.tree.leaves((spans, tokens)))
 
     def from_bytes(self, content: bytes) -> BlockContent:
         """The inverse of `to_bytes`; the arrays share the memory of `content`."""
