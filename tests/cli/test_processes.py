@@ -94,7 +94,7 @@ def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Pa
 
 def test_a_real_ctrl_c(tmp_path: Path) -> None:
     """An interrupt after the first results: status 130, complete lines only."""
-    lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 200}\n' * 2000
+    lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 50}\n' * 2000
     (tmp_path / "in.jsonl").write_bytes(lines)
     out = tmp_path / "out.jsonl"
     # A shell may start its background jobs, this test among them, with SIGINT ignored.

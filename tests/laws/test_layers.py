@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,13 +24,35 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Modules that a file imports, also inside functions and for types; names that it imports, with their modules; and
+    functions that it calls by name."""
+
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+    called: frozenset[str]
+
+
+@functools.cache
+def named(path: Path) -> Named:
+    """A file is parsed once for all tests."""
+    modules, names, called = [], [], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            modules.append(node.module or "")
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+    return Named(tuple(modules), tuple(names), frozenset(called))
+
+
+def imports(path: Path) -> tuple[str, ...]:
+    return named(path).modules
 
 
 def roots(path: Path) -> set[str]:
@@ -94,17 +117,9 @@ def test_only_the_engine_holds_scheduler_and_runner() -> None:
         place(path)
         for path in modules("xla_engine")
         if "class Scheduler" not in path.read_text()
-        and {"Scheduler(", "Runner("} <= {f"{name}(" for name in called(path)}
+        and {"Scheduler(", "Runner("} <= {f"{name}(" for name in named(path).called}
     }
     assert both == {"xla_engine/engine/batch_engine.py"}
-
-
-def called(path: Path) -> set[str]:
-    return {
-        node.func.id
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
 
 
 def test_environment_is_read_in_one_place() -> None:
@@ -209,10 +224,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     files = {".".join(inside(path)): path for package in PACKAGES for path in modules(package)}
     needed = {
         name: {
-            found
-            for each in imported_names(path)
-            for found in (each, each.rpartition(".")[0])
-            if found in files
+            found for each in named(path).names for found in (each, each.rpartition(".")[0]) if found in files
         }
         for name, path in files.items()
     }
@@ -229,15 +241,6 @@ def inside(path: Path) -> tuple[str, ...]:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return parts if parts[0] == "xla_engine" else ("xla_engine", *parts)
-
-
-def imported_names(path: Path) -> Iterator[str]:
-    """Modules, and names in modules, that a file imports, also inside functions and for types."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
 
 
 def test_files_of_a_user_with_these_names_do_no_harm(tmp_path: Path) -> None:

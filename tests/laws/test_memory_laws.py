@@ -68,7 +68,7 @@ def test_adversarial_sequences_give_no_stale_hit_and_lose_nothing(seeds: range) 
     check_all(seeds)
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_ten_thousand_adversarial_sequences() -> None:
     check_all(range(10_000, 20_000))
