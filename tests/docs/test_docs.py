@@ -47,7 +47,7 @@ def name_of(page: Path) -> str:
 
 
 def with_marks(pages: list[Path]) -> list[object]:
-    """The README's blocks run by default; each page of docs/ starts engines of its own, and is `full`."""
+    """The README's Python runs by default; other pages start engines of their own, and are `full`, as is any shell."""
     return [
         pytest.param(page, id=name_of(page), marks=() if page == PAGES[0] else pytest.mark.full)
         for page in pages
@@ -64,7 +64,8 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
             exec(compile("\n" * block.line + block.text, page, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", with_marks(pages_with(*SHELL)))
+@pytest.mark.full
+@pytest.mark.parametrize("page", pages_with(*SHELL), ids=name_of)
 def test_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     run_shell_blocks(page, tmp_path, slow=False)
 

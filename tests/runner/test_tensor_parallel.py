@@ -78,12 +78,12 @@ IN_CI = ("routed", "recurrent")  # the others differ in what the tests of one de
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.release] * (each not in IN_CI)) for each in sorted(MODELS)]
 )
-def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
+@pytest.mark.parametrize("sizes", [(1, 4), pytest.param((1, 2), marks=pytest.mark.release)], ids=str)
+def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str, sizes: tuple[int, ...]) -> None:
     """By the C++ operations: routed experts, recurrent layers, norms over all heads, in bf16 and int8."""
     model, dtypes = MODELS[name], (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
-    for dtype, results in zip(
-        dtypes, run({"model": name}, {"model": name, "engine": {"quantization": "int8"}}), strict=True
-    ):
+    jobs = ({"model": name}, {"model": name, "engine": {"quantization": "int8"}})
+    for dtype, results in zip(dtypes, run(*jobs, sizes=sizes), strict=True):
         fitting = dtype == jnp.bfloat16 or fits(model, dtype, "avx2")
         assert results[1]["products"] == ("native" if fitting else "xla")
         check(results)
@@ -92,7 +92,7 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str) -> None:
 @pytest.mark.full
 def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
     """Scales and a multiplier on them: on one device, too, no multiplication is rounded with the sum behind it."""
-    (results,) = run({"model": "wide_scaled", "engine": {"quantization": "int8"}})
+    (results,) = run({"model": "wide_scaled", "engine": {"quantization": "int8"}}, sizes=(1, 4))
     assert results[1]["products"] == "native"
     check(results)
 

@@ -24,28 +24,37 @@ pytestmark = pytest.mark.full
 
 EMBEDDED = Path(xla_engine.__file__).parent / "embedded"
 
-# Scripts by the model that stands for theirs: the embedded one, the same with a longer context, random ones.
+# Scripts by the model that stands for theirs: the embedded one, the same with a longer context, random ones. A script
+# runs in `full` for each class of vLLM's that these scripts use, and the others before a release.
 SCRIPTS = {
     "embedded": """
-        basic/offline_inference/basic basic/offline_inference/chat basic/offline_inference/generate
+        basic/offline_inference/basic basic/offline_inference/chat
         deployment/async_llm_streaming deployment/llm_engine_example
-        features/automatic_prefix_caching/prefix_caching_offline features/profiling/simple_profiling_offline
         features/structured_outputs/structured_outputs_offline observability/metrics/offline
-        rl/batch_invariance/reproducibility_offline rl/pause_resume/pause_resume_offline""",
+        rl/pause_resume/pause_resume_offline""",
+    "lora": "features/lora/multilora_offline",
+    "embedder": "pooling/embed/embed_matryoshka_fy_offline",
+    "classifier": "basic/offline_inference/classify",
+    "reranker": "pooling/score/qwen3_reranker_offline",
+}
+MORE = {
+    "embedded": """
+        basic/offline_inference/generate features/automatic_prefix_caching/prefix_caching_offline
+        features/profiling/simple_profiling_offline rl/batch_invariance/reproducibility_offline""",
     "long": """
         features/automatic_prefix_caching/automatic_prefix_caching_offline features/profiling/run_one_batch_offline
         features/reset_kv/reset_kv_offline""",
-    "lora": "features/lora/multilora_offline",
     "qwen3": "features/context_extension/context_extension_offline",
-    "embedder": """
-        basic/offline_inference/embed pooling/embed/embed_jina_embeddings_v3_offline
-        pooling/embed/embed_matryoshka_fy_offline""",
-    "classifier": "basic/offline_inference/classify",
+    "embedder": "basic/offline_inference/embed pooling/embed/embed_jina_embeddings_v3_offline",
     "scorer": """
         basic/offline_inference/score pooling/reward/sequence_reward_offline pooling/score/using_template_offline""",
-    "reranker": "pooling/score/qwen3_reranker_offline",
 }
-CASES = [(model, script) for model, scripts in SCRIPTS.items() for script in scripts.split()]
+CASES = [
+    pytest.param(model, script, id=script.rpartition("/")[2], marks=marks)
+    for kept, marks in ((SCRIPTS, ()), (MORE, pytest.mark.release))
+    for model, scripts in kept.items()
+    for script in scripts.split()
+]
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +107,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(("model", "script"), CASES, ids=[script.rpartition("/")[2] for _, script in CASES])
+@pytest.mark.parametrize(("model", "script"), CASES)
 def test_script_runs(model: str, script: str, source: Path, models: dict[str, Path], tmp_path: Path) -> None:
     text = (source / f"examples/{script}.py").read_text("utf-8")
     text = re.sub(r"^(\s*)from vllm[a-z0-9_.]* import", r"\1from xla_engine.vllm import", text, flags=re.M)
