@@ -109,6 +109,23 @@ class NativeProducts:
     def pack_scales(self, scales: np.ndarray) -> np.ndarray:
         return _packed(scales, np.dtype(np.uint16))
 
+    def pack_traced(self, weight: jax.Array, *, head: bool = False) -> jax.Array:
+        """As `pack`, or `pack_head`, of a weight in bfloat16 inside a graph."""
+        whole = self._tasks(weight, head)
+        pairs = weight[:whole].reshape(whole // 16, 16, weight.shape[1] // 2, 2).swapaxes(1, 2)
+        return jnp.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
+
+    def unpack(self, weight: np.ndarray, *, head: bool = False) -> np.ndarray:
+        """The inverse of `pack`, or `pack_head`, of a weight in bfloat16."""
+        whole = self._tasks(weight, head)
+        pairs = weight[:whole].reshape(whole // 16, weight.shape[1] // 2, 16, 2).swapaxes(1, 2)
+        return np.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
+
+    def _tasks(self, weight: np.ndarray | jax.Array, head: bool) -> int:
+        """How many rows of a weight in bfloat16 are packed."""
+        rows = self._keeps_rows(weight) and (head or len(weight) % _WHOLE > 0)
+        return 0 if rows else _packed_rows(weight)
+
     def _keeps_rows(self, weight: np.ndarray | jax.Array) -> bool:
         """Whether the kernels take what fills no tasks, and heads, as in a checkpoint."""
         return self.isa == "amx" and weight.dtype != np.int8

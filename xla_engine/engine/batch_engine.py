@@ -718,6 +718,13 @@ class XlaBatchEngine:
         self._driver.finish_steps()
         self._weights.update(weights)
 
+    @locked
+    def update_leaves(self, leaves: Mapping[str, Any]) -> None:
+        """As `update_weights`, with leaves by the names, shapes and dtypes of `checkpoint.weights`."""
+        self._intake.check_open()
+        self._driver.finish_steps()
+        self._weights.update_leaves(leaves)
+
     def _reader(self, collector: OutputCollector | None) -> OutputCollector:
         return self._collector if collector is None else collector
 

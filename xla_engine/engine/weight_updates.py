@@ -7,13 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from xla_engine.config import KEPT, EngineConfig
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.state import EngineState
 from xla_engine.errors import CheckpointError, InvalidRequestError
-from xla_engine.model_loader.checkpoint import Checkpoint, given_weights
+from xla_engine.model_loader.checkpoint import Checkpoint, check_leaves, given_weights
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.model_loader.tensor_files import GivenTensors
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.continuation import forget_slots
 
@@ -57,8 +60,18 @@ class WeightUpdates:
 
     def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """As `XlaBatchEngine.update_weights`; no step may be in flight."""
-        state = self._state
-        if state.has_work:
+        self._check()
+        self._replace(*given_weights(self.checkpoint, dict(weights)))
+
+    def update_leaves(self, leaves: Mapping[str, np.ndarray]) -> None:
+        """As `XlaBatchEngine.update_leaves`; no step may be in flight."""
+        self._check()
+        check_leaves(self.checkpoint, leaves)
+        self._replace(leaves, GivenTensors(dict(leaves)).fingerprint())
+
+    def _check(self) -> None:
+        """Raise InvalidRequestError if weights cannot be replaced now."""
+        if self._state.has_work:
             raise InvalidRequestError(
                 "requests are running or waiting, and each must use one set of weights: call update_weights when "
                 "they have ended (drain), or abort them (abort_all)"
@@ -74,7 +87,10 @@ class WeightUpdates:
             )
         if self._config.speculation is not None and self._config.speculation.method == "mtp":
             raise InvalidRequestError("the layer of method 'mtp' would keep its weights: use another method")
-        fresh, digest = given_weights(self.checkpoint, dict(weights))
+
+    def _replace(self, fresh: Mapping[str, np.ndarray], digest: str) -> None:
+        """Replace leaves and forget what was computed with the old ones. digest: of the new ones."""
+        state = self._state
         try:
             self._runner.weights.replace(fresh)
         except MemoryError as error:

@@ -14,12 +14,12 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.attention.dense import attend_densely
 from xla_engine.graphs.config import DeltaForm
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.ops.norms import apply_rope, rms_norm, split_heads
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.model_loader.checkpoint import Checkpoint
@@ -66,30 +66,13 @@ class Reference:
 
     def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
         model = self._spec.merge(weights)
-        count = tokens.shape[0]
-        key = jnp.arange(count)
         config = self._spec.config
 
         def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
             if isinstance(own, DeltaWeights):
                 return _follow(config.delta, own, qkv)
-            form, table = config.attention(index), rope[config.rope_index(index)]
-            q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
-            if own.q_norm is not None and own.k_norm is not None:
-                q, k = rms_norm(q, own.q_norm, form.norm_eps), rms_norm(k, own.k_norm, form.norm_eps)
-            q, k = apply_rope(q, table), apply_rope(k, table)
-            groups = q.shape[1] // k.shape[1]
-            k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
-            scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * form.scale
-            if form.softcap is not None:
-                scores = form.softcap * jnp.tanh(scores / form.softcap)
-            seen = (key <= key[:, None]) & (key > key[:, None] - (form.window or count))
-            scores = jnp.where(seen, scores, -jnp.inf)
-            if own.sinks is not None:
-                sinks = jnp.broadcast_to(own.sinks[:, None, None], (*scores.shape[:2], 1))
-                scores = jnp.concatenate([scores, sinks], axis=-1)
-            weight = jax.nn.softmax(scores, axis=-1)[..., :count]
-            return jnp.einsum("hqk,khd->qhd", weight, v, precision="highest").reshape(count, -1)
+            table = rope[config.rope_index(index)]
+            return attend_densely(config, config.attention(index), own, qkv, table)
 
         *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
         logits = model.logits(hidden, ROWS_LEFT)

@@ -6,6 +6,7 @@ Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import without_head
 from xla_engine.model_loader.tensor_files import Array, GivenTensors, TensorFiles
-from xla_engine.model_loader.weights import DTYPES, Sources, StoredWeights
+from xla_engine.model_loader.weights import DTYPES, LARGEST, Sources, StoredWeights, is_below
 
 __all__ = [
     "Checkpoint",
@@ -191,6 +192,23 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
         raise CheckpointError(f"the checkpoint has no tensor {unknown[0]!r}. Use the names of transformers")
     given = GivenTensors(arrays)
     return StoredWeights(given, sources, checkpoint.config, checkpoint.dtype), given.fingerprint()
+
+
+def check_leaves(checkpoint: Checkpoint, leaves: Mapping[str, Array]) -> None:
+    """Raise CheckpointError unless `leaves` could be some of the checkpoint's, with its shapes and dtypes."""
+    shapes = parameter_shapes(checkpoint.config)
+    for name, array in leaves.items():
+        if (shape := shapes.get(name)) is None:
+            raise CheckpointError(f"the model has no leaf {name!r}. Use the names of checkpoint.weights")
+        dtype = DTYPES[checkpoint.dtype if len(shape) > 1 else "float32"]
+        if (array.shape, array.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"leaf {name} is {array.dtype}{list(array.shape)}; give {list(shape)} in {dtype}"
+            )
+        if not is_below(np.ascontiguousarray(array), LARGEST if array.ndim > 1 else math.inf):
+            raise CheckpointError(
+                f"leaf {name} holds values that are not finite, or too large. Give other values; nothing was changed"
+            )
 
 
 def _dtype_word(dtype: str) -> str:

@@ -1,0 +1,231 @@
+"""A policy's log-probabilities are the sampler's bits, its gradient the model's; what it publishes is sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.engine_faults import bits
+from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.llm import LLM
+from xla_engine.model_loader.checkpoint import random_checkpoint
+from xla_engine.runner.backends import serving_isa
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.training import Batch, Policy
+from xla_engine.training.logps import xla_logps
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or serving_isa() is None, reason="a policy needs the C++ kernels"
+)
+CONFIG = replace(TINY_ENGINE, max_model_len=128)
+PARAMS = SamplingParams(temperature=0.7, max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
+PROMPTS = [list(range(length)) for length in (1, 17, 40, 40, 3)]
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with XlaBatchEngine(tiny_checkpoint(), None, CONFIG) as engine:
+        yield LLM.from_engine(engine)
+
+
+@pytest.fixture(scope="module")
+def policy(llm: LLM) -> Policy:
+    return Policy(llm)
+
+
+def rolled_out(llm: LLM, params: SamplingParams = PARAMS) -> list[Any]:
+    return list(llm.generate(PROMPTS, params, use_tqdm=False))
+
+
+def mismatch(policy: Policy, params: Any, batch: Batch) -> float:
+    return float(np.abs(np.asarray(policy.logps(params, batch)) - batch.sampled).max())
+
+
+def same_bits(found: Any, expected: Any) -> bool:
+    return np.asarray(found, np.float32).tobytes() == np.asarray(expected, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(replace(CONFIG, logprobs_mode="processed_logprobs"), id="processed"),
+        pytest.param(
+            replace(CONFIG, num_blocks=32, block_size=32, speculative_config=LOOKUP),
+            id="speculation in blocks",
+        ),
+    ],
+)
+def test_log_probabilities_are_the_sampled_bits(config: EngineConfig) -> None:
+    """Sampled twice, so that the second time prompts come from the cache; and the batch has another width, and half
+    the rows."""
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        llm = LLM.from_engine(engine)
+        policy = Policy(llm)
+        weights = policy.params()
+        for _ in range(2):
+            outputs = rolled_out(llm)
+            batch = policy.batch(outputs, PARAMS)
+            assert batch.response_mask.sum() == len(outputs) * 2 * 12
+            assert same_bits(policy.logps(weights, batch), batch.sampled)
+        assert sum(output.num_cached_tokens for output in outputs) > 0
+        half = policy.batch(outputs[:2], PARAMS, width=96)
+        assert same_bits(policy.logps(weights, half), half.sampled)
+
+
+def test_raw_ones_do_not_depend_on_how_tokens_are_chosen(llm: LLM, policy: Policy) -> None:
+    params = replace(PARAMS, top_k=20, top_p=0.9, repetition_penalty=1.3, min_tokens=4)
+    batch = policy.batch(rolled_out(llm, params), params)
+    assert same_bits(policy.logps(policy.state(), batch), batch.sampled)
+
+
+def test_the_gradient_is_that_of_the_model(llm: LLM, policy: Policy) -> None:
+    """Of every leaf, beside XLA's own in float32; a weight that nothing reads changes no gradient.
+
+    With weights a third as large, logits are as flat as a trained model's, and roundings do not add up.
+    """
+    batch = policy.batch(rolled_out(llm), PARAMS)
+    params = {name: leaf / 3 if leaf.ndim > 1 else leaf for name, leaf in policy.params().items()}
+    weight = np.random.default_rng(3).standard_normal(batch.tokens.shape).astype(np.float32)
+    rope = jnp.asarray(rope_tables(TINY, 128))
+
+    def of_policy(params: Any, weight: Any) -> jax.Array:
+        return jnp.sum(policy.logps(params, batch) * weight)
+
+    def of_xla(params: Any) -> jax.Array:
+        found = xla_logps(TINY, rope, params, batch, processed=False, dtype=jnp.float32)
+        return jnp.sum(found * weight)
+
+    gradient = jax.jit(jax.grad(of_policy))
+    found, expected = gradient(params, weight), jax.jit(jax.grad(of_xla))(params)
+    for name, leaf in expected.items():
+        one, other = np.asarray(found[name], np.float64).ravel(), np.asarray(leaf, np.float64).ravel()
+        size = np.sqrt((one @ one) * (other @ other))
+        assert size > 0 and one @ other > 0.9999 * size, name
+        assert 0.99 < np.sqrt((one @ one) / (other @ other)) < 1.01, name
+    elsewhere = np.where(batch.response_mask, weight, 7.0)
+    again = gradient(params, elsewhere)
+    assert all(same_bits(again[name], found[name]) for name in found)
+
+
+def test_what_is_published_is_what_a_fresh_engine_computes(llm: LLM, policy: Policy) -> None:
+    """The bytes of the weights, and of what is sampled, though prompts were cached; and nothing else is left over."""
+    before = policy.params()
+    noise = np.random.default_rng(1)
+    other = {
+        name: leaf * (1 + noise.standard_normal(leaf.shape).astype(np.float32) / 64)
+        for name, leaf in before.items()
+    }
+    old = rolled_out(llm)
+    try:
+        policy.publish(other)
+        new = rolled_out(llm)
+        batch = policy.batch(new, PARAMS)
+        assert same_bits(policy.logps(other, batch), batch.sampled)
+        assert mismatch(policy, before, batch) > 0
+        rounded = {
+            name: np.asarray(leaf).astype(jnp.bfloat16 if leaf.ndim > 1 else np.float32)
+            for name, leaf in other.items()
+        }
+        fresh_checkpoint = random_checkpoint(TINY, weights=rounded, eos_token_ids=(0,))
+        with XlaBatchEngine(fresh_checkpoint, None, CONFIG) as fresh:
+            held = zip(policy._engine.runner.weights.leaves, fresh.runner.weights.leaves, strict=True)
+            assert all(np.asarray(one).tobytes() == np.asarray(two).tobytes() for one, two in held)
+            expected = rolled_out(LLM.from_engine(fresh))
+        assert [bits(each) for one in new for each in one.outputs] == [
+            bits(each) for one in expected for each in one.outputs
+        ]
+        for name, leaf in policy.params().items():
+            assert np.asarray(leaf).tobytes() == rounded[name].astype(np.float32).tobytes()
+    finally:
+        policy.publish(before)
+    assert [bits(each) for one in rolled_out(llm) for each in one.outputs] == [
+        bits(each) for one in old for each in one.outputs
+    ]
+
+
+def test_planted_faults_are_seen(llm: LLM, policy: Policy) -> None:
+    """What trainers get wrong, and a comparison of bits shows: one leaf not published, and a shifted mask."""
+    before = policy.params()
+    batch = policy.batch(rolled_out(llm), PARAMS)
+    for name in before:
+        trained = before | {name: before[name] * 1.01}
+        assert mismatch(policy, trained, batch) > 0, f"{name} was not published"
+    shifted = replace(batch, response_mask=np.roll(batch.response_mask, 1, axis=1))
+    assert mismatch(policy, before, shifted) > 0
+
+
+def test_a_forgotten_temperature_is_seen() -> None:
+    config = replace(CONFIG, logprobs_mode="processed_logprobs")
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        llm = LLM.from_engine(engine)
+        policy = Policy(llm)
+        batch = policy.batch(rolled_out(llm), PARAMS)
+        assert mismatch(policy, policy.params(), batch) == 0
+        forgotten = replace(batch, temperature=np.ones_like(batch.temperature))
+        assert mismatch(policy, policy.params(), forgotten) > 0.1
+        with pytest.raises(InvalidRequestError, match="top_p changes the processed"):
+            policy.batch(rolled_out(llm), replace(PARAMS, top_p=0.5))
+
+
+def test_bad_parameters_and_outputs_are_refused(llm: LLM, policy: Policy) -> None:
+    params = policy.params()
+    name = next(name for name, leaf in params.items() if leaf.ndim > 1)
+    with pytest.raises(InvalidRequestError, match="do not fit the model"):
+        policy.publish({})
+    with pytest.raises(InvalidRequestError, match="give float32"):
+        policy.publish(params | {name: params[name][:1]})
+    with pytest.raises(CheckpointError, match=f"{name} holds values that are not finite"):
+        policy.publish(params | {name: params[name] * np.float32(np.nan)})
+    with pytest.raises(InvalidRequestError, match="no log-probabilities"):
+        policy.batch(rolled_out(llm, replace(PARAMS, logprobs=None)), PARAMS)
+    with pytest.raises(InvalidRequestError, match="does not fit into width 16"):
+        policy.batch(rolled_out(llm), PARAMS, width=16)
+    batch = policy.batch(rolled_out(llm), PARAMS)
+    assert same_bits(policy.logps(params, batch), batch.sampled), "something was changed"
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "named"),
+    [
+        ({"quantization": "int8"}, TINY, "quantization 'int8'"),
+        pytest.param(
+            {"kv_cache_dtype": "int8"}, TINY, "kv_cache_dtype 'int8'", marks=pytest.mark.full, id="int8-kv"
+        ),
+        pytest.param({"enable_lora": True}, TINY, "enable_lora", marks=pytest.mark.full, id="lora"),
+        pytest.param(
+            {"attention_backend": "xla"}, TINY, "needs the C.. kernels", marks=pytest.mark.full, id="xla"
+        ),
+        ({}, replace(TINY, post_norm=True), "of which XLA computes a part"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any], model: Any, named: str) -> None:
+    config = replace(CONFIG, self_check=False, **options)
+    checkpoint = tiny_checkpoint(model=replace(model, hidden_size=64, intermediate_size=128))
+    with (
+        XlaBatchEngine(checkpoint, None, config) as engine,
+        pytest.raises(ConfigError, match=f"a Policy .*{named}"),
+    ):
+        Policy(engine)
+
+
+@pytest.mark.parametrize("isa", ["amx", "avx2"])
+@pytest.mark.parametrize("rows", [16, 32, 80, 199])
+@pytest.mark.parametrize("head", [False, True])
+def test_weights_are_packed_in_a_graph_as_at_load(isa: str, rows: int, head: bool) -> None:
+    products = NativeProducts(isa)
+    values = np.arange(rows * 48, dtype=np.uint16).view(jnp.bfloat16).reshape(rows, 48)
+    packed = (products.pack_head if head else products.pack)(values)
+    assert np.asarray(products.pack_traced(values, head=head)).tobytes() == packed.tobytes()
+    assert products.unpack(packed, head=head).tobytes() == values.tobytes()

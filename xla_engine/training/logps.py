@@ -1,0 +1,255 @@
+"""The differentiable log-probability: forward through the engine's kernels, backward through XLA.
+
+Forward, the parameters are rounded and packed as the engine holds them, and every layer, the head and the
+log-probability are the kernels that sample. Backward, each layer is derived as plain XLA in float32 at the input that
+the kernels gave it; roundings pass gradients on as they are (straight-through).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from xla_engine.graphs.attention.backend import AttentionWeights, whole_spans
+from xla_engine.graphs.attention.dense import attend_densely
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.delta_net.layer import DeltaWeights
+from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import make_rows
+from xla_engine.graphs.sampling.logits import ByRow
+from xla_engine.graphs.sampling.native import native_logprobs
+from xla_engine.graphs.steps.prefill import through_layers
+from xla_engine.training.batch import Batch
+
+Params = Mapping[str, jax.Array]  # float32, by leaf
+Logps = Callable[[dict[str, jax.Array], Batch], jax.Array]
+
+_HEAD_ROWS = 256  # rows of logits that exist at once
+
+
+def native_logps(
+    spec: ModelSpec, rope: jax.Array, params: Params, batch: Batch, *, processed: bool
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Log-probabilities f32 `[B, T]` of the response's tokens, 0 elsewhere, and the stream before each layer and after
+    the last, f32 `[B T, D]`.
+
+    Static: `spec`, of kernels whose caches keep all positions; `processed`, of logits divided by temperatures.
+    """
+    products, isa = spec.products, spec.isa
+    assert isinstance(products, NativeProducts) and isa is not None
+    rows, width = batch.tokens.shape
+    model = spec.merge([_held(spec, name, params[name]) for name in spec.leaves])
+    length = whole_spans(width)
+    lanes = Extents(
+        jnp.arange(rows, dtype=jnp.int32), jnp.zeros(rows, jnp.int32), jnp.asarray(batch.length, jnp.int32)
+    )
+    target = _targets(batch)
+    _, streams = through_layers(
+        spec,
+        length,
+        model.hidden,
+        rope,
+        make_cache(spec, rows, length),
+        make_rows(rows, 1, 1),
+        jnp.asarray(batch.tokens, jnp.int32),
+        lanes,
+        read=target >= 0,
+    )
+
+    def group(each: tuple[jax.Array, ...]) -> jax.Array:
+        x, target, temperature = each
+        asked = target >= 0
+        found = model.logits(x, products.for_rows(asked))
+        assert isinstance(found, ByRow)
+        logits = found.values
+        if processed:  # the barrier keeps XLA from multiplying by a reciprocal
+            logits = logits / lax.optimization_barrier(jnp.broadcast_to(temperature[:, None], logits.shape))
+        return native_logprobs(ByRow(logits), jnp.maximum(target, 0), jnp.where(asked, 0, -1), isa)[0]
+
+    found = lax.map(group, _grouped(streams[-1], target, _temperatures(batch)))
+    return _placed(found.reshape(-1), rows, width), streams
+
+
+def differentiable_logps(spec: ModelSpec, rope: jax.Array, *, processed: bool) -> Logps:
+    """`native_logps` as a function of parameters and batch, with a gradient for the parameters."""
+    plain = ModelSpec(spec.config, jnp.dtype(jnp.float32))
+
+    @jax.custom_vjp
+    def logps(params: dict[str, jax.Array], batch: Batch) -> jax.Array:
+        return native_logps(spec, rope, params, batch, processed=processed)[0]
+
+    def forward(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, Any]:
+        found, streams = native_logps(spec, rope, params, batch, processed=processed)
+        return found, (params, batch, streams)
+
+    def backward(kept: Any, given: jax.Array) -> tuple[dict[str, jax.Array], None]:
+        params, batch, streams = kept
+        return _gradient(plain, rope, params, batch, streams, given, processed=processed), None
+
+    logps.defvjp(forward, backward)
+    return logps
+
+
+def xla_logps(
+    config: ModelConfig,
+    rope: jax.Array,
+    params: Params,
+    batch: Batch,
+    *,
+    processed: bool,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> jax.Array:
+    """The same log-probabilities by XLA alone, with products of `dtype` and sums in float32.
+
+    What a trainer has that does not share the sampler's kernels: close, and not the same.
+    """
+    spec = ModelSpec(config, jnp.dtype(dtype))
+    model = spec.merge([params[name].astype(leaf.dtype) for name, leaf in spec.leaves.items()])
+    tokens = jnp.asarray(batch.tokens, jnp.int32)
+    *_, x = model.hidden(tokens.reshape(-1), _dense_call(config, rope, *tokens.shape))
+    target = _targets(batch)
+
+    def group(each: tuple[jax.Array, ...]) -> jax.Array:
+        x, target, temperature = each
+        logits = cast("jax.Array", model.logits(x, ROWS_LEFT))
+        return _chosen(logits, target, temperature if processed else None)
+
+    found = lax.map(group, _grouped(x, target, _temperatures(batch)))
+    return _placed(found.reshape(-1), *tokens.shape)
+
+
+def _gradient(
+    spec: ModelSpec,
+    rope: jax.Array,
+    params: Params,
+    batch: Batch,
+    streams: list[jax.Array],
+    given: jax.Array,
+    *,
+    processed: bool,
+) -> dict[str, jax.Array]:
+    """The gradient for the parameters of cotangents `given [B, T]` of the log-probabilities."""
+    rows, width = batch.tokens.shape
+    tokens, target = jnp.asarray(batch.tokens, jnp.int32).reshape(-1), _targets(batch)
+    used = (jnp.arange(width) < jnp.asarray(batch.length)[:, None]).reshape(-1)
+    weights = {
+        name: params[name] if spec.leaves[name].shape[1:] == () else lax.reduce_precision(params[name], 8, 7)
+        for name in spec.leaves
+    }
+    call = _dense_call(spec.config, rope, rows, width)
+    total: dict[str, jax.Array] = {name: jnp.zeros_like(leaf) for name, leaf in weights.items()}
+
+    def model(some: Mapping[str, jax.Array]) -> Any:
+        return spec.merge([(weights | dict(some))[name] for name in spec.leaves])
+
+    # Of log-probability t come the cotangents at position t - 1.
+    shifted = jnp.pad(jnp.asarray(given)[:, 1:], ((0, 0), (0, 1))).reshape(-1)
+    cotangent = jnp.where(target >= 0, shifted, 0.0)
+    outer = [name for name in spec.leaves if not name.startswith("layers.")]
+    own = {name: weights[name] for name in outer}
+
+    def group(
+        total: dict[str, jax.Array], each: tuple[jax.Array, ...]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        x, target, temperature, cotangent = each
+
+        def of_head(own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+            logits = cast("jax.Array", model(own).logits(x, ROWS_LEFT))
+            return _chosen(logits, target, temperature if processed else None)
+
+        _, derive = jax.vjp(of_head, own, x)
+        leaves, dx = derive(cotangent)
+        return jax.tree.map(jnp.add, total, leaves), dx
+
+    last = jnp.where((target >= 0)[:, None], streams[-1], 0.0)  # arbitrary where nothing is read
+    outside, dx = lax.scan(
+        group,
+        {name: total[name] for name in outer},
+        _grouped(last, target, _temperatures(batch), cotangent),
+    )
+    dx = dx.reshape(-1, dx.shape[-1])[: len(target)]
+    for index in reversed(range(spec.config.num_hidden_layers)):
+        own = {name: leaf for name, leaf in weights.items() if name.startswith(f"layers.{index}.")}
+
+        def of_layer(own: dict[str, jax.Array], x: jax.Array, index: int = index) -> jax.Array:
+            return cast("jax.Array", model(own).layers[index](x, call))
+
+        _, derive = jax.vjp(of_layer, own, jnp.where(used[:, None], streams[index], 0.0))
+        leaves, dx = derive(dx)
+        total |= leaves
+    own = {name: weights[name] for name in outer}
+    _, derive = jax.vjp(lambda own: model(own).embedded(tokens, ROWS_LEFT), own)
+    (leaves,) = derive(dx)
+    return total | jax.tree.map(jnp.add, outside, leaves)
+
+
+def _held(spec: ModelSpec, name: str, values: jax.Array) -> jax.Array:
+    """A leaf as the engine holds it."""
+    leaf = spec.leaves[name]
+    if leaf.dtype == jnp.float32:
+        return values
+    rounded = values.astype(leaf.dtype)
+    if leaf.role != "plain":
+        assert isinstance(spec.products, NativeProducts)
+        rounded = spec.products.pack_traced(rounded, head=leaf.role == "head")
+    return lax.optimization_barrier(rounded)  # XLA may drop a rounding that is widened again
+
+
+def _dense_call(config: ModelConfig, rope: jax.Array, rows: int, width: int) -> Call:
+    """Attention of `rows` sequences of `width` tokens over themselves, and XLA's products."""
+
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+        assert isinstance(own, AttentionWeights)
+        form, table = config.attention(index), rope[config.rope_index(index), :width]
+        found = jax.vmap(lambda each: attend_densely(config, form, own, each, table))(
+            qkv.reshape(rows, width, -1)
+        )
+        return found.reshape(rows * width, -1)
+
+    return Call(attend, ROWS_LEFT)
+
+
+def _chosen(logits: jax.Array, target: jax.Array, temperature: jax.Array | None) -> jax.Array:
+    """Log-probabilities `[N]` of `target [N]` under `logits [V, N]`; 0 where the target is -1."""
+    logits = logits if temperature is None else logits / temperature
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), jnp.maximum(target, 0)[None], axis=0)[0]
+    return jnp.where(target >= 0, found, 0.0)
+
+
+def _targets(batch: Batch) -> jax.Array:
+    """The token that each position predicts, i32 `[B T]`; -1 where it is not of the response."""
+    wanted = jnp.where(jnp.asarray(batch.response_mask), jnp.asarray(batch.tokens, jnp.int32), -1)
+    return jnp.pad(wanted[:, 1:], ((0, 0), (0, 1)), constant_values=-1).reshape(-1)
+
+
+def _temperatures(batch: Batch) -> jax.Array:
+    """What the logits of each position are divided by, f32 `[B T]`: greedy rows are scored as they are."""
+    given = jnp.asarray(batch.temperature, jnp.float32)
+    return jnp.repeat(jnp.where(given > 0, given, 1.0), batch.tokens.shape[1])
+
+
+def _grouped(x: jax.Array, target: jax.Array, *more: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays with a leading axis of positions, in groups of rows of logits: targets are padded with -1, the rest with
+    ones."""
+    size = min(_HEAD_ROWS, len(target))
+
+    def cut(each: jax.Array, filling: float) -> jax.Array:
+        missing = ((0, -len(each) % size), *((0, 0),) * (each.ndim - 1))
+        return jnp.pad(each, missing, constant_values=filling).reshape(-1, size, *each.shape[1:])
+
+    return cut(x, 1), cut(target, -1), *(cut(each, 1) for each in more)
+
+
+def _placed(found: jax.Array, rows: int, width: int) -> jax.Array:
+    """Of what each position predicts, what was predicted of each: `[B, T]`."""
+    return jnp.pad(found[: rows * width].reshape(rows, width)[:, :-1], ((0, 0), (1, 0)))
