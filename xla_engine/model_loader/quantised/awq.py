@@ -16,9 +16,11 @@ from xla_engine.model_loader.quantised.matrix import (
     QuantisedMatrix,
     check_shape,
     checked,
+    columns,
     even_groups,
     group_count,
     packed_kind,
+    picked,
     stands_for,
 )
 from xla_engine.model_loader.quantised.options import group_size
@@ -54,7 +56,7 @@ def _matrix(files: TensorFiles, module: str, size: int) -> QuantisedMatrix:
         info=stands_for(files, f"AWQ 4-bit g{size}", (features, width), (codes, zeros, scales)),
         codes=functools.partial(_columns, files, codes),
         zeros=functools.partial(_columns, files, zeros),
-        scales=lambda index: files.read(scales)[:, index].T,
+        scales=lambda index: columns(files.read(scales), index).T,
         groups=of_columns,
         scales_name=scales,
         kind=packed_kind(scale, of_columns, 4, symmetric=False),
@@ -63,6 +65,4 @@ def _matrix(files: TensorFiles, module: str, size: int) -> QuantisedMatrix:
 
 def _columns(files: TensorFiles, name: str, index: Indices) -> Array:
     """The codes of columns of a tensor, as rows."""
-    words = files.read(name)[:, index // 8].view(np.uint32)
-    found: Array = (words >> (4 * _PLACE[index % 8]).astype(np.uint32) & 15).astype(np.uint8).T
-    return found
+    return picked(files.read(name), index, 4, _PLACE).T

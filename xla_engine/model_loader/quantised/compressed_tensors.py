@@ -23,6 +23,7 @@ from xla_engine.model_loader.quantised.matrix import (
     checked,
     even_groups,
     packed_kind,
+    picked,
     read_groups,
     stands_for,
     unpacked,
@@ -116,7 +117,7 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
     def zeros_of(index: Indices) -> Array:
         if zeros not in files.tensors:  # symmetric
             return np.full((len(index), count), 1 << (bits - 1), np.uint8)
-        return unpacked(files.read(zeros), bits, 0)[index]
+        return picked(files.read(zeros).T, index, bits).T
 
     shown = f"compressed-tensors {bits}-bit g{width // count if count > 1 else -1}"
     shown += " asymmetric" if zeros in files.tensors else ""
@@ -127,7 +128,7 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
             (features, width),
             (packed, scales),
         ),
-        codes=lambda index: unpacked(files.read(packed)[index], bits, 1)[:, :width],
+        codes=lambda index: unpacked(files.read(packed)[index], bits)[:, :width],
         zeros=zeros_of,
         scales=lambda index: files.read(scales)[index],
         groups=groups,

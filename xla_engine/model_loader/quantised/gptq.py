@@ -19,9 +19,11 @@ from xla_engine.model_loader.quantised.matrix import (
     QuantisedMatrix,
     check_shape,
     checked,
+    columns,
     even_groups,
     group_count,
     packed_kind,
+    picked,
     read_groups,
     stands_for,
     unpacked,
@@ -72,29 +74,28 @@ def _matrix(
         groups = read_groups(files, order, width, count)
 
     def codes_of(index: Indices) -> Array:
-        return unpacked(files.read(codes)[:, index].T, bits, 1)
+        return unpacked(columns(files.read(codes), index).T, bits)
 
     def zeros_of(index: Indices) -> Array:
         words = files.read(zeros).view(np.uint32)
-        middle = 1 << (bits - 1)
-        if symmetric:
-            found = unpacked(words, bits, 1)
-            if not any((found == each).all() for each in (middle, middle - 1)):
-                raise CheckpointError(
-                    f"{info.file}: tensor {zeros} holds zero points other than {middle}, but config.json has sym = "
-                    f"true. {REMEDY}"
-                )
-            return np.full((len(index), count), middle, np.uint8)
-        if less_one:
+        if less_one and not symmetric:
             words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        return unpacked(words, bits, 1)[:, index].T
+        found, middle = picked(words, index, bits).T, 1 << (bits - 1)
+        if not symmetric or (found == middle).all():
+            return found
+        if not (found == middle - 1).all():
+            raise CheckpointError(
+                f"{info.file}: tensor {zeros} holds zero points other than {middle}, but config.json has sym = "
+                f"true. {REMEDY}"
+            )
+        return found + np.uint8(1)
 
     shown = f"GPTQ {bits}-bit g{size}" + ("" if symmetric else " asymmetric")
     return QuantisedMatrix(
         info=stands_for(files, shown, (features, width), (codes, zeros, scales)),
         codes=codes_of,
         zeros=zeros_of,
-        scales=lambda index: files.read(scales)[:, index].T,
+        scales=lambda index: columns(files.read(scales), index).T,
         groups=groups,
         scales_name=scales,
         kind=packed_kind(scale, groups, bits, symmetric=symmetric),

@@ -43,9 +43,18 @@ class QuantisedMatrix:
         """Dequantised rows, float32 `[R, K]`. Raises CheckpointError for scales that cannot be right."""
         values = self.codes(index).astype(np.float32)
         if self.zeros is not None:
-            values -= self.zeros(index).astype(np.float32)[:, self.groups]
-        values *= self.checked_scales(index)[:, self.groups]
+            self._by_group(np.subtract, values, self.zeros(index).astype(np.float32))
+        self._by_group(np.multiply, values, self.checked_scales(index))
         return values
+
+    def _by_group(self, change: np.ufunc, values: Array, of_groups: Array) -> None:
+        """Change values `[R, K]` in place by those of their groups, `[R, G]`."""
+        rows, count = of_groups.shape
+        if np.array_equal(self.groups, np.repeat(np.arange(count), len(self.groups) // count)):
+            parts = values.reshape(rows, count, len(self.groups) // count)
+            change(parts, of_groups[:, :, None], out=parts)
+        else:
+            change(values, of_groups[:, self.groups], out=values)
 
     def blocks(self, index: Indices) -> Array:
         """Rows as blocks of `kind`, bytes `[R, ...]`. Raises CheckpointError if a scale does not fit float16."""
@@ -60,7 +69,7 @@ class QuantisedMatrix:
             )
         codes = self.codes(index).astype(np.int16)
         if self.zeros is not None:
-            codes -= self.zeros(index).astype(np.int16)[:, self.groups]
+            self._by_group(np.subtract, codes, self.zeros(index).astype(np.int16))
         firsts = self.groups[::_BLOCK]
         return ggml_blocks(self.kind, codes.reshape(len(index), -1, _BLOCK), halves[:, firsts])
 
@@ -162,10 +171,27 @@ def read_groups(files: TensorFiles, name: str, width: int, count: int) -> Indice
     return groups
 
 
-def unpacked(words: Array, bits: int, axis: int) -> Array:
-    """Unsigned codes of `bits` from int32 words, uint8; the lowest come first along `axis`."""
-    words = np.moveaxis(words, axis, -1)
+def unpacked(words: Array, bits: int) -> Array:
+    """Unsigned codes of `bits` from int32 words `[R, W]`, uint8 `[R, W * 32 / bits]`; the lowest come first."""
     data = np.ascontiguousarray(words).view(np.uint8)  # little endian, as the files
-    if bits == 4:
-        data = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], 2 * data.shape[-1])
-    return np.moveaxis(data, -1, axis)
+    if bits == 8:
+        return data
+    found = np.empty((*data.shape, 2), np.uint8)
+    np.bitwise_and(data, 15, out=found[..., 0])
+    np.right_shift(data, 4, out=found[..., 1])
+    return found.reshape(len(data), 2 * data.shape[1])
+
+
+def picked(words: Array, index: Indices, bits: int, places: Array | None = None) -> Array:
+    """The codes of columns `index [C]` of words `[R, W]`: uint8 `[R, C]`. places: in a word, of its columns."""
+    each = 32 // bits
+    used, at = np.unique(index // each, return_inverse=True)
+    within = index % each if places is None else places[index % each]
+    return unpacked(columns(words, used), bits)[:, each * at + within]
+
+
+def columns(array: Array, index: Indices) -> Array:
+    """Columns `index` of an array, a view of it if they are neighbours."""
+    if len(index) and np.array_equal(index, np.arange(index[0], index[0] + len(index))):
+        return array[:, index[0] : index[-1] + 1]
+    return array[:, index]
