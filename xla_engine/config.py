@@ -302,7 +302,7 @@ class EngineConfig:
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(
                 "quantization must be None, 'int8', 'packed', 'packed-int8', 'gguf' or 'gguf-int8', not "
-                f"{shown(self.quantization)}"
+                f"{shown(self.quantization)}. Checkpoints quantised by AWQ, GPTQ and others need none of these"
             )
         try:
             find_policy(self.scheduling_policy)
