@@ -21,6 +21,7 @@ from xla_engine.scheduler.plan import ResultMismatchError as ResultMismatchError
 from xla_engine.scheduler.plan import Reuse as Reuse
 from xla_engine.scheduler.plan import Row as Row
 from xla_engine.scheduler.plan import Sample as Sample
+from xla_engine.scheduler.plan import SavedState as SavedState
 from xla_engine.scheduler.plan import Slot as Slot
 from xla_engine.scheduler.plan import Speculation as Speculation
 from xla_engine.scheduler.plan import StepResult as StepResult

@@ -27,6 +27,9 @@ class SchedulerConfig(Immutable):
     quantum: steps that a request decodes under "round_robin" before it gives up its slot to one that waits.
     enable_prefix_caching: reuse the KV of earlier requests with the same prefix; see `scheduler.kv.slot_prefix_cache`.
     block_size: tokens of a KV block.
+    mamba_block_size: states of recurrent layers are saved at the multiples of so many tokens; a multiple of chunk size
+        and block size. None: there are none to save.
+    mamba_cache_states: the most states that are saved at once.
     num_blocks: size of the block pool that slots borrow from, see `scheduler.kv.block_manager`; None: every slot has
         its own memory. When blocks run out, requests are preempted whatever `preemption` says.
     cache_key: names the model; part of the keys of cached blocks.
@@ -51,6 +54,8 @@ class SchedulerConfig(Immutable):
     quantum: int = 64
     enable_prefix_caching: bool = False
     block_size: int = 64
+    mamba_block_size: int | None = None
+    mamba_cache_states: int = 1
     num_blocks: int | None = None
     cache_key: str = ""
     prefill_equals_decode: bool = False
@@ -70,12 +75,20 @@ class SchedulerConfig(Immutable):
             "max_waiting",
             "priority_aging",
             "block_size",
+            "mamba_block_size",
+            "mamba_cache_states",
             "num_blocks",
             "quantum",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+        size = self.mamba_block_size
+        if size is not None and (size % self.chunk_size or size % self.block_size):
+            raise ValueError(
+                f"mamba_block_size is {size}; give a multiple of chunk_size {self.chunk_size} and block_size "
+                f"{self.block_size}"
+            )
         find_policy(self.scheduling_policy)
         if self.preemption and self.scheduling_policy not in PREEMPTIVE:
             raise ValueError(

@@ -75,12 +75,25 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """The first `length` positions of a request's slot are copied from slot `source`, unless that is the same slot."""
+    """The first `length` positions of a request's slot are copied from slot `source`, unless that is the same slot.
+
+    place: where the state of recurrent layers after these positions is saved; -1: there are none.
+    """
 
     slot: Slot
     request_id: str
     source: int
     length: int
+    place: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The state of recurrent layers in `slot` is saved at `place` once the chunk that ends after `length` has run."""
+
+    slot: Slot
+    length: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +189,7 @@ class Plan:
         order.
     resumes: states to move back from the host.
     reuses: cached prefixes that requests begin with.
+    saves: states to save while the chunks run, in this order.
     continues: finished requests that continue in their slots; set up before all rows and chunks.
     replays: ids of preempted requests that will sample all their tokens again.
     tables: new entries of block tables.
@@ -200,6 +214,7 @@ class Plan:
     parks: tuple[Swap, ...] = ()
     resumes: tuple[Swap, ...] = ()
     reuses: tuple[Reuse, ...] = ()
+    saves: tuple[SavedState, ...] = ()
     replays: tuple[str, ...] = ()
     tables: tuple[BlockTable, ...] = ()
     stores: tuple[StoredBlock, ...] = ()

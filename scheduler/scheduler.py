@@ -28,7 +28,7 @@ from xla_engine.scheduler.steps.decode import Decoding
 from xla_engine.scheduler.steps.prefill import PrefillPlan
 from xla_engine.scheduler.steps.running import Running
 
-NO_PREFILL = PrefillPlan((), (), ())
+NO_PREFILL = PrefillPlan((), (), (), ())
 
 
 class Scheduler:
@@ -175,6 +175,7 @@ class Scheduler:
             parks=parks,
             resumes=resumes,
             reuses=work.reuses,
+            saves=work.saves,
             replays=() if is_empty else self._preemption.take_replays(),
             tables=tables,
             stores=stores,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,3 +27,26 @@ def test_a_value_is_taken_or_refused_by_the_name_of_its_field(name: str, value: 
         assert name in str(error) or "block" in str(error)
         return
     repr(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mamba_block_size": 64}, "needs mamba_cache_mode 'align'"),
+        ({"mamba_cache_mode": "align", "mamba_block_size": 96}, "multiple of 64.*: give 128"),
+        ({"mamba_cache_mode": "align", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"mamba_cache_mode": "all"}, "must be one of none, align"),
+        ({"mamba_cache_mode": "align", "runner": "pooling"}, "requests that generate"),
+    ],
+)
+def test_options_of_saved_states_are_refused_with_the_remedy(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(("chunk_size", "interval"), [(32, 1024), (512, 1024), (24, 1152)])
+def test_the_default_interval_of_saved_states_is_a_multiple_of_chunk_and_block(
+    chunk_size: int, interval: int
+) -> None:
+    config = EngineConfig(mamba_cache_mode="align", chunk_size=chunk_size, max_num_seqs=4)
+    assert (config.state_interval, config.saved_states) == (interval, 8)

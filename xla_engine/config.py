@@ -33,6 +33,7 @@ LINEAR_BACKENDS = ("auto", "native", "xla")
 KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 BITS = ("machine", "portable")
+MAMBA_CACHE_MODES = ("none", "align")
 _CHOICES = {
     "bits": BITS,
     "attention_backend": ATTENTION_BACKENDS,
@@ -41,6 +42,7 @@ _CHOICES = {
     "generation_config": GENERATION_CONFIGS,
     "isa": ISAS,
     "kv_cache_dtype": KV_CACHE_DTYPES,
+    "mamba_cache_mode": MAMBA_CACHE_MODES,
     "runner": RUNNERS,
 }
 _LEAST = {
@@ -94,6 +96,9 @@ _PORTABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
 _PORTABLE_PROPOSERS = ("ngram", "suffix")
 # The fewest device rows: smaller products use other kernels with other bits (findings/same_bits.md).
 SMALLEST_BATCH = 8
+# The defaults of saved states (findings/prefix_cache.md).
+STATE_INTERVAL = 1024
+STATES_PER_SLOT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +168,14 @@ class EngineConfig:
     generation_config: the sampling defaults of requests without parameters: "engine" for those of `SamplingParams`,
         "model" for those of the checkpoint's generation_config.json.
     enable_prefix_caching: prompts with a cached prefix, of the same `cache_salt`, prefill only the rest. It applies to
-        models without sliding windows or recurrent state, and changes no bit.
+        models without sliding windows, to those with recurrent layers only by `mamba_cache_mode`, and changes no bit.
+    mamba_cache_mode: "align" also gives models with recurrent layers a prefix cache: their states are saved at the
+        multiples of `mamba_block_size`, where prompts can then begin. It changes no bit. "none" saves none, because a
+        state is large (`xla-engine inspect`).
+    mamba_block_size: tokens from one saved state to the next, a multiple of `chunk_size` and `block_size`. None takes
+        the first such from 1024 on.
+    mamba_cache_states: the most saved states; the least recently used is overwritten first. None takes two for every
+        slot.
     block_size: tokens of a KV block, the unit of prefix caching and of the block pool.
     num_blocks: size of a pool of KV blocks, which slots take as they grow, and share for common prefixes. Without it,
         each slot has memory for `max_model_len` tokens. With a pool, more requests fit if most are short. When blocks
@@ -232,6 +244,9 @@ class EngineConfig:
     priority_aging: int = 64
     quantum: int = 64
     enable_prefix_caching: bool = True
+    mamba_cache_mode: str = "none"
+    mamba_block_size: int | None = None
+    mamba_cache_states: int | None = None
     block_size: int = 64
     num_blocks: int | None = None
     kv_cache_memory_bytes: int | Literal["auto"] | None = None
@@ -313,6 +328,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
                 )
+        self._check_states()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
@@ -344,6 +360,30 @@ class EngineConfig:
             raise ConfigError(
                 f"bits 'portable' has the speculative methods {' and '.join(_PORTABLE_PROPOSERS)}, not "
                 f"{shown(speculation.method)}"
+            )
+
+    def _check_states(self) -> None:
+        given = [
+            name for name in ("mamba_block_size", "mamba_cache_states") if getattr(self, name) is not None
+        ]
+        for name in given:
+            at_least(name, getattr(self, name), 1)
+        if not self.saves_states:
+            if given:
+                raise ConfigError(
+                    f"{given[0]} needs mamba_cache_mode 'align': add it, or leave {given[0]} out"
+                )
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError("mamba_cache_mode 'align' needs enable_prefix_caching: leave one of them out")
+        if self.pools:
+            raise ConfigError("mamba_cache_mode 'align' is for requests that generate: leave it out")
+        unit = math.lcm(self.chunk_size, self.block_size)
+        if self.state_interval % unit:
+            raise ConfigError(
+                f"mamba_block_size {self.mamba_block_size} is no multiple of {unit}, which chunk_size "
+                f"{self.chunk_size} and block_size {self.block_size} need: give "
+                f"{-(-self.state_interval // unit) * unit}, or leave it out"
             )
 
     def _check_prefix_cache(self) -> None:
@@ -396,6 +436,24 @@ class EngineConfig:
     def reuses_slots(self) -> bool:
         """Whether prefixes are cached in slots, not in blocks."""
         return self.enable_prefix_caching and not self.uses_blocks
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether states of recurrent layers are saved for prompts that share a prefix."""
+        return self.mamba_cache_mode == "align"
+
+    @property
+    def state_interval(self) -> int:
+        """`mamba_block_size` as a number."""
+        unit = math.lcm(self.chunk_size, self.block_size)
+        return self.mamba_block_size or -(-STATE_INTERVAL // unit) * unit
+
+    @property
+    def saved_states(self) -> int:
+        """How many states of recurrent layers there is room for."""
+        if not self.saves_states:
+            return 0
+        return self.mamba_cache_states or STATES_PER_SLOT * self.num_slots
 
     @property
     def parks(self) -> bool:
@@ -469,6 +527,7 @@ class EngineConfig:
             *(("bits", "machine"), ("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1)),
             *(("keep_finished", 0), ("enable_dry", False), ("shadow_rate", 0.0)),
             *(("enable_lora", False), ("max_loras", 1), ("max_lora_rank", 16)),
+            *(("mamba_cache_mode", "none"), ("mamba_block_size", None), ("mamba_cache_states", None)),
             *(("runner", "auto"), ("pooler_config", None), ("hf_overrides", None), ("kv_cache_dtype", AUTO)),
         )
         return {name: value for name, value in given.items() if (name, value) not in late}

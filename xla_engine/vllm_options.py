@@ -77,8 +77,8 @@ _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
         replayssm_buffer_len=16, engram_config=None, use_fp64_gumbel=False, model_impl="auto",
         model_class_overrides={}, additional_config={},
     ),
-    "recurrent states are float32, one per request": dict(
-        mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", mamba_block_size=None, mamba_cache_mode=None,
+    "recurrent states are float32": dict(
+        mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto",
         enable_mamba_shared_prefix_checkpoint=False, enable_mamba_cache_stochastic_rounding=False,
         mamba_cache_philox_rounds=0,
     ),

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 
 from xla_engine.graphs.attention.backend import whole_spans
+from xla_engine.graphs.delta_net.layer import DeltaState
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.recurrent_states import make_states
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
 
@@ -28,15 +30,22 @@ def block_bytes(spec: ModelSpec, block_size: int) -> int:
     return tree_bytes(block) + 4 * block_size
 
 
-def keeps_every_position(spec: ModelSpec, length: int) -> bool:
+def state_bytes(spec: ModelSpec) -> int:
+    """Bytes of one state of all recurrent layers; 0 if there are none."""
+    return tree_bytes(jax.eval_shape(lambda: make_states(spec.local, 1)))
+
+
+def keeps_every_position(spec: ModelSpec, length: int, *, saves_states: bool = False) -> bool:
     """Whether every layer keeps keys and values of all positions of a slot, so that any prefix of one can be reused.
 
     A window or a recurrent state forgets: its memory does not grow with the number of positions.
+    saves_states: do not ask recurrent layers.
     """
 
     def stores(positions: int) -> list[int]:
         cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
-        return [tree_bytes(store) for store in cache]
+        asked = (store for store in cache if not (saves_states and isinstance(store, DeltaState)))
+        return [tree_bytes(store) for store in asked]
 
     once = whole_spans(length)
     return [2 * size for size in stores(once)] == stores(2 * once)

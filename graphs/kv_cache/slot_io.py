@@ -1,7 +1,8 @@
 """Copy a slot's state to another slot, to the host and back, a span at a time and without changing a byte.
 
 The backend that laid out keys and values also moves them, all layers of a store at once. Other state of a layer (a
-recurrent state) has the slot as its leading axis and is copied whole with every span.
+recurrent state) has the slot as its leading axis. It is copied whole with every span to the host or back, and not from
+slot to slot.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ def copy_span(
 ) -> tuple[KVCache, RowState]:
     """Give slot `target` the span of `source` and its token history; all scalars i32.
 
-    Positions from `length` on belong to no request: stale NaN must be harmless there afterwards.
+    Positions from `length` on belong to no request: stale NaN must be harmless there afterwards. Recurrent states
+    stay: that of `source` is not the one after `length` positions (`graphs.kv_cache.recurrent_states` restores it).
     """
-    moved = _write(spec, cache, target, span, _read(spec, cache, source, span), length)
+    attention = spec.attention
+    moved: KVCache = [
+        attention.write_span(store, target, span, attention.read_span(store, source, span), length)
+        if isinstance(store, LayerCache)
+        else store
+        for store in cache
+    ]
     return moved, _with_history(rows, target, rows.history[source])
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
+from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.scheduler.plan import Continuation, Slot, Swap
@@ -19,6 +21,7 @@ class KVAllocator:
 
     blocks: None without a block pool, when every slot has its own memory.
     cache: finds cached prefixes in slots or blocks; None without prefix caching.
+    states: the saved states of recurrent layers, which limit what can be reused of a prefix; None if there are none.
 
     The least recently used content is overwritten first; time is measured in steps.
     """
@@ -28,9 +31,13 @@ class KVAllocator:
         self.blocks = None if config.num_blocks is None else BlockManager(config)
         self._held: SlotPrefixCache | None = None  # what slots hold; None with a block pool
         self.cache: SlotPrefixCache | BlockManager | None = None
+        self.states: PrefixStates | None = None
         if config.enable_prefix_caching:
             if self.blocks is None:
-                self._held = SlotPrefixCache(config.max_num_seqs, config.block_size, config.cache_key)
+                hashes = BlockHashes(config.block_size, config.cache_key)
+                self._held = SlotPrefixCache(config.max_num_seqs, hashes)
+                if config.mamba_block_size is not None:
+                    self.states = PrefixStates(config.mamba_cache_states, config.mamba_block_size, hashes)
             self.cache = self.blocks or self._held
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
@@ -104,6 +111,8 @@ class KVAllocator:
         """Remove the KV entries of a failed request from the prefix cache: they may be NaN."""
         if self.cache is not None and state.occupancy is not None:
             self.cache.discard(state)
+        if self.states is not None:
+            self.states.discard(state)
 
     def used(self, index: int, step: int) -> None:
         """Note that the content of a slot was copied in `step`."""
@@ -114,6 +123,8 @@ class KVAllocator:
         """Forget all cached prefixes."""
         if self.blocks is not None:
             self.blocks.pool.forget_all()
+        if self.states is not None:
+            self.states.clear()
         if self._held is not None:
             self._held.clear()
             for index in range(len(self.slots)):
@@ -121,13 +132,16 @@ class KVAllocator:
 
     def cached_tokens(self, state: RequestState) -> int:
         """How many tokens of a request's context are in the prefix cache."""
-        return 0 if self.cache is None else self.cache.match(state)[1]
+        found = 0 if self.cache is None else self.cache.match(state)[1]
+        return found if self.states is None else self.states.usable(state, found)
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
         self.slots.check()
         if self._held is not None:
             self._held.check()
+        if self.states is not None:
+            self.states.check()
         if self.blocks is not None:
             self.blocks.check(states, step)
 

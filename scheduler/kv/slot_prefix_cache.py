@@ -32,10 +32,10 @@ class _Content:
 
 
 class SlotPrefixCache:
-    """The contents of `slots` slots, by blocks of `block_size` tokens. model: names the model."""
+    """The contents of `slots` slots, by the blocks of `hashes`."""
 
-    def __init__(self, slots: int, block_size: int, model: str) -> None:
-        self._hashes = BlockHashes(block_size, model)
+    def __init__(self, slots: int, hashes: BlockHashes) -> None:
+        self._hashes = hashes
         self._contents = [_Content() for _ in range(slots)]
         self._holders: dict[bytes, dict[int, None]] = {}  # by block key: the slots that hold it, oldest first
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
-from xla_engine.scheduler.plan import Chunk, Decision, Reuse
+from xla_engine.scheduler.plan import Chunk, Decision, Reuse, SavedState
 from xla_engine.scheduler.request_state import RequestState
 
 
@@ -25,10 +26,12 @@ class _Start(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """This step's chunks in lane order, the prefixes they reuse, and the requests that are now wholly planned."""
+    """This step's chunks in lane order, the prefixes they reuse, the states to save, and the requests that are now
+    wholly planned."""
 
     chunks: tuple[Chunk, ...]
     reuses: tuple[Reuse, ...]
+    saves: tuple[SavedState, ...]
     complete: tuple[RequestState, ...]
 
 
@@ -39,11 +42,18 @@ class Prefilling:
     prefix again; others may pass it meanwhile. Each older prompt can delay it only once.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: SlotPrefixCache | BlockManager | None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: SlotPrefixCache | BlockManager | None,
+        saved: PrefixStates | None = None,
+    ) -> None:
+        """saved: the saved states of recurrent layers; None if the model has none."""
         self._config = config
         self._chunk_size = config.chunk_size
         self._limit = config.max_num_batched_tokens
         self._cache = cache
+        self._saved = saved
         self._states: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -68,12 +78,13 @@ class Prefilling:
         """
         chunks: list[Chunk] = []
         reuses: list[Reuse] = []
-        served: list[RequestState] = []
+        served: list[tuple[RequestState, int]] = []  # with the tokens prefilled before
         complete: list[RequestState] = []
         coming: set[bytes] = set()  # blocks that older prompts write in this step
+        saving: set[bytes] = set()  # states that they pass
         budget = policy.prompt_budget(self._limit, decode_rows)
         for state in self:
-            start = self._start(state, coming)
+            start = self._start(state, coming, saving)
             if start.wait:
                 decisions.append(
                     state.decide("hold", "an older prompt with the same beginning is in this step")
@@ -85,13 +96,15 @@ class Prefilling:
             if self._config.max_chunks is not None:
                 granted = min(granted, self._config.max_chunks - len(chunks))
             if granted:
-                served.append(state)
+                served.append((state, start.length))
                 begins = not state.prefilled
                 if begins:
                     reuses.extend(self._begin(state, start))
                 chunks.extend(self._cut(state, granted, is_first=begins))
                 if self._cache is not None:
                     coming.update(self._cache.written(state))
+                if self._saved is not None:
+                    saving.update(self._saved.keys(state, start.length))
             budget -= policy.chunk_cost(granted, self._chunk_size, joins_decode=joins and granted == left)
             decisions.append(self._explain(state, granted, left, budget, decode_rows, len(chunks)))
             if granted < left:
@@ -100,11 +113,15 @@ class Prefilling:
         for state in complete:
             self.leave(state)
         if self._cache is not None:
-            for state in served:
+            for state, _ in served:
                 self._cache.extend(state, state.prefilled)
-        return PrefillPlan(tuple(chunks), tuple(reuses), tuple(complete))
+        saves: list[SavedState] = []
+        if self._saved is not None:
+            for state, begun in served:
+                saves.extend(self._saved.save(state, begun))
+        return PrefillPlan(tuple(chunks), tuple(reuses), tuple(saves), tuple(complete))
 
-    def _start(self, state: RequestState, coming: set[bytes]) -> _Start:
+    def _start(self, state: RequestState, coming: set[bytes], saving: set[bytes]) -> _Start:
         """Where a prompt continues, or where it would start."""
         if state.prefilled or self._cache is None or state.request.max_cached_tokens == 0:
             return _Start(-1, state.prefilled, wait=False)
@@ -112,13 +129,15 @@ class Prefilling:
         length = max(self._usable(state, held), state.ready)
         if not coming:
             return _Start(source, length, wait=False)
-        soon = self._usable(state, self._cache.known(state, coming))
+        soon = self._usable(state, self._cache.known(state, coming), saving)
         return _Start(source, length, wait=self._chunks(state, soon) < self._chunks(state, length))
 
     def _chunks(self, state: RequestState, start: int) -> int:
         return policy.num_chunks(state.context_tokens - start, self._chunk_size)
 
-    def _usable(self, state: RequestState, cached: int) -> int:
+    def _usable(self, state: RequestState, cached: int, saving: Collection[bytes] = ()) -> int:
+        if self._saved is not None:
+            return self._saved.usable(state, cached, saving)
         return policy.usable_prefix(
             cached,
             state.context_tokens,
@@ -134,7 +153,11 @@ class Prefilling:
             self._cache.begin(state, start.length)
         if start.length:
             yield Reuse(
-                slot=state.slot, request_id=state.request_id, source=start.source, length=start.length
+                slot=state.slot,
+                request_id=state.request_id,
+                source=start.source,
+                length=start.length,
+                place=-1 if self._saved is None else self._saved.restore(state, start.length),
             )
 
     def _explain(

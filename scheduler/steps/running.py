@@ -27,7 +27,7 @@ class Running:
         """decoding: the same as the committer's."""
         self._kv = kv
         self._committer = committer
-        self.prefilling = Prefilling(config, kv.cache)
+        self.prefilling = Prefilling(config, kv.cache, kv.states)
         self.decoding = decoding
         self.constrained = Constrained()
         self.speculating = Speculating(kv.blocks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,15 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
+from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import DeltaForm, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaState
+from xla_engine.graphs.kv_cache.footprint import tree_bytes
+from xla_engine.outputs import CompletionOutput
+from xla_engine.runner import dispatch
+from xla_engine.runner.memory import plan_memory
+from xla_engine.runner.state_moves import StateMoves
+from xla_engine.sampling_params import SamplingParams
 
 MODEL = replace(  # whole tiles throughout, so that every C++ operation serves where it can
     TINY,
@@ -34,7 +42,20 @@ MODEL = replace(  # whole tiles throughout, so that every C++ operation serves w
     ),
     mlp_only_layers=(1,),
 )
-CONFIG = EngineConfig(max_num_seqs=8, max_model_len=200, prefill_lanes=(2,), chunk_size=16)
+CONFIG = EngineConfig(
+    max_num_seqs=8,
+    max_model_len=200,
+    prefill_lanes=(4,),
+    chunk_size=16,
+    block_size=16,
+    mamba_cache_mode="align",
+    mamba_block_size=32,
+    mamba_cache_states=4,
+)
+DRAW = random.Random(5)
+STEM = [DRAW.randrange(TINY.vocab_size) for _ in range(120)]
+PROMPTS = [[*STEM[: 60 + 6 * at], *DRAW.sample(range(TINY.vocab_size), 3)] for at in range(10)]
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=6, logprobs=0, seed=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +87,7 @@ def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> N
             array[free] = np.nan
             return array
 
+        hybrid.reset_prefix_cache()
         edit_cache(hybrid.runner, poison)
         for _ in range(3):
             if pending:
@@ -84,3 +106,114 @@ def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     assert kinds == [True, False]
     inputs, memory = read_cache(hybrid.runner)[0]
     assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)
+
+
+def answers(engine: XlaBatchEngine, prompts: list[list[int]], **fields: Any) -> dict[str, CompletionOutput]:
+    for at, prompt in enumerate(prompts):
+        engine.submit(prompt, SAMPLED, request_id=f"p{at}", **fields)
+    return {output.request_id: output.outputs[0] for output in engine.drain()}
+
+
+def cold(engine: XlaBatchEngine) -> dict[str, CompletionOutput]:
+    """What each prompt gets alone, with nothing cached."""
+    found = {}
+    for at, prompt in enumerate(PROMPTS):
+        engine.reset_prefix_cache()
+        engine.submit(prompt, SAMPLED, request_id=f"p{at}")
+        (output,) = engine.drain()
+        assert output.num_cached_tokens == 0
+        found[output.request_id] = output.outputs[0]
+    engine.reset_prefix_cache()
+    return found
+
+
+def test_a_prompt_that_begins_with_a_saved_state_has_the_bits_of_one_computed_whole(
+    hybrid: XlaBatchEngine,
+) -> None:
+    """All at once, so that states are saved between the chunks of a step, in more prompts than slots; then again."""
+    expected = cold(hybrid)
+    for _ in range(2):
+        before = hybrid.stats().cached_tokens
+        assert answers(hybrid, PROMPTS) == expected
+        assert hybrid.stats().cached_tokens - before >= 9 * 32
+    again = hybrid.stats().cached_tokens
+    assert answers(hybrid, PROMPTS) == expected
+    shared = [(min(60 + 6 * at, len(prompt) - 1) // 32) * 32 for at, prompt in enumerate(PROMPTS)]
+    assert hybrid.stats().cached_tokens - again >= sum(shared), "every whole interval that is shared"
+
+
+def test_preempted_prompts_and_other_salts_change_no_bit_either(hybrid: XlaBatchEngine) -> None:
+    expected = cold(hybrid)
+    for at, prompt in enumerate(PROMPTS):
+        hybrid.submit(prompt, SAMPLED, request_id=f"p{at}", cache_salt="other" if at % 2 else "")
+    found: dict[str, Any] = {}
+    for turn in range(400):
+        running = [view.request.request_id for view in hybrid.snapshot().slots if view.request is not None]
+        if running and turn % 3 == 0:
+            hybrid.scheduler.preempt(running[turn % len(running)])
+        found |= {output.request_id: output.outputs[0] for output in hybrid.step() if output.finished}
+        if len(found) == len(PROMPTS):
+            break
+    assert found == expected and hybrid.scheduler.counters().preemptions > 0
+    assert hybrid.stats().compiles_after_warmup == 0
+
+
+def test_saved_states_are_counted_in_the_memory_plan(hybrid: XlaBatchEngine) -> None:
+    runner = hybrid.runner
+    plan = plan_memory(runner.spec, runner.config, 200, None)
+    assert plan.states == 4 and plan.states * plan.state == tree_bytes(runner._state.saved)
+    assert "4 saved states x " in plan.arithmetic()
+    none = replace(runner.config, mamba_cache_mode="none", mamba_block_size=None, mamba_cache_states=None)
+    without = plan_memory(runner.spec, none, 200, None)
+    assert plan.needed - without.needed == plan.states * plan.state
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (TINY, {}, "has none"),
+        (
+            replace(MODEL, layer_types=("linear_attention", "sliding_attention"), sliding_window=32),
+            {},
+            "windows",
+        ),
+        (MODEL, {"mamba_cache_states": 1 << 40}, "fewer mamba_cache_states"),
+    ],
+)
+def test_what_saved_states_cannot_serve_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        XlaBatchEngine(tiny_checkpoint(model=model), None, replace(CONFIG, **options))
+
+
+def states_are_not_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateMoves, "save", lambda self, saves: None)
+
+
+def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateMoves, "restore", lambda self, reuse: None)
+
+
+def states_are_saved_a_chunk_late(patch: pytest.MonkeyPatch) -> None:
+    """After a call that has gone on with the next chunk of the prompt."""
+
+    def calls(chunks: Any, most: int, saves: Any) -> Iterator[Any]:
+        for at in range(0, len(chunks), most):
+            call = chunks[at : at + most]
+            ends = {(chunk.slot.index, chunk.start + len(chunk.tokens)) for chunk in call}
+            yield call, [each for each in saves if (each.slot.index, each.length) in ends]
+
+    patch.setattr(dispatch, "prefill_calls", calls)
+
+
+FAULTS = [states_are_not_saved, states_are_not_restored, states_are_saved_a_chunk_late]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_stale_or_later_state_is_found(
+    hybrid: XlaBatchEngine, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold(hybrid)
+    hybrid.runner.blank()
+    plant(monkeypatch)
+    assert answers(hybrid, PROMPTS) != expected
+    hybrid.reset_prefix_cache()

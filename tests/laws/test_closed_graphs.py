@@ -148,6 +148,7 @@ def test_an_untuned_configuration_has_at_most_14_programs(length: int, num_block
         weights=[],
         rope=jnp.zeros((1, 1, 2, 8)),
         cache=make_cache(spec, 1, buckets[-1] if pool is None else block, num_blocks=num_blocks),
+        saved=[],
         rows=make_rows(1, MAX_STOP_TOKEN_IDS, length, pool),
         tables=make_tables(1, TINY.vocab_size, has_blocks=pool is not None),
     )

@@ -82,8 +82,10 @@ IN_CI = ("routed", "recurrent")  # the others differ in what the tests of one de
 def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str, sizes: tuple[int, ...]) -> None:
     """By the C++ operations: routed experts, recurrent layers, norms over all heads, in bf16 and int8."""
     model, dtypes = MODELS[name], (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
-    jobs = ({"model": name}, {"model": name, "engine": {"quantization": "int8"}})
+    saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.delta is not None else {}
+    jobs = {"model": name, "engine": saves}, {"model": name, "engine": {"quantization": "int8"} | saves}
     for dtype, results in zip(dtypes, run(*jobs, sizes=sizes), strict=True):
+        assert model.delta is None or results[1]["cached"] > 0, "from saved states"
         fitting = dtype == jnp.bfloat16 or fits(model, dtype, "avx2")
         assert results[1]["products"] == ("native" if fitting else "xla")
         check(results)

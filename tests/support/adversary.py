@@ -56,9 +56,9 @@ def draw_request(draw: random.Random, name: str, sampled: list[tuple[int, ...]])
     )
 
 
-def adversary(draw: random.Random, turns: int = 14) -> Loop:
+def adversary(draw: random.Random, turns: int = 14, config: SchedulerConfig | None = None) -> Loop:
     """Submit, abort, resubmit, preempt, restart, and clear the cache at every step, at a lag of 0 to 3."""
-    config = draw_config(draw)
+    config = config or draw_config(draw)
     loop = Loop(config)
     loop.draw = draw
     lag = draw.randint(0, 3)

@@ -26,6 +26,7 @@ from xla_engine.scheduler import (
     Reuse,
     Row,
     Sample,
+    SavedState,
     SchedulerConfig,
     Slot,
     StepResult,
@@ -105,6 +106,7 @@ class FakeRunner:
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
         self.blocks = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
         self.outside: dict[bytes, list[int]] = {}  # blocks that were stored, by key
+        self.states: dict[int, tuple[list[int], str]] = {}  # saved ones by place: their tokens and cache salt
         self.tables: list[list[int]] = [[] for _ in self.rows]
         self.steps = 0
         self.prefilled = 0  # tokens
@@ -113,6 +115,7 @@ class FakeRunner:
         """The contents of the rows are lost."""
         self.rows = [DeviceRow() for _ in self.rows]
         self.host.clear()
+        self.states.clear()
 
     def release(self, request_id: str) -> None:
         """The engine is done with this request; its state may be overwritten."""
@@ -148,7 +151,13 @@ class FakeRunner:
             self._go_on(continuation)
         for reuse in plan.reuses:
             self._reuse(reuse)
-        first = [self._prefill(chunk) for chunk in plan.chunks]
+        due = {(each.slot.index, each.length): each for each in plan.saves}
+        first = []
+        for chunk in plan.chunks:
+            first.append(self._prefill(chunk))
+            if (save := due.pop((chunk.slot.index, chunk.start + len(chunk.tokens)), None)) is not None:
+                self._save(save)
+        assert not due, f"no chunk ends where a state is to be saved: {due}"
         decode = decoded_of(plan.decode, [self._decode(row) for row in plan.decode])
         assert not (plan.decode and plan.width > 1), f"decodes and verifies in one step: {plan}"
         assert all(row.width <= max(plan.width, 1) for row in plan.verify), f"a row is wider than {plan}"
@@ -240,8 +249,17 @@ class FakeRunner:
             found = self._in_blocks(reuse.slot, reuse.length)
         context = self._context(reuse.request_id)[: reuse.length]
         assert found == context, f"stale: {reuse} finds {found}, not {context}"
+        if self.config.mamba_block_size is not None:
+            salt = self.requests[reuse.request_id].cache_salt
+            assert self.states.get(reuse.place) == (context, salt), f"{reuse} restores another state"
         row = self._take_over(reuse.slot, reuse.request_id)
         row.kv = found
+
+    def _save(self, save: SavedState) -> None:
+        row = self.rows[save.slot.index]
+        assert row.slot == save.slot and row.request_id is not None, f"{save} is not for {row}"
+        assert 0 <= save.place < self.config.mamba_cache_states, f"there is no place for {save}"
+        self.states[save.place] = list(row.kv), self.requests[row.request_id].cache_salt
 
     def _context(self, request_id: str) -> list[int]:
         """A request's prompt and all it will ever sample."""

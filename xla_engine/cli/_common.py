@@ -134,6 +134,25 @@ device_options = together(
         help="Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
     ),
     click.option(
+        "--mamba-cache-mode",
+        type=click.Choice(["none", "align"]),
+        default="none",
+        help="align: models with recurrent layers also reuse prefixes that prompts share, from states that are saved "
+        "every --mamba-block-size tokens.",
+    ),
+    click.option(
+        "--mamba-block-size",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Tokens from one saved state of recurrent layers to the next; default 1024.",
+    ),
+    click.option(
+        "--mamba-cache-states",
+        type=click.IntRange(1),
+        metavar="N",
+        help="The most saved states of recurrent layers; default two for every slot.",
+    ),
+    click.option(
         "--prefix-cache-dir",
         metavar="DIR",
         help="Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "

@@ -24,8 +24,11 @@ def scheduler_config(
         scheduling_policy=config.scheduling_policy,
         priority_aging=config.priority_aging,
         quantum=config.quantum,
-        enable_prefix_caching=config.enable_prefix_caching and runner.keeps_every_position,
+        enable_prefix_caching=config.enable_prefix_caching
+        and (runner.keeps_every_position or config.saves_states),
         block_size=config.block_size,
+        mamba_block_size=config.state_interval if config.saves_states else None,
+        mamba_cache_states=max(config.saved_states, 1),
         num_blocks=config.num_blocks,
         cache_key=cache_key,
         prefill_equals_decode=check is not None and check.prefill_equals_decode,

@@ -9,6 +9,7 @@ import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
+from xla_engine.graphs.kv_cache.recurrent_states import States, make_states
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
@@ -20,12 +21,14 @@ from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 class DeviceState:
     """Owns the arrays that programs read and return.
 
-    cache, rows: donated to a program and replaced by what it returns.
+    cache, rows, saved: donated to a program and replaced by what it returns.
+    saved: recurrent states by place, for prompts that begin after a prefix; empty if none are saved.
     tables: read by programs; changes are made in the host copy `host`.
     """
 
     cache: KVCache
     rows: RowState
+    saved: States
     tables: Tables
 
     def __init__(
@@ -40,15 +43,18 @@ class DeviceState:
         drafts: int = 0,
         dry: bool = False,
         lora: bool = False,
+        states: int = 0,
     ) -> None:
         """positions: of a slot, a multiple of the span. context_length: how many of them are used.
         pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
         drafts: the most drafts of a row. dry: rows have the parameters of DRY. lora: rows may have adapters.
+        states: how many states of recurrent layers can be saved.
         """
         self._dry, self._lora = dry, lora
         self._spec, self._slots, self._pool, self._devices = spec, slots, pool, devices
         self._positions, self._context_length = positions, context_length
-        self.cache = self._empty_cache()
+        self._states = states
+        self.cache, self.saved = self._empty_cache(), self._no_states()
         self.rows = self.idle_rows()
         max_blocks = None if pool is None else pool.max_blocks
         self.host = HostTables(slots, spec.config.vocab_size, max_blocks, drafts=drafts)
@@ -81,15 +87,15 @@ class DeviceState:
 
     def blank_cache(self) -> None:
         """Replace the cache by zeros, even if the old one was lost. Nothing may be in flight."""
-        for leaf in jax.tree.leaves(self.cache):
+        for leaf in jax.tree.leaves((self.cache, self.saved)):
             leaf.delete()
-        self.cache = self._empty_cache()
+        self.cache, self.saved = self._empty_cache(), self._no_states()
 
     def delete(self) -> None:
         """Free the device memory."""
-        for leaf in jax.tree.leaves((self.cache, self.rows, self.tables)):
+        for leaf in jax.tree.leaves((self.cache, self.saved, self.rows, self.tables)):
             leaf.delete()
-        self.cache = []
+        self.cache, self.saved = [], []
 
     def make_rows(self) -> Rows:
         """Inactive rows, unpacked."""
@@ -108,6 +114,19 @@ class DeviceState:
     def local_cache(self) -> KVCache:
         """The abstract cache of one device."""
         return jax.eval_shape(self._make_cache)
+
+    def local_states(self) -> States:
+        """The abstract saved states of one device."""
+        return jax.eval_shape(lambda: self._make_states(self._spec.local))
+
+    def _no_states(self) -> States:
+        if self._devices.is_one:
+            return self._make_states(self._spec.local)
+        across = self._spec.sharding.across
+        return self._devices.zeros(self.local_states(), jax.eval_shape(lambda: self._make_states(across)))
+
+    def _make_states(self, config: ModelConfig) -> States:
+        return make_states(config, self._states) if self._states else []
 
     def _empty_cache(self) -> KVCache:
         if self._devices.is_one:

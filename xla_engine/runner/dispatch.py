@@ -20,8 +20,9 @@ from xla_engine.runner.pooling.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
 from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, read_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
+from xla_engine.runner.state_moves import StateMoves, prefill_calls
 from xla_engine.runner.verify_inputs import NO_DRAFT, Draft, make_drafts, no_drafts
-from xla_engine.scheduler import Chunk, Row, VerifyRow
+from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +62,13 @@ class Dispatch:
         put: Callable[..., Any],
         config: EngineConfig,
         context_length: int,
+        state_moves: StateMoves,
         *,
         device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
     ) -> None:
         """put: copies host arrays to the devices. context_length: the most positions of a request.
+        state_moves: saves states of recurrent layers.
         device_proposer: drafts in verify programs. pooling: pools prompts.
         """
         self.put = put
@@ -83,6 +86,7 @@ class Dispatch:
         self._weights = weights
         self._rope = rope
         self._context_length = context_length
+        self._state_moves = state_moves
         self._device_proposer = device_proposer
         self._rows: _Rows | None = None
 
@@ -155,11 +159,17 @@ class Dispatch:
         settings: Mapping[str, RowSettings],
         lane_choices: Sequence[int],
         key_choices: Sequence[int],
+        saves: Sequence[SavedState] = (),
     ) -> tuple[FirstSamples, ...]:
-        """Start the prefill calls for a plan's chunks, each with at most the lanes of the largest program."""
-        most = lane_choices[-1]
-        calls = [chunks[at : at + most] for at in range(0, len(chunks), most)]
-        return tuple(self._prefill(call, settings, lane_choices, key_choices) for call in calls)
+        """Start the prefill calls for a plan's chunks, each with at most the lanes of the largest program.
+
+        saves: states of recurrent layers to save between the calls.
+        """
+        found = []
+        for call, due in prefill_calls(chunks, lane_choices[-1], saves):
+            found.append(self._prefill(call, settings, lane_choices, key_choices))
+            self._state_moves.save(due)
+        return tuple(found)
 
     def _prefill(
         self,

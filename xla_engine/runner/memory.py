@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.graphs.kv_cache.footprint import block_bytes, cache_bytes, rows_bytes, tree_bytes
+from xla_engine.graphs.kv_cache.footprint import (
+    block_bytes,
+    cache_bytes,
+    rows_bytes,
+    state_bytes,
+    tree_bytes,
+)
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
@@ -128,6 +134,8 @@ class MemoryPlan:
     weights: of the model, and of a draft model.
     blocks: number of blocks of the pool; 0 without a pool.
     block: of one block.
+    states: how many saved states of recurrent layers there is room for.
+    state: of one such state.
     slot: state of one slot.
     scratch: of a slot's row in a step.
     slots: number of slots.
@@ -138,6 +146,8 @@ class MemoryPlan:
     weights: int
     blocks: int = 0
     block: int = 0
+    states: int = 0
+    state: int = 0
     slot: int
     scratch: int
     slots: int
@@ -146,7 +156,12 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.pool + self.slots * (self.slot + self.scratch) + self.workspace
+        return self._fixed + self.pool + self.slots * (self.slot + self.scratch)
+
+    @property
+    def _fixed(self) -> int:
+        """Bytes of all that does not grow with slots or blocks."""
+        return self.weights + self.states * self.state + self.workspace
 
     @property
     def pool(self) -> int:
@@ -162,9 +177,7 @@ class MemoryPlan:
         """How many slots fit, possibly none; None if the available memory is unknown."""
         if self.available is None:
             return None
-        return max(
-            0, (self.available - self.weights - self.pool - self.workspace) // (self.slot + self.scratch)
-        )
+        return max(0, (self.available - self._fixed - self.pool) // (self.slot + self.scratch))
 
     @property
     def most_pool(self) -> int | None:
@@ -174,6 +187,8 @@ class MemoryPlan:
     def arithmetic(self) -> str:
         """The sum, as in `weights 2.5 GB + 16 slots x (67 MB + 3 MB scratch) + workspace 31 MB = 3.6 GB`."""
         pool = f" + {self.blocks} blocks x {size(self.block)}" if self.blocks else ""
+        if self.states:
+            pool += f" + {self.states} saved states x {size(self.state)}"
         total = (
             f"weights {size(self.weights)}{pool} + {self.slots} slots x ({size(self.slot)} + {size(self.scratch)} "
             f"scratch) + workspace {size(self.workspace)} = {size(self.needed)}"
@@ -194,6 +209,8 @@ def plan_memory(
     else:
         slot = slot_bytes(spec, max_model_len)
     return MemoryPlan(
+        states=config.saved_states,
+        state=state_bytes(spec) if config.saved_states else 0,
         weights=weights_bytes(spec) + beside.weights,
         blocks=blocks,
         block=block,
@@ -212,6 +229,12 @@ def check_memory(plan: MemoryPlan) -> None:
     most = plan.most_slots or 0
     if plan.blocks and (pool := plan.most_pool or 0) >= plan.block:
         remedy = f"Use kv_cache_memory_bytes {pool} (num_blocks {pool // plan.block}) at most, or fewer slots"
+    elif (
+        plan.states
+        and plan.available is not None
+        and plan.needed - plan.states * plan.state <= plan.available
+    ):
+        remedy = "Use fewer mamba_cache_states, or leave mamba_cache_mode out"
     elif most >= SMALLEST_BATCH:
         remedy = f"Use max_num_seqs {most} at most, or a smaller max_model_len"
     elif plan.available is not None and plan.weights + plan.workspace < plan.available:

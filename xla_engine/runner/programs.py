@@ -18,6 +18,7 @@ from xla_engine.graphs.kv_cache.block_io import (
     read_blocks,
     write_blocks,
 )
+from xla_engine.graphs.kv_cache.recurrent_states import States, copy_state, states_of
 from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
@@ -38,6 +39,7 @@ COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_blocks"
 LOAD_BLOCKS = "load_blocks"
+SAVE_STATE, RESTORE_STATE = "save_state", "restore_state"
 
 
 def make_programs(
@@ -49,6 +51,7 @@ def make_programs(
     weights: list[Any],
     rope: jax.Array,
     cache: KVCache,
+    saved: States,
     rows: Rows,
     tables: Tables,
     device_proposer: DeviceProposer | None = None,
@@ -59,6 +62,7 @@ def make_programs(
     buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
+    saved: the room for saved states of recurrent layers; empty: none are saved.
 
     Row state and lanes are packed (`graphs.row_state.packing`) between programs.
     """
@@ -133,7 +137,8 @@ def make_programs(
             )
     if config.keep_finished:
         programs.append(_continue(rows, state[3]))
-    return [*programs, *_moves(spec, config, state[2:]), *writing(spec, weights)]
+    moves = (*_moves(spec, config, state[2:]), *_state_moves(_abstract(saved), states_of(state[2])))
+    return [*programs, *moves, *writing(spec, weights)]
 
 
 def logits_programs(
@@ -192,6 +197,16 @@ def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list
         if config.prefix_cache_dir is not None:
             moves.append(_move(LOAD_BLOCKS, load_blocks, spec, (*held, *place[1:], moved[0])))
     return moves
+
+
+def _state_moves(saved: States, states: States) -> list[Program]:
+    """Programs that save the recurrent states of slots, and restore them; none without room. All are abstract."""
+    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
+    moves = ((SAVE_STATE, saved, states), (RESTORE_STATE, states, saved))
+    return [
+        Program(name=name, function=copy_state, arguments=(target, source, *scalars), donate=(0,))
+        for name, target, source in (moves if saved else ())
+    ]
 
 
 def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> Callable[..., Any]:

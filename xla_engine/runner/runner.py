@@ -53,6 +53,7 @@ from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
 from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
+from xla_engine.runner.state_moves import StateMoves
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
@@ -136,6 +137,7 @@ class Runner:
             drafts=max((width for _, width in config.verify_shapes), default=1) - 1,
             dry=config.enable_dry,
             lora=config.enable_lora,
+            states=config.saved_states,
         )
         if self._device_proposer is not None:
             on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
@@ -148,6 +150,7 @@ class Runner:
         self._pooling = None
         if pooling is not None:
             self._pooling = Pooling(pooling, self._inventory, self.weights.leaves, devices.put)
+        self._state_moves = StateMoves(self._inventory, state, devices.put)
         self._dispatch = Dispatch(
             self._inventory,
             state,
@@ -156,6 +159,7 @@ class Runner:
             devices.put,
             config,
             self.context_length,
+            self._state_moves,
             device_proposer=self._device_proposer,
             pooling=self._pooling,
         )
@@ -208,7 +212,7 @@ class Runner:
         for table in plan.tables:
             self._state.host.set_blocks(table.slot.index, table.start, table.blocks)
         lanes, keys = self.lane_choices, self.bucket_choices
-        first = self._dispatch.prefill(plan.chunks, settings, lanes, keys)
+        first = self._dispatch.prefill(plan.chunks, settings, lanes, keys, plan.saves)
         self.prefill_calls += len(first)
         decode = None
         if plan.width > 1:
@@ -310,7 +314,7 @@ class Runner:
 
     @property
     def keeps_every_position(self) -> bool:
-        """Whether any prefix of a slot's content can be reused."""
+        """Whether any prefix of a slot's content can be reused, without saved states."""
         return self.config.num_blocks is not None or keeps_every_position(self.spec, self.context_length)
 
     @property
@@ -395,6 +399,8 @@ class Runner:
             )
         if self.config.num_blocks is None:
             state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
+            if state.saved:
+                self._state_moves.warm_up()
         else:
             loads = self.config.prefix_cache_dir is not None
             state.held = self._block_moves.warm_up(state.held, swaps=swaps, loads=loads)
@@ -406,10 +412,11 @@ class Runner:
         same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
         make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
-        whole = make(weights=self.weights.leaves, cache=state.cache, **same)
+        whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved, **same)
         if devices.is_one:
             return whole, Transfers(whole=put, pieces=put)
-        local = make(weights=self.spec.leaves.on_device(), cache=state.local_cache(), **same)
+        mine, saved = state.local_cache(), state.local_states()
+        local = make(weights=self.spec.leaves.on_device(), cache=mine, saved=saved, **same)
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
@@ -434,3 +441,5 @@ class Runner:
             self._dispatch.fill_tables(part.slot.index, settings[part.request_id])
         for reuse in () if paged else plan.reuses:
             state.held = self._slot_moves.reuse(state.held, reuse)
+            if reuse.place >= 0:
+                self._state_moves.restore(reuse)

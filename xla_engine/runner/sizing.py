@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.kv_cache.footprint import block_bytes
+from xla_engine.graphs.kv_cache.footprint import block_bytes, keeps_every_position, state_bytes
 from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner import memory
@@ -93,6 +93,8 @@ def resolve_sizes(
     Raises ConfigError, with the arithmetic, if nothing fits, if a given number does not fit, or if the blocks could
     not hold one request of `max_model_len`.
     """
+    if config.saves_states:
+        _check_states(config, spec, max_model_len)
     memory_bytes = available(device, config.tensor_parallel_size)
     budget = None if memory_bytes is None else int(memory_bytes * config.memory_utilization)
     fills_memory = config.kv_cache_memory_bytes == AUTO
@@ -118,6 +120,18 @@ def resolve_sizes(
         fitting = whole if left is None else memory.blocks_within(spec, left, config.block_size)
         config = replace(config, num_blocks=min(whole, fitting))
     return config
+
+
+def _check_states(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> None:
+    """Raise ConfigError if a prompt of this model cannot begin after a prefix whose state was saved."""
+    if not state_bytes(spec):
+        raise ConfigError(
+            "mamba_cache_mode 'align' is for models with recurrent layers, and this one has none: leave it out"
+        )
+    if not keeps_every_position(spec, max_model_len, saves_states=True):
+        raise ConfigError(
+            "mamba_cache_mode 'align' does not support sliding windows, which this model has: leave it out"
+        )
 
 
 def _with_blocks(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> EngineConfig:

@@ -1,0 +1,196 @@
+"""Prompts of models with recurrent layers begin after a prefix only where a state was saved.
+
+`tests.support.fake_runner` refuses a plan that restores another state than the one after the reused prefix.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.adversary import adversary
+from tests.support.fake_loop import Loop
+from tests.support.small_loops import loop, request
+from xla_engine.scheduler import FinishReason, SchedulerConfig
+from xla_engine.scheduler.kv.block_hashes import BlockHashes
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
+from xla_engine.scheduler.request_state import RequestState
+
+STEM = tuple(range(1, 13)) * 2
+
+
+def recurrent(slots: int = 3, **options: object) -> Loop:
+    return loop(slots, **{"mamba_block_size": 8, "mamba_cache_states": 4} | options)
+
+
+def reused(driven: Loop, *prompts: tuple[int, ...], **fields: object) -> list[int]:
+    """How many tokens each of these prompts reuses, one after the other."""
+    found = []
+    for at, prompt in enumerate(prompts):
+        before = driven.scheduler.counters().cached_tokens
+        driven.submit(request(f"p{len(driven.plans)}-{at}", prompt=prompt, max_tokens=2, **fields))
+        driven.drain()
+        driven.scheduler.check()
+        found.append(driven.scheduler.counters().cached_tokens - before)
+    return found
+
+
+def test_a_prompt_begins_after_the_last_saved_state_of_its_prefix() -> None:
+    """Keys and values are there for more, and the last token of a prompt always runs."""
+    driven = recurrent()
+    assert reused(driven, STEM, STEM[:23], STEM[:16], (*STEM[:15], 0, 0), (*STEM[:7], 0, 0)) == [
+        0,
+        16,
+        8,
+        8,
+        0,
+    ]
+
+
+def test_keys_and_values_without_a_state_are_not_reused_nor_a_state_without_them() -> None:
+    driven = recurrent(slots=1, mamba_cache_states=1)
+    assert reused(driven, STEM, STEM[:16]) == [0, 0], "the state after 24 tokens has overwritten those before"
+    driven = recurrent(slots=1)
+    other = tuple(range(5, 12))
+    assert reused(driven, STEM, other, STEM) == [0, 0, 0], "the slot has been overwritten"
+
+
+def test_the_least_recently_used_state_is_overwritten() -> None:
+    driven = recurrent(mamba_cache_states=2)
+    a, b, c = (tuple(x for _ in range(9)) for x in (1, 2, 3))
+    assert reused(driven, a, b, a, c, a, b) == [0, 0, 8, 0, 8, 0]
+
+
+def test_of_one_prefix_the_longest_state_is_overwritten_first() -> None:
+    driven = recurrent(mamba_cache_states=3)
+    assert reused(driven, STEM, (0,) * 9, STEM) == [0, 0, 16]
+
+
+def test_a_prompt_waits_for_the_one_that_computes_its_prefix() -> None:
+    driven = recurrent()
+    for index in range(3):
+        driven.submit(request(f"r{index}", prompt=(*STEM[:17], index), max_tokens=2))
+    driven.drain()
+    assert driven.scheduler.counters().cached_tokens == 2 * 16
+
+
+def test_salts_and_limits_are_kept() -> None:
+    driven = recurrent()
+    assert reused(driven, STEM, cache_salt="a") + reused(driven, STEM, cache_salt="b") == [0, 0]
+    assert reused(driven, STEM, cache_salt="a", max_cached_tokens=15) == [8]
+    assert reused(driven, STEM, cache_salt="a", max_cached_tokens=0) == [0]
+
+
+def test_states_of_a_failed_request_and_of_other_weights_are_forgotten() -> None:
+    driven = recurrent()
+    driven.submit(request("bad", prompt=STEM, max_tokens=6))
+    driven.turn()
+    driven.finish("bad", FinishReason.ERROR)
+    driven.drain()
+    assert reused(driven, STEM, STEM) == [0, 16]
+    driven.scheduler.reset_prefix_cache()
+    assert reused(driven, STEM) == [0]
+
+
+def test_a_lookup_ahead_is_what_will_be_reused() -> None:
+    driven = recurrent()
+    reused(driven, STEM)
+    state = RequestState(request=request("x", prompt=STEM[:20]), arrival=0, turn=0)
+    assert driven.scheduler._kv.cached_tokens(state) == 16
+
+
+def test_an_interval_off_the_grid_is_refused() -> None:
+    for size in (6, 2):
+        with pytest.raises(ValueError, match="mamba_block_size"):
+            recurrent(mamba_block_size=size)
+
+
+def storms() -> int:
+    """Adversarial sequences; returns the tokens reused."""
+    total = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        config = SchedulerConfig(
+            max_num_seqs=draw.randint(1, 4),
+            chunk_size=2,
+            max_num_batched_tokens=draw.choice((2, 8, 30)),
+            max_chunks=draw.choice((None, 2)),
+            enable_prefix_caching=True,
+            block_size=draw.choice((2, 4)),
+            mamba_block_size=4,
+            mamba_cache_states=draw.randint(1, 5),
+            prefill_equals_decode=draw.random() < 0.6,
+            preemption=draw.random() < 0.6,
+            swap_tokens=draw.choice((0, 1 << 20)),
+            recompute_tokens=draw.choice((0, 100)),
+        )
+        driven = adversary(draw, turns=20, config=config)
+        driven.drain(lag=seed % 2)
+        total += driven.scheduler.counters().cached_tokens
+    return total
+
+
+def test_adversarial_sequences_restore_no_wrong_state() -> None:
+    assert storms() > 1000, "something was reused"
+
+
+def an_overwritten_state_keeps_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = PrefixStates.save
+
+    def careless(self, state, begun):  # type: ignore[no-untyped-def]
+        before = dict(self._places)
+        yield from save(self, state, begun)
+        self._places.update({key: place for key, place in before.items() if key not in self._places})
+
+    monkeypatch.setattr(PrefixStates, "save", careless)
+
+
+def a_state_is_saved_one_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = PrefixStates._key
+    monkeypatch.setattr(
+        PrefixStates, "_key", lambda self, state, length: key(self, state, min(length + 4, 8))
+    )
+
+
+def a_state_is_found_in_the_step_that_saves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = PrefixStates.keys
+
+    def eager(self, state, begun):  # type: ignore[no-untyped-def]
+        for _ in self.save(state, begun):
+            pass
+        return keys(self, state, begun)
+
+    monkeypatch.setattr(PrefixStates, "keys", eager)
+
+
+def salts_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockHashes, "_root", lambda self, request: b"")
+
+
+def keys_and_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = PrefixStates.usable
+
+    def careless(self, state, cached, coming=()):  # type: ignore[no-untyped-def]
+        return usable(self, state, state.context_tokens, coming)
+
+    monkeypatch.setattr(PrefixStates, "usable", careless)
+
+
+FAULTS = [
+    an_overwritten_state_keeps_its_key,
+    a_state_is_saved_one_chunk_early,
+    a_state_is_found_in_the_step_that_saves_it,
+    salts_are_ignored,
+    keys_and_values_are_not_looked_at,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_planted_fault_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, LookupError)):
+        storms()
