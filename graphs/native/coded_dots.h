@@ -167,16 +167,20 @@ struct FoursKernel {
   }
 
   // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
-  template <Codes kCodes, bool kMinimum, int kRun, int kRows>
-  static __attribute__((noinline)) void MultiplyBlock(const Word* rows, const char* codes, const float* steps, int64_t groups,
-                                                      int64_t ahead, float* to) {
-    constexpr int kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
-    constexpr int64_t kBytesOfGroup = kCodes == Codes::kBytes ? 512 : 256, kStepsOfGroup = kStep / kRun + kMinimum;
+  template <int index, int kRows>
+  static __attribute__((noinline)) void MultiplyBlock(const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
+    constexpr CodedKind kind = kCodedKinds[index];
+    constexpr Codes kCodes = kind.IsWide() ? Codes::kBytes : kind.levels ? Codes::kLevels : Codes::kNibbles;
+    constexpr bool kMinimum = kind.minimum;
+    constexpr int kRun = kind.nested && !kMinimum ? 16 : 32, kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
+    constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.nested ? 40 : kMinimum ? 64 : 32;
+    const char* scales = codes + kind.FoursBytes(width);
     Vec total[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
-    for (int64_t group = 0; group < groups; ++group, rows += kPitch, codes += kBytesOfGroup, steps += kStepsOfGroup * kVector) {
+    for (int64_t k = 0; k < width; k += kStep, rows += kPitch, codes += kBytesOfGroup) {
       const auto* floats = reinterpret_cast<const float*>(rows);
+      __builtin_prefetch(scales + k / kStep * kBytesOfScales + ahead);
 #pragma GCC unroll 8
       for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
@@ -212,16 +216,15 @@ struct FoursKernel {
             sum[r] = kByNibbles ? sum[r] + ByRegister(part[r], part[r], widened) : part[r];
           }
         });
-        const Vec scale = Load(steps + run * kVector);
+        const Steps steps = StepsOf<index>(scales, k, run);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r)
-          total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale + r], floats[kUndone + r]), scale, total[r]);
-      });
-      if constexpr (kMinimum) {
-        const Vec minimum = Load(steps + kVector);
+          total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale + r], floats[kUndone + r]), steps.scale, total[r]);
+        if constexpr (kMinimum) {
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) total[r] = Fused(minimum, floats[kTotal + r], total[r]);
-      }
+          for (int r = 0; r < kRows; ++r) total[r] = Fused(steps.minimum, floats[kTotal + r], total[r]);
+        }
+      });
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) Store(to + r * kVector, total[r]);
@@ -241,44 +244,29 @@ struct FoursKernel {
     if constexpr (kRows < kBlockRows) {
       if (count > kRows) return MultiplyRows<index, kRows + 1>(count, arguments...);
     }
-    constexpr CodedKind kind = kCodedKinds[index];
-    constexpr Codes codes = kind.IsWide() ? Codes::kBytes : kind.levels ? Codes::kLevels : Codes::kNibbles;
-    MultiplyBlock<codes, kind.minimum, kind.nested && !kind.minimum ? 16 : 32, kRows>(arguments...);
+    MultiplyBlock<Alike(index), kRows>(arguments...);
   }
 
-  // Writes the scales and minima of a block as [group][of it][16]; returns how many a group has.
-  template <int index>
-  static int64_t WriteSteps(const char* scales, int64_t width, float* to) {
-    constexpr CodedKind kind = kCodedKinds[index];
-    constexpr bool halves = kind.nested && !kind.minimum;
-    constexpr int64_t bytes = kind.nested ? 40 : kind.minimum ? 64 : 32, count = halves || kind.minimum ? 2 : 1;
-    for (int64_t k = 0; k < width; k += kStep, to += count * kVector) {
-      __builtin_prefetch(scales + k / kStep * bytes + kAhead);
-      const Steps steps = StepsOf<index>(scales, k, 0);
-      Store(to, steps.scale);
-      if constexpr (kind.minimum) Store(to + kVector, steps.minimum);
-      if constexpr (halves) Store(to + kVector, StepsOf<index>(scales, k, 1).scale);
-    }
-    return count;
+  // The first kind with the same codes and scales: files may have narrower codes.
+  static constexpr int Alike(int index) {
+    const CodedKind kind = kCodedKinds[index];
+    const auto alike = [=](const CodedKind& other) {
+      return other.IsWide() == kind.IsWide() && other.levels == kind.levels && other.nested == kind.nested && other.minimum == kind.minimum;
+    };
+    int first = 0;
+    while (!alike(kCodedKinds[first])) ++first;
+    return first;
   }
 
   template <typename Take>
   static void Multiply(const char* blocks, int64_t count, int64_t width, const FoursTask& task, const Take& take) {
-    thread_local Lines kept;
-    float* steps = reinterpret_cast<float*>(kept.Bytes(width * 8));
     const int64_t group = GroupRows(count), bytes = GroupBytes(width), places[] = {task.one, task.other};
-    for (int64_t place : {0, 1}) {
-      task.weights->OfBlock(places[place], [&](auto index, const char* at) {
-        WriteSteps<index>(at + kCodedKinds[index].FoursBytes(width), width, steps + place * width);
-      });
-    }
     Sums<float> sums;
     for (int64_t n = 0; n < count; n += group, blocks += bytes) {
       const int64_t rows = std::min(group, count - n), ahead = n ? 0 : kAhead;
       for (int64_t place : {0, 1}) {
         task.weights->OfBlock(places[place], [&](auto index, const char* at) {
-          MultiplyRows<index>(rows, reinterpret_cast<const Word*>(blocks), at, steps + place * width, width / kStep, ahead,
-                              place ? sums.other : sums.one);
+          MultiplyRows<index>(rows, reinterpret_cast<const Word*>(blocks), at, width, ahead, place ? sums.other : sums.one);
         });
       }
       take(n, rows, sums);
@@ -287,21 +275,21 @@ struct FoursKernel {
 
   // One row of the weights, each value rounded to bf16 as `CodedWeights::Unpack` does.
   static void Row(const CodedWeights& weights, int64_t row, float* to) {
-    thread_local Lines kept;
     const int64_t width = weights.Width(), feature = row % 16;
-    float* steps = reinterpret_cast<float*>(kept.Bytes(width * 8));
     weights.OfBlock(row / 16, [&](auto index, const char* at) {
       constexpr CodedKind kind = kCodedKinds[index];
       constexpr int bias = kind.minimum ? 0 : kind.IsWide() ? 128 : 8;
-      const int64_t count = WriteSteps<index>(at + kind.FoursBytes(width), width, steps);
+      alignas(64) float scales[kVector], minima[kVector];
       for (int64_t k = 0; k < width; ++k) {
+        if (k % 16 == 0) {
+          const Steps steps = StepsOf<index>(at + kind.FoursBytes(width), k / 32 * 32, k / 16 % 2);
+          Store(scales, steps.scale), Store(minima, steps.minimum);
+        }
         const int64_t line = kind.IsWide() ? k / 4 : k / 8;
         int code = static_cast<uint8_t>(at[line * 64 + feature * 4 + k % 4]);
         if (!kind.IsWide()) code = code >> k / 4 % 2 * 4 & 15;
         const auto level = static_cast<float>(kind.levels ? kLevels[code & 15] : code - bias);
-        const float* own = steps + k / kStep * count * kVector + feature;
-        const float scale = own[kind.nested && !kind.minimum ? k / 16 % 2 * kVector : 0];
-        const float value = kind.minimum ? Fused(level, scale, own[kVector]) : level * scale;
+        const float value = kind.minimum ? Fused(level, scales[feature], minima[feature]) : level * scales[feature];
         to[k] = Storage<BFloat16>::Widen(Storage<BFloat16>::Round(value));
       }
     });

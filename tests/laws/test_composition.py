@@ -38,6 +38,7 @@ INHERITS = {
     "Blocks": "the same",
     "File": "the same",
     "Gguf": "the same",
+    "GgufInt8": "the same",
     "Int4": "the same",
     "Q4": "the same",
     "Q4KM": "the same",

@@ -35,6 +35,7 @@ REFERENCE = "transformers"  # streams are compared with its streams; errors as l
 PEERS = {
     "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
     "xla-engine-gguf": Peer("xla:Gguf", "this engine, weights packed as the GGUF file has them"),
+    "xla-engine-gguf-int8": Peer("xla:GgufInt8", "the same, activations in eight bits by groups of 32"),
     "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
@@ -53,6 +54,7 @@ PEERS = {
 }
 EIGHT_BITS = (  # what they multiply, and mostly their weights
     "xla-engine-int8",
+    "xla-engine-gguf-int8",
     "vllm-w8a8",
     "openvino-int8",
     "llama.cpp-file",

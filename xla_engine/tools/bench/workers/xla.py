@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine import __version__
-from xla_engine.config import EngineConfig
+from xla_engine.config import GGUF, GGUF_INT8, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
 from xla_engine.equivalence.verify import verify
@@ -66,7 +66,7 @@ class Engine:
         self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
     ) -> dict[str, Any]:
         weight_bytes = None
-        if self.quantization == "gguf":
+        if self.quantization in (GGUF, GGUF_INT8):
             if file is None:
                 raise ConfigError("--model is not a GGUF file")
             model, weight_bytes = file, Path(file).stat().st_size
@@ -222,6 +222,12 @@ class Gguf(Engine):
     """The same with the weights of the GGUF file, packed as they are there."""
 
     quantization = "gguf"
+
+
+class GgufInt8(Engine):
+    """The same, and activations in eight bits, with a scale for each 32."""
+
+    quantization = "gguf-int8"
 
 
 class Blocks(Engine):
