@@ -6,6 +6,8 @@ With rows in eight bits it has other bits, which are the same on every instructi
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,46 @@ def test_memory_is_that_of_the_file(path: Path) -> None:
     found = [inspect_model(path, replace(KEPT, quantization=kind)) for kind in ("gguf", "gguf-int8", None)]
     kept, fast, plain = (each.memory["weights"] for each in found if each.memory is not None)
     assert all(each.ok for each in found) and kept <= 1.05 * stored < fast <= 1.4 * stored < plain
+
+
+RESIDENT = """
+import sys
+from pathlib import Path
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+
+def memory(field):
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(field)) << 10
+
+path, kind = sys.argv[1:]
+config = EngineConfig(max_num_seqs=2, max_model_len=64, quantization=kind, self_check=False)
+XlaBatchEngine.from_pretrained(path, config).close()  # whatever is imported, compiled or set up at first use
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = memory("VmRSS")
+with XlaBatchEngine.from_pretrained(path, config):
+    print(memory("VmHWM") - before, memory("VmRSS") - before)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_start_holds_the_file_once(tmp_path: Path) -> None:
+    model = replace(MODEL, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4)
+    write_checkpoint(model, random_weights(model, dtype="bfloat16", seed=2), tmp_path / "large")
+    large = write_gguf(tmp_path / "large", tmp_path / "large.gguf", kind=Kind.Q4_0)
+    size = large.stat().st_size
+    for kind in ("gguf", "gguf-int8"):
+        run = subprocess.run(
+            [sys.executable, "-c", RESIDENT, str(large), kind],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peak, resident = map(int, run.stdout.split())
+        assert 0.3 * size < resident < 1.15 * size and peak < 1.15 * size + (16 << 20), (
+            f"{kind}: a file of {size >> 20} MiB, peak {peak >> 20}, resident {resident >> 20}"
+        )
 
 
 @pytest.mark.parametrize("config", [KEPT, FAST], ids=["bf16", "int8"])
