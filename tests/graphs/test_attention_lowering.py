@@ -28,10 +28,15 @@ def hopper() -> Any:
             yield
 
 
-LOWERED = [(heads, dtype, None, None) for heads, dtype in [*SHAPES, ((32, 8, 128), jnp.bfloat16)]]
+CASES = [*((heads, dtype, None, None) for heads, dtype in [*SHAPES, ((32, 8, 128), jnp.bfloat16)]), *FEATURES]
+QUICK = (CASES[0], CASES[-1])  # without features and with them
 
 
-@pytest.mark.parametrize(("heads", "dtype", "features", "block_size"), [*LOWERED, *FEATURES], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "features", "block_size"),
+    [pytest.param(*each, marks=[pytest.mark.full] * (each not in QUICK)) for each in CASES],
+    ids=str,
+)
 def test_the_kernels_lower_for_cuda(
     heads: tuple[int, int, int], dtype: Any, features: Features | None, block_size: int | None
 ) -> None:

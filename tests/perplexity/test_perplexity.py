@@ -244,6 +244,7 @@ def test_logits_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_command_compares_two_precisions_and_reads_what_it_saved(tmp_path: Path) -> None:
     """One run over both dtypes gives the digits of two runs with a file between them."""
     text, saved = tmp_path / "text.txt", tmp_path / "f32.logits"
