@@ -17,6 +17,7 @@ from tests.server.bodies import BODIES, TEMPLATE, offline
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.server import protocol
 from xla_engine.server.launch import Server
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
@@ -88,7 +89,9 @@ def running(
         send_timeout_s=2.0,
         batch_dir=folder,
     )
-    server = Running(Service(AsyncLLM.from_engine(engine), settings))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(protocol, "REST_S", 0.5)  # a test waits for it
+        server = Running(Service(AsyncLLM.from_engine(engine), settings))
     yield server
     server.stop()
 
