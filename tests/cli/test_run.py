@@ -25,7 +25,8 @@ from xla_engine.batch.run import BatchRun
 from xla_engine.cli._run import batch
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
-from xla_engine.environment import embedded_model_directory
+from xla_engine.environment import embedded_model_directory, native_cache_directory
+from xla_engine.runner.native_library.cache import private_directory
 
 DRY = ("--dry-run", "--max-model-len", "64")
 
@@ -392,7 +393,10 @@ def test_verbose_shows_the_log_of_the_command_and_no_longer(tmp_path: Path, engi
 def test_a_dry_run_estimates_from_the_last_run(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    native = private_directory(native_cache_directory())
     monkeypatch.setenv("XLA_ENGINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / native.name).symlink_to(native)  # `inspect` would compile every kernel again
     data = b"".join(b'{"prompt": "def f", "max_tokens": %d}\n' % n for n in (1, 40) * 10)
     (tmp_path / "in.jsonl").write_bytes(data)
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
