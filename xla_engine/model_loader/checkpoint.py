@@ -90,12 +90,12 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     `rotary_emb.inv_freq` buffers are ignored. If a tied model stores `lm_head.weight`, it must be a bitwise copy of
     the embedding. Raises CheckpointError naming file, tensor and remedy.
     """
-    wanted, config, special = _dtype_word(model.options.dtype), model.config, model.special_tokens
+    wanted, config, special = dtype_word(model.options.dtype), model.config, model.special_tokens
     sources = tensor_sources(config, model.family)
     files = model.files.tensors(source.name for stacked in sources.values() for source in stacked)
     files = without_head(files) if model.headless else files
     check_tensors(files, sources, config, model.family.ignores)
-    target = _stored_dtype(files, sources) if wanted == "auto" else wanted
+    target = stored_dtype(files, sources) if wanted == "auto" else wanted
     identity = repr((asdict(config), asdict(special), files.fingerprint()))
     return Checkpoint(
         path=model.files.path,
@@ -122,7 +122,7 @@ def random_checkpoint(
 
     weights: `random_weights` by default. dtype: as in `load_checkpoint`; auto is bfloat16.
     """
-    target = _dtype_word("bfloat16" if dtype == "auto" else dtype)
+    target = dtype_word("bfloat16" if dtype == "auto" else dtype)
     if weights is None:
         weights = random_weights(config, dtype=target, seed=seed, scale=scale)
     return Checkpoint(
@@ -144,7 +144,7 @@ def random_weights(
     Matrices and biases are normal with standard deviation `scale`; norms are 1 plus such noise. A leaf depends only
     on its name, its shape and the seed.
     """
-    target = DTYPES[_dtype_word("bfloat16" if dtype == "auto" else dtype)]
+    target = DTYPES[dtype_word("bfloat16" if dtype == "auto" else dtype)]
     weights = {}
     for leaf, shape in parameter_shapes(config).items():
         generator = np.random.default_rng([seed, zlib.crc32(leaf.encode())])
@@ -211,7 +211,8 @@ def check_leaves(checkpoint: Checkpoint, leaves: Mapping[str, Array]) -> None:
             )
 
 
-def _dtype_word(dtype: str) -> str:
+def dtype_word(dtype: str) -> str:
+    """The canonical name of a dtype option. Raises ConfigError."""
     if dtype not in _DTYPE_WORDS:
         raise ConfigError(f"dtype {dtype!r} is not supported. Use one of: {', '.join(_DTYPE_WORDS)}")
     return _DTYPE_WORDS[dtype]
@@ -243,7 +244,7 @@ def check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ign
             )
     for name, info in files.tensors.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
-            _check_tied_head(files)
+            _check_tied_head(files, sources["embed"][0].name)
         elif name not in expected and not _IGNORED.fullmatch(name) and not re.fullmatch(ignores, name):
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} is not part of the model that the configuration describes. "
@@ -251,8 +252,8 @@ def check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ign
             )
 
 
-def _check_tied_head(files: TensorFiles) -> None:
-    names = ("lm_head.weight", "model.embed_tokens.weight")
+def _check_tied_head(files: TensorFiles, embedding_name: str) -> None:
+    names = ("lm_head.weight", embedding_name)
     head, embedding = (files.tensors[name] for name in names)
     same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
         np.array_equal(one.view(np.uint8), other.view(np.uint8))
@@ -265,6 +266,7 @@ def _check_tied_head(files: TensorFiles) -> None:
         )
 
 
-def _stored_dtype(files: TensorFiles, sources: Sources) -> str:
+def stored_dtype(files: TensorFiles, sources: Sources) -> str:
+    """The dtype that "auto" means for these files."""
     matrices = (source.name for stacked in sources.values() for source in stacked if len(source.shape) > 1)
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

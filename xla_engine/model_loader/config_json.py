@@ -181,7 +181,8 @@ def _family(fields: Fields) -> Family:
 
 
 def _text_fields(fields: Fields, family: Family) -> Fields:
-    """The decoder's fields of a vision-language model, plus the quantisation, which is in the outer object."""
+    """The decoder's fields of a vision-language model, plus the quantisation, which is in the outer object, and
+    whether the head is tied, if only the outer object says so."""
     text = fields.within("text_config")
     if text is None:
         fields.fail(
@@ -189,7 +190,10 @@ def _text_fields(fields: Fields, family: Family) -> Fields:
         )
     if text.values.get("model_type") not in (None, family.text_type):
         text.fail("model_type", f"not supported within {family.architecture}, only {family.text_type!r} is")
-    return text.with_defaults({"quantization_config": fields.values.get("quantization_config")})
+    outer = {"quantization_config": fields.values.get("quantization_config")}
+    if fields.given("tie_word_embeddings"):
+        outer["tie_word_embeddings"] = fields.values["tie_word_embeddings"]
+    return text.with_defaults(outer)
 
 
 def _check_plain(fields: Fields, family: Family) -> None:

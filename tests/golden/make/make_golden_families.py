@@ -10,6 +10,11 @@ Run with the `oracle` extra installed. `tests/golden/families/NAME/` is a model 
     gaps      float32 [N, 48]   logit of the chosen token less the next best
     logits    float32 [N, V]    logits at the last prompt position
 
+Of families whose pictures are supported also:
+
+    tiles     uint8 [2, T, T, 3]          random pixels
+    features  float32 [2, tokens, text]   what the decoder reads of them, pixels scaled to [-1, 1]
+
 Every token comes from one forward pass, without a cache, over sequences of exactly LENGTH positions: what stands
 behind a position changes nothing before it, and rope scalings that look at a sequence's length see LENGTH always, as
 in an engine with that `max_model_len`. It imports nothing of this package.
@@ -309,7 +314,32 @@ def beside(vision: str, text: dict[str, Any]) -> dict[str, Any]:
     return {"text_config": {"vocab_size": VOCABULARY, **text}, "vision_config": seeing}
 
 
+def tower(hidden: int, intermediate: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads}
+
+
+def sighted(text: dict[str, Any], scale: int, **vision: Any) -> dict[str, Any]:
+    """A decoder with a tower and a connector."""
+    return {
+        "text_config": {"model_type": "llama", "vocab_size": VOCABULARY, "pad_token_id": None, **text},
+        "vision_config": {"num_hidden_layers": 2, **vision},
+        "scale_factor": scale,
+        "image_token_id": VOCABULARY - 1,
+    }
+
+
 CASES |= {
+    "idefics3": (
+        "Idefics3ForConditionalGeneration",
+        0.3,
+        sighted(shape(40, 5, 1, head_dim=16), 2, image_size=24, patch_size=4, **tower(36, 44, 3))
+        | {"tie_word_embeddings": False},
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        0.3,
+        sighted(shape(36, 6, 2), 3, image_size=20, patch_size=3, **tower(40, 56, 5)),
+    ),
     "gemma3_vision": (
         "Gemma3ForConditionalGeneration",
         0.3,
@@ -350,7 +380,7 @@ def main() -> None:
         model.bfloat16().save_pretrained(directory)
         if name.endswith("mxfp4"):
             quantise_files(directory, seed)
-        np.savez_compressed(directory / "golden.npz", seed=seed, **arrays)
+        np.savez_compressed(directory / "golden.npz", seed=seed, **arrays, **seen(model.float(), seed))
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(
             f"{name}: seed {seed}, smallest gap {arrays['gaps'].min():.4f}, distinct tokens from "
@@ -453,6 +483,18 @@ def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarra
         "gaps": np.stack(gaps, axis=1).astype(np.float32),
         "logits": first,
     }
+
+
+@torch.inference_mode()
+def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """Tiles and features; nothing of families whose pictures are not supported."""
+    if not isinstance(model, (transformers.Idefics3PreTrainedModel, transformers.SmolVLMPreTrainedModel)):
+        return {}
+    side = model.config.vision_config.image_size
+    tiles = np.random.default_rng(seed).integers(0, 256, (2, side, side, 3), dtype=np.uint8)
+    pixels = torch.from_numpy(tiles.transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1)
+    found = model.model.get_image_features(pixel_values=pixels[:, None])
+    return {"tiles": tiles, "features": torch.stack(list(found.pooler_output)).numpy()}
 
 
 def fewest(tokens: np.ndarray) -> int:

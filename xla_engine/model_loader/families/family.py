@@ -77,6 +77,8 @@ class Family:
     ignores: pattern of tensors that do not belong to the decoder.
     text_type: model_type of config.json's `text_config`, if the decoder is a part of a larger model.
     layer: prefix of the names of a layer's tensors.
+    vision: for each leaf of the vision tower (`graphs.vision.tower.vision_shapes`), its tensors' full names; None if
+        pictures are not supported.
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class Family:
     ignores: str = ""
     text_type: str = ""
     layer: str = "model.layers.{index}."
+    vision: Mapping[str, tuple[str, ...]] | None = None
 
 
 def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:

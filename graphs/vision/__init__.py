@@ -1,0 +1,1 @@
+"""The vision tower of Idefics3 and SmolVLM."""

@@ -1,0 +1,96 @@
+"""The shape of a vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Sides (in patches) of 100 and less for which transformers' float32 arithmetic gives two neighbours one position.
+_ROUNDED = frozenset(
+    (
+        *(
+            19,
+            25,
+            29,
+            31,
+            38,
+            40,
+            41,
+            43,
+            47,
+            49,
+            50,
+            54,
+            55,
+            58,
+            59,
+            61,
+            62,
+            67,
+            68,
+            71,
+            72,
+            73,
+            74,
+            76,
+            77,
+            80,
+        ),
+        *(82, 83, 84, 86, 87, 93, 94, 97, 98, 99),
+    )
+)
+_LARGEST_SIDE = 99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """A SigLIP tower over square tiles (Zhai et al. 2023), and the connector of Idefics3 (Laurençon et al. 2024).
+
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: of the tower.
+    image_size, patch_size: sides of a tile and of a patch, in pixels.
+    scale_factor: this many patches in either direction become one token of the prompt.
+    text_size: features of a token in the decoder.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    image_size: int
+    patch_size: int
+    layer_norm_eps: float
+    scale_factor: int
+    text_size: int
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
+                f"{self.num_attention_heads}"
+            )
+        if self.side < 1 or self.side % self.scale_factor:
+            raise ValueError(
+                f"a tile of image_size / patch_size = {self.side} patches a side is not a multiple of scale_factor = "
+                f"{self.scale_factor}"
+            )
+        if self.side > _LARGEST_SIDE or self.side in _ROUNDED:
+            raise ValueError(
+                f"tiles of {self.side} patches a side are not supported, because transformers rounds their positions"
+            )
+
+    @property
+    def side(self) -> int:
+        """Patches in a row of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.side**2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile in the prompt."""
+        return (self.side // self.scale_factor) ** 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads

@@ -1,0 +1,72 @@
+"""A vision tower on the device: tiles in, features out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_engine.graphs.inventory import GraphReport, Inventory
+from xla_engine.graphs.vision.config import VisionConfig
+from xla_engine.graphs.vision.tower import (
+    EMBED,
+    LAYER,
+    PROJECT,
+    embed_shapes,
+    layer_shapes,
+    project_shapes,
+    vision_programs,
+)
+from xla_engine.model_loader.weights import DTYPES
+
+Array = np.ndarray[Any, Any]
+
+
+class VisionTower:
+    """The compiled programs of a tower and its weights.
+
+    A call takes one tile. It runs the same programs whatever other tiles there are, so that a tile's features are a
+    function of its pixels, on one machine and number of threads.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        dtype: str,
+        weights: Mapping[str, Array],
+        table: Array,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`. progress: as in `Inventory`."""
+        self.config = config
+        self._inventory = Inventory()
+        self._inventory.compile(vision_programs(config, jnp.dtype(DTYPES[dtype])), progress=progress)
+
+        def placed(names: Mapping[str, Any], prefix: str = "") -> dict[str, jax.Array]:
+            return {name: jax.device_put(weights[prefix + name]) for name in names}
+
+        self._embed, self._project = placed(embed_shapes(config)), placed(project_shapes(config))
+        self._layers = [
+            placed(layer_shapes(config), f"layers.{index}.") for index in range(config.num_hidden_layers)
+        ]
+        self._table = jax.device_put(table)
+
+    def __call__(self, tile: Array) -> Array:
+        """The features of a tile: uint8 `[T, T, 3]` to float32 `[tokens, text_size]`."""
+        run = self._inventory
+        x = run(EMBED, self._embed, self._table, jax.device_put(tile))
+        for leaves in self._layers:
+            x = run(LAYER, leaves, x)
+        return np.asarray(run(PROJECT, self._project, x))
+
+    @property
+    def reports(self) -> tuple[GraphReport, ...]:
+        """What each program cost and needs."""
+        return tuple(self._inventory)
+
+    def close(self) -> None:
+        """Drop the programs."""
+        self._inventory.clear()
