@@ -1,7 +1,8 @@
 """The closed list of executables: every program is named, compiled ahead of time and counted.
 
-Lowering is serial (tracing holds the interpreter lock anyway), compiling runs in threads. A call goes to the
-compiled executable itself, so a wrong shape is an error that names the program, never a silent compile.
+A program of an earlier start is loaded from a store. The others are lowered one after the other (tracing holds the
+interpreter lock anyway) and compiled in threads. A call goes to the compiled executable itself, so a wrong shape is an
+error that names the program, never a silent compile.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Jaxpr
@@ -50,8 +51,8 @@ class GraphReport:
 
     name: of the program. digest: of its text as it was lowered.
     shapes: of the argument that varies between programs.
-    lower_seconds: tracing and lowering.
-    compile_seconds: compiling.
+    lower_seconds: tracing and lowering; 0 if an earlier start did it.
+    compile_seconds: compiling, or loading what an earlier start compiled.
     temp_bytes: scratch memory of one call.
     alias_bytes: inputs whose buffers the outputs reuse.
     argument_bytes: all inputs.
@@ -67,53 +68,94 @@ class GraphReport:
     argument_bytes: int
 
 
+class Store(Protocol):
+    """Keeps compiled programs between processes.
+
+    token: a part of the names under which its programs are compiled.
+    """
+
+    token: str
+
+    def load(self, program: Program) -> tuple[Any, GraphReport] | None:
+        """The compiled program of an earlier process and its report; None if there is none."""
+        ...
+
+    def load_lowered(self, program: Program, lowered: Any, digest: str) -> tuple[Any, GraphReport] | None:
+        """The same for a program whose code has changed, but not its text. digest: of the text."""
+        ...
+
+    def save(self, program: Program, compiled: Any, report: GraphReport) -> None: ...
+
+
 class Inventory:
     """Compiled programs by name."""
 
-    def __init__(self, audit: Callable[[str, Jaxpr], None] | None = None) -> None:
-        """audit: called with the name of each program and what was traced; an error keeps it from being compiled."""
+    def __init__(self, audit: Callable[[str, Jaxpr], None] | None = None, store: Store | None = None) -> None:
+        """audit: called with the name of each program and what was traced; an error keeps it from being compiled.
+        store: of programs that passed the same audit; None: every program is compiled.
+        """
         self._audit = audit
+        self._store = store
         self._compiled: dict[str, Any] = {}
         self._reports: dict[str, GraphReport] = {}
 
     def compile(
         self, programs: list[Program], *, threads: int = 2, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Lower and compile all programs; `progress` is called with each finished program's name."""
-
-        options = compiler_options()
-
-        def build(job: tuple[Program, Any, float]) -> tuple[Program, Any, str, float, float]:
-            program, lowered, lower_seconds = job
-            began = time.perf_counter()
-            compiled = lowered.compile(compiler_options=options)
-            seconds = time.perf_counter() - began
-            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-            return program, compiled, digest, lower_seconds, seconds
-
+        """Load, or lower and compile, all programs; `progress` is called with each finished program's name."""
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            futures = [pool.submit(build, job) for job in self._lower(programs)]
-            for future in futures:
-                program, compiled, digest, lower_seconds, compile_seconds = future.result()
-                memory = compiled.memory_analysis()
-                self._compiled[program.name] = compiled
-                self._reports[program.name] = GraphReport(
-                    name=program.name,
-                    digest=digest,
-                    shapes=_describe(program.arguments[-1]),
-                    lower_seconds=lower_seconds,
-                    compile_seconds=compile_seconds,
-                    temp_bytes=int(memory.temp_size_in_bytes),
-                    alias_bytes=int(memory.alias_size_in_bytes),
-                    argument_bytes=int(memory.argument_size_in_bytes),
-                )
+            found = dict(zip((each.name for each in programs), pool.map(self._load, programs), strict=True))
+            missing = [program for program in programs if found[program.name] is None]
+            options = compiler_options() if missing else None
+            made = {job[0].name: pool.submit(self._build, *job, options) for job in self._lower(missing)}
+            for program in programs:
+                compiled, report = found[program.name] or made[program.name].result()
+                self._compiled[program.name], self._reports[program.name] = compiled, report
                 if progress is not None:
                     progress(program.name)
+
+    def _load(self, program: Program) -> tuple[Any, GraphReport] | None:
+        began = time.perf_counter()
+        if self._store is None or (found := self._store.load(program)) is None:
+            return None
+        compiled, report = found
+        return compiled, replace(report, compile_seconds=time.perf_counter() - began)
+
+    def _build(
+        self, program: Program, lowered: Any, lower_seconds: float, options: dict[str, bool] | None
+    ) -> tuple[Any, GraphReport]:
+        began, store = time.perf_counter(), self._store
+        text = lowered.as_text()
+        digest = hashlib.sha256(
+            (text if store is None else text.replace(store.token, "")).encode()
+        ).hexdigest()
+        if store is not None and (found := store.load_lowered(program, lowered, digest)) is not None:
+            seconds = time.perf_counter() - began
+            return found[0], replace(found[1], lower_seconds=lower_seconds, compile_seconds=seconds)
+        compiled = lowered.compile(compiler_options=options)
+        seconds = time.perf_counter() - began
+        memory = compiled.memory_analysis()
+        report = GraphReport(
+            name=program.name,
+            digest=digest,
+            shapes=_describe(program.arguments[-1]),
+            lower_seconds=lower_seconds,
+            compile_seconds=seconds,
+            temp_bytes=int(memory.temp_size_in_bytes),
+            alias_bytes=int(memory.alias_size_in_bytes),
+            argument_bytes=int(memory.argument_size_in_bytes),
+        )
+        if store is not None:
+            store.save(program, compiled, report)
+        return compiled, report
 
     def _lower(self, programs: list[Program]) -> Iterator[tuple[Program, Any, float]]:
         for program in programs:
             began = time.perf_counter()
-            traced = jax.jit(program.function, donate_argnums=program.donate).trace(*program.arguments)
+            function = program.function
+            if self._store is not None:
+                function = _named(function, f"{program.name} {self._store.token}")
+            traced = jax.jit(function, donate_argnums=program.donate).trace(*program.arguments)
             if self._audit is not None:
                 self._audit(program.name, traced.jaxpr.jaxpr)
             yield program, traced.lower(), time.perf_counter() - began
@@ -142,6 +184,14 @@ class Inventory:
     def clear(self) -> None:
         """Drop the executables."""
         self._compiled.clear()
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    run.__name__ = name
+    return run
 
 
 def _describe(argument: Any) -> str:

@@ -23,6 +23,14 @@ def compile_cache() -> None:
     use_compile_cache(compile_cache_directory())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_stored_programs() -> Iterator[None]:
+    """Engines of this process trace all programs, because tests replace what is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xla_engine.runner.runner.program_store", lambda: None)
+        yield
+
+
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., XlaBatchEngine]]:
     """Engines of the tiny model with options of their own, closed at the end of the test."""

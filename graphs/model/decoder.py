@@ -6,6 +6,7 @@ flax.nnx describes the parameters. A graph receives them as a flat list of leave
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import cast
 
@@ -162,6 +163,8 @@ class ModelSpec:
         stored: how a file stores weights that keep its encoding; needs the C++ products.
         order: of their codes: products take rows in bf16 ("pairs") or in eight bits ("fours").
         """
+        # The arguments, from which everything else follows.
+        self.made_of = (config, dtype, attention, products, quantized, devices, lora, stored, order)
         self.config = config
         task, least = (1, LEAST) if products is None else (products.task, 1)
         self.sharding = Sharding(config, devices, task, least)
@@ -200,4 +203,10 @@ class ModelSpec:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the leaves by name, in the order in which graphs receive them."""
-    return {name: leaf.shape for name, leaf in ModelSpec(config, jnp.dtype(jnp.bfloat16)).leaves.items()}
+    return dict(_shapes(config))
+
+
+@functools.lru_cache(4)
+def _shapes(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    spec = ModelSpec(config, jnp.dtype(jnp.bfloat16))
+    return tuple((name, leaf.shape) for name, leaf in spec.leaves.items())

@@ -134,11 +134,13 @@ def test_environment_is_read_in_one_place() -> None:
 
 
 def test_nothing_unpickles() -> None:
+    """Except compiled programs, which are code in any form, from files that only this user can have written."""
     forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "transformers"}
     for package in PACKAGES:
         for path in modules(package):
             if path.name != "oracle_worker.py" and "workers" not in path.parts:  # processes of their own
-                assert not roots(path) & forbidden, path
+                allowed = {"pickle"} if place(path) == "xla_engine/runner/program_store.py" else set()
+                assert not roots(path) & forbidden - allowed, path
             loaded = set(imports(path))
             assert "xla_engine.equivalence.oracle_worker" not in loaded, path
             assert not any(name.startswith("xla_engine.tools.bench.workers") for name in loaded), path

@@ -51,7 +51,7 @@ def test_whatever_may_change_a_bit_is_checked(
     start()
     start(replace(TINY_ENGINE, max_num_seqs=TINY_ENGINE.num_slots + 1))
     start(checkpoint=replace(tiny_checkpoint(), fingerprint="others"))
-    for name in ("xla_flags", "processor", "code_digest", "_cores"):
+    for name in ("xla_flags", "processor", "package_digest", "cores"):
         with monkeypatch.context() as patch:
             patch.setattr(remembered, name, lambda *_: "others")
             start()

@@ -20,7 +20,7 @@ def remember(identity: EngineIdentity) -> None:
     path = _place(identity.digest())
     if not path.exists():
         with contextlib.suppress(OSError):
-            write_own(path, json.dumps(asdict(identity), sort_keys=True))
+            write_own(path, json.dumps(asdict(identity), sort_keys=True).encode())
 
 
 def recall(digest: str | None) -> EngineIdentity | None:

@@ -44,7 +44,7 @@ class LastRun:
         if self.answers >= _ENOUGH and self.generated_tokens and self.seconds > 0:
             text = json.dumps({**asdict(self), "day": time.strftime("%Y-%m-%d")})
             with contextlib.suppress(OSError):
-                write_own(_place(model), text)
+                write_own(_place(model), text.encode())
 
     @classmethod
     def of(cls, model: Path | str) -> LastRun | None:

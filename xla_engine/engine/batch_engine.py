@@ -58,6 +58,7 @@ from xla_engine.scheduler.continuation import forget_slots
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.resident import release_free_memory
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
@@ -158,6 +159,7 @@ class XlaBatchEngine:
         self._weights = WeightUpdates(state, runner, config, checkpoint, self.adapters, self._continuations)
         self._reports = Reports(state, runner, config, self._recovery.faults, self._weights)
         runner.count_padding(table.token_buffer.histograms.prefill_padding)
+        release_free_memory()
         self._log_progress()
 
     def _log_progress(self) -> None:

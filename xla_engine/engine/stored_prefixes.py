@@ -19,8 +19,8 @@ from xla_engine.prefix_cache.files import BlockFiles
 from xla_engine.prefix_cache.storage import PrefixStorage, Reading
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.instruction_sets import processor
+from xla_engine.runner.program_key import code_digest
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check.remembered import code_digest
 from xla_engine.scheduler import Plan, Request, Scheduler
 
 _OPTIONS = ("bits", "dtype", "quantization", "kv_cache_dtype", "block_size")

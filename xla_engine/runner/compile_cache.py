@@ -26,10 +26,15 @@ _of_thread = _OfThread()
 
 
 def _count(event: str, duration_secs: float, **details: Any) -> None:
-    global _total
     if event == _COMPILE_EVENT:
-        _total += 1
-        _of_thread.names.append(str(details.get("fun_name", "?")))
+        count_compile(str(details.get("fun_name", "?")))
+
+
+def count_compile(name: str) -> None:
+    """Count a program that the calling thread has compiled or loaded."""
+    global _total
+    _total += 1
+    _of_thread.names.append(name)
 
 
 def compiled_by_this_thread() -> list[str]:
@@ -48,7 +53,7 @@ def compiles_of_this_thread() -> int:
 class CompileCounter:
     """Backend compilations of this process since construction, split at `mark_warm`.
 
-    Programs loaded from the persistent cache count, too.
+    Programs loaded from a cache count, too.
     """
 
     def __init__(self) -> None:

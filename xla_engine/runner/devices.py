@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from xla_engine.utils.startup import StartupProgress, StartupStep
 
 READS = (READ, READ_BLOCKS)  # programs that return the content of slots or blocks
 _ANYWHERE = PartitionSpec()
+_LOADERS = 2  # threads; more would read faster, and hold more of the weights twice
 
 
 class Devices:
@@ -59,15 +61,21 @@ class Devices:
     def load(
         self, spec: ModelSpec, weights: Mapping[str, np.ndarray], progress: StartupProgress
     ) -> list[jax.Array]:
-        """Load the leaves to the devices one by one, so that the host holds only one leaf, or one shard, at a time."""
+        """Load the leaves to the devices, one in each of a few threads, so that the host holds only so many leaves,
+        or shards, at a time."""
         placed: dict[str, jax.Array] = {}
         spec.leaves.check_names(weights)
         total, done = weights_bytes(spec), 0
-        for name in spec.leaves.sources:
-            for part, array in self.leaf(spec, weights, name).items():
-                placed[part] = jax.block_until_ready(array)
-                done += array.addressable_shards[0].data.nbytes
-            progress(StartupStep("loading weights", done, total))
+
+        def ready(name: str) -> dict[str, jax.Array]:
+            loaded: dict[str, jax.Array] = jax.block_until_ready(self.leaf(spec, weights, name))
+            return loaded
+
+        with ThreadPoolExecutor(_LOADERS, thread_name_prefix="load") as pool:
+            for leaf in pool.map(ready, spec.leaves.sources):
+                placed |= leaf
+                done += sum(array.addressable_shards[0].data.nbytes for array in leaf.values())
+                progress(StartupStep("loading weights", done, total))
         placed |= self._room_for_adapters(spec)
         return [placed[name] for name in spec.leaves]
 

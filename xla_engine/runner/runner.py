@@ -49,6 +49,7 @@ from xla_engine.runner.in_flight import (
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.portable import audit
+from xla_engine.runner.program_store import program_store
 from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
 from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
 from xla_engine.runner.row_settings import RowSettings
@@ -122,7 +123,8 @@ class Runner:
                     "num_blocks does not support recurrent layers, which this model has; leave it out"
                 )
         began = time.perf_counter()
-        self._inventory = Inventory(audit if config.is_portable else None)
+        store = program_store() if config.compile_cache and devices.is_one else None
+        self._inventory = Inventory(audit if config.is_portable else None, store)
         self.weights = HeldWeights(
             self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
         )
@@ -180,6 +182,8 @@ class Runner:
             programs,
             progress=lambda name: progress(StartupStep(f"compiling {name}", next(compiled), len(programs))),
         )
+        if store is not None and store.has_new:
+            store.tidy()
         progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
 _MOST_DIMENSIONS = 4
+_TOGETHER, _LONG = 8, 2048
 _MOST_ITEMS = 1 << 24  # in a metadata list; vocabularies are the longest
 
 
@@ -144,8 +146,11 @@ class GgufWeights(TensorFiles):
     def _dequantised(self, info: TensorInfo, rows: Array) -> Array:
         if not rows.size:  # a device that has no rows of this weight; the package needs at least one row
             return np.empty((*rows.shape[:-1], info.shape[-1]), np.float32)
-        array: Array = self._library.quants.dequantize(rows, self._library.GGMLQuantizationType[info.dtype])
-        return array
+        kind = self._library.GGMLQuantizationType[info.dtype]
+        # The package takes sixteen rows at a time, so a few of these rows become one long one.
+        together = math.gcd(len(rows), _TOGETHER) if info.shape[-1] <= _LONG else 1
+        array: Array = self._library.quants.dequantize(rows.reshape(len(rows) // together, -1), kind)
+        return array.reshape(*rows.shape[:-1], info.shape[-1])
 
 
 class _Header:
@@ -208,6 +213,8 @@ class _Header:
             if inner in _SCALARS:
                 dtype = np.dtype(_SCALARS[inner])
                 return np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+            if inner == _STRING:
+                return self._strings(count)
             return [self._value(inner, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             self._fail(f"has a value of type {kind}, which is unknown")
@@ -215,6 +222,18 @@ class _Header:
         value = np.frombuffer(self._take(dtype.itemsize), dtype)[0]
         # The shortest decimal of a float32 restores the original value: 1e-05, not 9.99999974737875e-06.
         return float(str(value)) if dtype == np.float32 else value.item()
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has some 100,000, so this loop makes no calls that it can avoid."""
+        data, at, end, length_of = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            if end - at < 8 or (length := length_of(data, at)[0]) > end - at - 8:
+                self._fail("ends within its header")
+            at += 8 + length
+            found.append(data[at - length : at].decode())
+        self._at = at
+        return found
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")

@@ -105,11 +105,11 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
-def write_own(path: Path, text: str) -> None:
+def write_own(path: Path, content: bytes) -> None:
     """Write a file that `read_own` reads, whole or not at all. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / path.name
-        made.write_text(text, encoding="utf-8")
+        made.write_bytes(content)
         made.chmod(0o600)
         os.replace(made, path)
 

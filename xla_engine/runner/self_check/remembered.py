@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from xla_engine import graphs, scheduler
 from xla_engine.environment import compile_cache_directory, xla_flags
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 from xla_engine.runner.native_library.instruction_sets import processor
+from xla_engine.runner.program_key import cores, package_digest
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
-
-_CODE = ("*.py", "*.cc", "*.h")
 
 
 def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck | None:
@@ -41,39 +38,26 @@ def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck |
     if check is not None and check.ok and not check.differences:
         kept = asdict(replace(check, day=time.strftime("%Y-%m-%d")))
         with contextlib.suppress(OSError):  # the next start checks again
-            write_own(path, json.dumps(kept))
+            write_own(path, json.dumps(kept).encode())
     return check
 
 
 def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
     """All that the answer depends on."""
     parts = {
-        "code": code_digest(Path(__file__).parents[2], *map(Path, (*graphs.__path__, *scheduler.__path__))),
+        "code": package_digest(),
         "programs": [each.digest for each in runner.reports],
         "library": None if runner.isa is None else library_digest(runner.isa),
         "platform": runner.platform,
         "flags": xla_flags(),
         "processor": processor(),
-        "cores": _cores(),
+        "cores": cores(),
         "options": runner.config.options(),
         "context": runner.context_length,
         "vocabulary": vocab_size,
         "checkpoint": fingerprint,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def code_digest(*folders: Path) -> str:
-    """sha256 of the Python and C++ files in folders."""
-    digest = hashlib.sha256()
-    for path in sorted({path for folder in folders for kind in _CODE for path in folder.rglob(kind)}):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _cores() -> int:
-    """Of this process: XLA shares work out among as many threads."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(path: Path) -> SelfCheck | None:
