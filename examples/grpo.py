@@ -38,7 +38,7 @@ NAMES = (
     "next",
 )
 ARGUMENTS = ("x", "n", "a", "value", "data", "items", "size", "text")
-PROMPTS, ANSWERS, WIDTH, CLIP = 8, 8, 32, 0.2
+PROMPTS, ANSWERS, WIDTH, CLIP = 8, 8, 24, 0.2
 
 
 def reward(argument: str, prompt: str, answer: str) -> float:
@@ -51,7 +51,7 @@ def reward(argument: str, prompt: str, answer: str) -> float:
     return float(any(isinstance(node, ast.Name) and node.id == argument for node in ast.walk(tree)))
 
 
-def train(steps: int, *, control: bool = False, rate: float = 3e-5) -> list[dict[str, float]]:
+def train(steps: int, *, control: bool = False, rate: float = 1e-4) -> list[dict[str, float]]:
     """Train, and return what each step saw."""
     draw, seen = random.Random(0), []
     with LLM(max_num_seqs=PROMPTS * ANSWERS, max_model_len=64) as llm:
@@ -77,7 +77,7 @@ def train(steps: int, *, control: bool = False, rate: float = 3e-5) -> list[dict
             tasks = [(draw.choice(NAMES), draw.choice(ARGUMENTS)) for _ in range(PROMPTS)]
             prompts = [f"def {name}({argument}):\n    return" for name, argument in tasks]
             sampling = SamplingParams(
-                temperature=1, n=ANSWERS, max_tokens=12, stop="\n", logprobs=0, seed=step
+                temperature=1, n=ANSWERS, max_tokens=10, stop="\n", logprobs=0, seed=step
             )
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             batch = policy.batch(outputs, sampling, width=WIDTH)
@@ -107,7 +107,11 @@ def train(steps: int, *, control: bool = False, rate: float = 3e-5) -> list[dict
                 }
             )
             if step % 10 == 0 or step + 1 == steps:
-                print(json.dumps({name: round(value, 6) for name, value in seen[-1].items()}), flush=True)
+                told = seen[-1] | {
+                    "largest": max(each["largest"] for each in seen),
+                    "reward": float(np.mean([each["reward"] for each in seen[-10:]])),
+                }
+                print(json.dumps({name: round(value, 6) for name, value in told.items()}), flush=True)
     return seen
 
 

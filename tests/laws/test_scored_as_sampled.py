@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,10 +13,15 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.outputs import RequestOutput
+from xla_engine.runner.backends import serving_isa
 from xla_engine.sampling_params import SamplingParams
 
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or serving_isa() is None,
+    reason="only the C++ kernels run prompts and answers through the same code",
+)
 
 
 def _run(
@@ -58,8 +64,6 @@ def test_prompt_logprobs_are_those_of_sampling(config: EngineConfig) -> None:
     behind a prompt that the cache holds.
     """
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
-        if not engine.runner.has_one_row_code:
-            pytest.skip("only the C++ kernels run prompts and answers through the same code")
         cases = [
             case
             for case in draw_cases(engine, 60, seed=34, every_field=True)
