@@ -155,6 +155,16 @@ def test_what_is_published_is_what_a_fresh_engine_computes(llm: LLM, policy: Pol
     ]
 
 
+def test_parameters_may_be_published_behind_an_answer_that_stopped(llm: LLM, policy: Policy) -> None:
+    """A stop is seen one step late, so a step without requests is still under way."""
+    before, behind = policy.params(), 0
+    for seed in range(6):
+        rolled_out(llm, replace(PARAMS, stop_token_ids=list(range(0, 199, 2)), ignore_eos=False, seed=seed))
+        behind += policy._engine.has_work
+        policy.publish(before)
+    assert behind > 0
+
+
 def test_planted_faults_are_seen(llm: LLM, policy: Policy) -> None:
     """What trainers get wrong, and a comparison of bits shows: one leaf not published, and a shifted mask."""
     before = policy.params()

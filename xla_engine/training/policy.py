@@ -114,9 +114,12 @@ class Policy:
         Raises InvalidRequestError while requests run, and CheckpointError for values that are not finite: then nothing
         changes.
         """
-        leaves = self._spec.leaves
+        leaves, engine = self._spec.leaves, self._engine
         given = jax.device_get(self._by_name(params))
-        self._engine.update_leaves(
+        for _ in range(engine.config.lag + 1):  # steps that were started before a stop was seen
+            if engine.has_work and not engine.num_running + engine.num_waiting:
+                engine.advance()
+        engine.update_leaves(
             {name: np.asarray(given[name]).astype(leaves[name].dtype) for name in leaves.names}
         )
 
