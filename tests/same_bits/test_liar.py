@@ -15,6 +15,7 @@ from xla_engine.same_bits.report import DifferenceFound
 # A fault, the checks that see it, and the cause or words that name it.
 NUMBERS: list[tuple[str, str, str]] = [
     ("noise in batches", "co-batch, 8 others", "rounding"),
+    ("noise in all batches", "co-batch, 8 others", "unclear: a draw, where other answers changed too"),
     ("noise above 44", "co-batch, 48 others", "rounding"),
     ("noise alone", "repeat", "not repeatable"),
     ("noise at first", "repeat", "run 1 differs from runs 2 to 5"),
@@ -57,6 +58,8 @@ def test_a_planted_fault_happens_and_is_named(fault: str, where: str, words: str
     report = check(LiarTarget(liar), requests=12)
     assert liar.fired > 0
     assert_named(report, fault, where, words)
+    if fault == "noise in all batches":
+        assert report.causes == {"rounding", "unclear"}
     if fault == "noise above 44":
         assert {row.name for row in report.rows if row.findings} == {where}
         assert report.causes == {"rounding"}

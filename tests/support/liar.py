@@ -59,6 +59,7 @@ class Liar:
         noises = {
             "noise in batches": greedy and live > 1,
             "noise above 44": greedy and live > 44,
+            "noise in all batches": live > 1,
             "noise alone": greedy and random.random() < 0.5,
             "noise at first": greedy and not self.seen,
             "other bits after a restart": self.restarts > 0,
@@ -72,7 +73,8 @@ class Liar:
         for place in range(count):
             ids, scores = _candidates(context)
             if noisy:
-                scores = [each + random.uniform(-0.01, 0.01) for each in scores]
+                size = 0.1 if self.fault == "noise in all batches" else 0.01
+                scores = [each + random.uniform(-size, size) for each in scores]
             norm = log(sum(exp(each) for each in scores))
             order = sorted(range(CANDIDATES), key=scores.__getitem__, reverse=True)
             chosen = order[0]

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.same_bits.differences import (
+    LARGE,
     NOT_REPEATABLE,
     SEED_IGNORED,
+    UNCLEAR,
     WORST_FIRST,
     Difference,
     compare,
@@ -41,6 +43,7 @@ _NEEDED = {  # features of a target, and what it means if one is missing
     "score": ("score", "the target returns no log-probabilities of prompts of token ids"),
 }
 # seen where there should be one
+DRAWN = "drawn"  # until all comparisons of a kind are known
 _NOTHING = Difference(position=None, left="", right="", delta=None, gap=None)
 
 
@@ -174,8 +177,13 @@ class _Checks:
         report.target, report.digits, report.errors = self._target.describe(), self._digits, self._errors
         for row in report.rows:
             row.largest = max((each.difference.delta or 0.0 for each in row.findings), default=0.0)
+            # A draw can follow a small change of probabilities, however far its token was from the likeliest one.
+            drawn = f"{SEED_IGNORED}: the draw depends on the batch"
+            if row.largest > 0 or any(each.cause != DRAWN for each in row.findings):
+                drawn = f"{UNCLEAR}: a draw, where other answers changed too"
             for place, each in enumerate(row.findings):
-                row.findings[place] = replace(each, cause=each.cause or each.difference.cause(row.largest))
+                cause = drawn if each.cause == DRAWN else each.cause or each.difference.cause(row.largest)
+                row.findings[place] = replace(each, cause=cause)
             row.findings.sort(key=lambda each: WORST_FIRST.index(each.cause.partition(":")[0]))
         if 0 < self._digits <= 5:
             report.notes.append(
@@ -289,8 +297,8 @@ class _Checks:
                     other.choices[0], answer.choices[0]
                 ):
                     cause = f"not rounding: this is the answer to request {number}"
-            if not cause and ask.temperature and found.position is not None and not found.delta:
-                cause = f"{SEED_IGNORED}: the draw depends on the batch"
+            if not cause and ask.temperature and found.position is not None and (found.delta or 0.0) <= LARGE:
+                cause = DRAWN
         self._compare(label, ask, alone, answer, cause=cause)
 
     def _prefix(self) -> None:
