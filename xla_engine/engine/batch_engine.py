@@ -718,6 +718,7 @@ class XlaBatchEngine:
         """
         self._intake.check_open()
         self._driver.finish_steps()
+        self._driver.finish_idle_steps()
         self._weights.update(weights)
 
     @locked
@@ -725,6 +726,7 @@ class XlaBatchEngine:
         """As `update_weights`, with leaves by the names, shapes and dtypes of `checkpoint.weights`."""
         self._intake.check_open()
         self._driver.finish_steps()
+        self._driver.finish_idle_steps()
         self._weights.update_leaves(leaves)
 
     def _reader(self, collector: OutputCollector | None) -> OutputCollector:

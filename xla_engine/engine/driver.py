@@ -111,5 +111,10 @@ class Driver:
             assert found.pending is not None
             answered = found.pending.done.wait(state.step_timeout_s)
             answer_turn(found.turn, found.pending.result() if answered else device_lost())
-            while state.pipeline.in_flight and not state.table and state.closed is None:
-                self.advance()
+            self.finish_idle_steps()
+
+    def finish_idle_steps(self) -> None:
+        """Read the steps in flight if no request is left, such as those that began before a stop was seen."""
+        state = self._state
+        while state.pipeline.in_flight and not state.table and state.closed is None:
+            self.advance()

@@ -116,9 +116,6 @@ class Policy:
         """
         leaves, engine = self._spec.leaves, self._engine
         given = jax.device_get(self._by_name(params))
-        for _ in range(engine.config.lag + 1):  # steps that were started before a stop was seen
-            if engine.has_work and not engine.num_running + engine.num_waiting:
-                engine.advance()
         engine.update_leaves(
             {name: np.asarray(given[name]).astype(leaves[name].dtype) for name in leaves.names}
         )
