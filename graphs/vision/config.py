@@ -84,12 +84,13 @@ class VisionConfig:
 
     @property
     def patches(self) -> int:
-        return self.side**2
+        return self.side * self.side
 
     @property
     def tokens(self) -> int:
         """Tokens of a tile in the prompt."""
-        return (self.side // self.scale_factor) ** 2
+        side = self.side // self.scale_factor
+        return side * side
 
     @property
     def head_dim(self) -> int:

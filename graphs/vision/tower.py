@@ -6,6 +6,7 @@ are float32; products run in the weights' dtype, by XLA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -26,7 +27,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 def embed_shapes(c: VisionConfig) -> Shapes:
     d = c.hidden_size
-    return {"patch": (d, CHANNELS * c.patch_size**2), "patch_bias": (d,), "positions": (c.patches, d)}
+    return {
+        "patch": (d, CHANNELS * c.patch_size * c.patch_size),
+        "patch_bias": (d,),
+        "positions": (c.patches, d),
+    }
 
 
 def layer_shapes(c: VisionConfig) -> Shapes:
@@ -49,7 +54,11 @@ def layer_shapes(c: VisionConfig) -> Shapes:
 
 def project_shapes(c: VisionConfig) -> Shapes:
     d = c.hidden_size
-    return {"final_norm": (d,), "final_norm_bias": (d,), "projection": (c.text_size, d * c.scale_factor**2)}
+    return {
+        "final_norm": (d,),
+        "final_norm_bias": (d,),
+        "projection": (c.text_size, d * c.scale_factor * c.scale_factor),
+    }
 
 
 def vision_shapes(c: VisionConfig) -> Shapes:
@@ -114,7 +123,7 @@ def attention(c: VisionConfig, leaves: Leaves, x: jax.Array) -> jax.Array:
     dtype = leaves["qkv"].dtype
     qkv = (rows_first(leaves["qkv"], x) + leaves["qkv_bias"]).astype(dtype)
     q, k, v = qkv.reshape(c.patches, 3, c.num_attention_heads, c.head_dim).transpose(1, 2, 0, 3)  # [H, R, Dh]
-    scores = batched(q, k, 2) * c.head_dim**-0.5  # [H, R, R]
+    scores = batched(q, k, 2) * (1 / math.sqrt(c.head_dim))  # [H, R, R]
     seen = batched(jax.nn.softmax(scores, axis=-1).astype(dtype), v, 1)  # [H, R, Dh]
     return seen.transpose(1, 0, 2).reshape(c.patches, c.hidden_size)
 
