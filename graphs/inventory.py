@@ -76,15 +76,15 @@ class Store(Protocol):
 
     token: str
 
-    def load(self, program: Program) -> tuple[Any, GraphReport] | None:
+    def key(self, program: Program) -> str | None:
+        """Tells the program from all others, without tracing it; None if that cannot be done."""
+        ...
+
+    def load(self, key: str, name: str) -> tuple[Any, GraphReport] | None:
         """The compiled program of an earlier process and its report; None if there is none."""
         ...
 
-    def load_lowered(self, program: Program, lowered: Any, digest: str) -> tuple[Any, GraphReport] | None:
-        """The same for a program whose code has changed, but not its text. digest: of the text."""
-        ...
-
-    def save(self, program: Program, compiled: Any, report: GraphReport) -> None: ...
+    def save(self, key: str, compiled: Any, report: GraphReport) -> None: ...
 
 
 class Inventory:
@@ -103,41 +103,45 @@ class Inventory:
         self, programs: list[Program], *, threads: int = 2, progress: Callable[[str], None] | None = None
     ) -> None:
         """Load, or lower and compile, all programs; `progress` is called with each finished program's name."""
+        store = self._store
+        keys = [None if store is None else store.key(program) for program in programs]
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            found = dict(zip((each.name for each in programs), pool.map(self._load, programs), strict=True))
-            missing = [program for program in programs if found[program.name] is None]
+            found = list(pool.map(self._load, programs, keys))
+            missing = [
+                job for job, each in zip(zip(programs, keys, strict=True), found, strict=True) if each is None
+            ]
             options = compiler_options() if missing else None
-            made = {job[0].name: pool.submit(self._build, *job, options) for job in self._lower(missing)}
-            for program in programs:
-                compiled, report = found[program.name] or made[program.name].result()
+            made = iter([pool.submit(self._build, *job, options) for job in self._lower(missing)])
+            for program, each in zip(programs, found, strict=True):
+                compiled, report = next(made).result() if each is None else each
                 self._compiled[program.name], self._reports[program.name] = compiled, report
                 if progress is not None:
                     progress(program.name)
 
-    def _load(self, program: Program) -> tuple[Any, GraphReport] | None:
+    def _load(self, program: Program, key: str | None) -> tuple[Any, GraphReport] | None:
         began = time.perf_counter()
-        if self._store is None or (found := self._store.load(program)) is None:
+        if self._store is None or key is None or (found := self._store.load(key, program.name)) is None:
             return None
         compiled, report = found
         return compiled, replace(report, compile_seconds=time.perf_counter() - began)
 
     def _build(
-        self, program: Program, lowered: Any, lower_seconds: float, options: dict[str, bool] | None
+        self,
+        program: Program,
+        key: str | None,
+        lowered: Any,
+        lower_seconds: float,
+        options: dict[str, bool] | None,
     ) -> tuple[Any, GraphReport]:
         began, store = time.perf_counter(), self._store
-        text = lowered.as_text()
-        digest = hashlib.sha256(
-            (text if store is None else text.replace(store.token, "")).encode()
-        ).hexdigest()
-        if store is not None and (found := store.load_lowered(program, lowered, digest)) is not None:
-            seconds = time.perf_counter() - began
-            return found[0], replace(found[1], lower_seconds=lower_seconds, compile_seconds=seconds)
         compiled = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - began
-        memory = compiled.memory_analysis()
+        text, memory = lowered.as_text(), compiled.memory_analysis()
         report = GraphReport(
             name=program.name,
-            digest=digest,
+            digest=hashlib.sha256(
+                (text if store is None else text.replace(store.token, "")).encode()
+            ).hexdigest(),
             shapes=_describe(program.arguments[-1]),
             lower_seconds=lower_seconds,
             compile_seconds=seconds,
@@ -145,20 +149,22 @@ class Inventory:
             alias_bytes=int(memory.alias_size_in_bytes),
             argument_bytes=int(memory.argument_size_in_bytes),
         )
-        if store is not None:
-            store.save(program, compiled, report)
+        if store is not None and key is not None:
+            store.save(key, compiled, report)
         return compiled, report
 
-    def _lower(self, programs: list[Program]) -> Iterator[tuple[Program, Any, float]]:
-        for program in programs:
+    def _lower(
+        self, jobs: list[tuple[Program, str | None]]
+    ) -> Iterator[tuple[Program, str | None, Any, float]]:
+        for program, key in jobs:
             began = time.perf_counter()
             function = program.function
-            if self._store is not None:
+            if self._store is not None and key is not None:
                 function = _named(function, f"{program.name} {self._store.token}")
             traced = jax.jit(function, donate_argnums=program.donate).trace(*program.arguments)
             if self._audit is not None:
                 self._audit(program.name, traced.jaxpr.jaxpr)
-            yield program, traced.lower(), time.perf_counter() - began
+            yield program, key, traced.lower(), time.perf_counter() - began
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """Run a program; an unknown name or a shape it was not compiled for is an error that says so."""

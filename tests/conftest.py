@@ -27,7 +27,7 @@ def compile_cache() -> None:
 def no_stored_programs() -> Iterator[None]:
     """Engines of this process trace all programs, because tests replace what is traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xla_engine.runner.runner.program_store", lambda: None)
+        patch.setattr("xla_engine.runner.runner.program_store", lambda *_: None)
         yield
 
 

@@ -17,11 +17,12 @@ import pytest
 
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program, _named
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.runner import program_key
 from xla_engine.runner.program_key import NoKeyError, code_key, platform_key
-from xla_engine.runner.program_store import ProgramStore
+from xla_engine.runner.program_store import ProgramStore, program_store
 from xla_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only programs of CPUs are stored")
@@ -54,7 +55,7 @@ def result(inventory: Inventory) -> bytes:
 def test_a_second_engine_loads_every_program_and_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("xla_engine.runner.runner.program_store", lambda: ProgramStore(tmp_path))
+    monkeypatch.setattr("xla_engine.runner.runner.program_store", lambda *_: ProgramStore(tmp_path))
 
     def run() -> tuple[list[bool], list[Any]]:
         with XlaBatchEngine(tiny_checkpoint(), None, TINY_ENGINE) as engine:
@@ -76,7 +77,7 @@ def test_a_damaged_or_foreign_file_is_compiled_again(tmp_path: Path, damage: str
     inventory, report = compiled(tmp_path, norm())
     assert not was_loaded(report)
     files = list(tmp_path.glob("*.program"))
-    assert len({path.stat().st_ino for path in files}) == 1
+    assert len(files) == 1
     for path in files:
         content = path.read_bytes()
         if damage == "not ours":
@@ -94,16 +95,38 @@ def test_a_damaged_or_foreign_file_is_compiled_again(tmp_path: Path, damage: str
     assert result(again) == result(inventory)
 
 
-def test_a_change_of_code_that_leaves_the_text_needs_no_compiler(
+def test_programs_that_differ_in_unused_arguments_are_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inventory, first = compiled(tmp_path, norm())
-    monkeypatch.setattr(program_key, "package_digest", lambda: "edited")
-    lowered, second = compiled(tmp_path, norm())
-    assert second.lower_seconds > 0 and second.digest == first.digest
-    assert len({path.stat().st_ino for path in tmp_path.glob("*.program")}) == 1  # nothing new was compiled
-    assert was_loaded(compiled(tmp_path, norm())[1])
-    assert result(lowered) == result(inventory)
+    """Their lowered text, which has no unused arguments, is the same; a compiled program takes all of them."""
+    monkeypatch.setattr(program_key, "_is_ours", lambda _: True)
+
+    def function(rows: jax.Array, _: Any) -> jax.Array:
+        return rows + 1
+
+    rows, reports = jnp.ones(ROWS.shape), []
+    for size in (2, 3, 2, 3):
+        arguments = (rows, jnp.zeros(size))
+        program = Program(
+            name="norm", function=function, arguments=jax.eval_shape(lambda *each: each, *arguments)
+        )
+        inventory, report = compiled(tmp_path, program)
+        assert np.array_equal(inventory("norm", *arguments), rows + 1)
+        reports.append(report)
+    assert len({each.digest for each in reports}) == 1
+    assert [was_loaded(each) for each in reports] == [False, False, True, True]
+
+
+def test_programs_that_were_not_audited_are_not_loaded_in_place_of_audited_ones(tmp_path: Path) -> None:
+    plain = Inventory(store=ProgramStore(tmp_path))
+    plain.compile([norm()])
+
+    def refuse(name: str, _: Any) -> None:
+        raise ConfigError(name)
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="norm"):
+            Inventory(refuse, ProgramStore(tmp_path, "audited")).compile([norm()])
 
 
 @pytest.mark.parametrize("name", ["package_digest", "xla_flags", "processor", "cores"])
@@ -167,12 +190,12 @@ def test_a_value_of_an_unknown_kind_gives_no_key(value: Any) -> None:
         key(replace(norm(), function=functools.partial(rms_norm, eps=value)))
 
 
-def test_a_program_without_a_key_is_found_by_its_text(tmp_path: Path) -> None:
+def test_a_program_without_a_key_is_compiled_again(tmp_path: Path) -> None:
     def function(rows: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(rows, weight, 1e-5)
 
     first, second = (compiled(tmp_path, replace(norm(), function=function)) for _ in range(2))
-    assert second[1].lower_seconds > 0 and len(list(tmp_path.glob("*.program"))) == 1
+    assert second[1].lower_seconds > 0 and not list(tmp_path.glob("*.program"))
     assert result(first[0]) == result(second[0])
 
 
@@ -183,8 +206,8 @@ def test_replaced_code_is_never_stored_under_the_key_of_the_package(
     usual = code_key()
     monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", closing_over(1))
     with pytest.raises(NoKeyError, match=r"sample_rows was replaced by code of tests"):
-        code_key()
-    assert not was_loaded(compiled(tmp_path, norm())[1])
+        ProgramStore(tmp_path)
+    assert program_store("") is None
     monkeypatch.undo()
     monkeypatch.setattr("xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", closing_over(1))
     with pytest.raises(NoKeyError):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import pickle
 import uuid
 import zlib
@@ -33,75 +32,46 @@ _DIGEST = hashlib.sha256().digest_size
 _MOST_BYTES = 512 << 20  # on disk; the files that were not read for longest are deleted
 
 
-def program_store() -> ProgramStore | None:
-    """The store in the user's cache directory; None if this backend's programs are not stored."""
+def program_store(kind: str) -> ProgramStore | None:
+    """The store in the user's cache directory; None if programs of this backend, or of this code, are not stored.
+
+    kind: as of `ProgramStore`.
+    """
     if jax.default_backend() != "cpu":
         return None
-    return ProgramStore(compile_cache_directory() / "executables")
+    try:
+        return ProgramStore(compile_cache_directory() / "executables", kind)
+    except NoKeyError as why:
+        _log.info("programs are traced again, because %s", why)
+        return None
 
 
 class ProgramStore:
     """Stored programs of an engine on one device.
 
-    A file is found by the program's key, or by the digest of its lowered text if only the code has changed. Both are
-    links to one file.
-
     token: keeps JAX's cache out: XLA cannot serialise a program that came from there.
     has_new: whether programs were stored since the last `tidy`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kind: str = "") -> None:
+        """kind: programs of one kind are not loaded as those of another: audited ones have passed the audit.
+
+        Raises NoKeyError if code was replaced in this process.
+        """
         self.token = uuid.uuid4().hex
         self.has_new = False
+        self._keys = code_key(), platform_key(), kind
         self._directory = private_directory(directory)
-        self._platform = platform_key()
+
+    def key(self, program: Program) -> str | None:
         try:
-            self._code: str | None = code_key()
+            return program_key(program, *self._keys)
         except NoKeyError as why:
-            _log.info("programs are traced again, because %s", why)
-            self._code = None
-
-    def load(self, program: Program) -> tuple[Any, GraphReport] | None:
-        path = self._path(program)
-        return None if path is None else self._read(path, program.name)
-
-    def load_lowered(self, program: Program, lowered: Any, digest: str) -> tuple[Any, GraphReport] | None:
-        path = self._lowered_path(program, digest)
-        if (found := self._read(path, program.name)) is None:
+            _log.info("%s is traced again, because its key would depend on %s", program.name, why)
             return None
-        compiled, _ = found
-        if (compiled.in_tree, compiled.out_tree) != (lowered.in_tree, lowered.out_tree):
-            return None
-        self._link(path, program)
-        return found
 
-    def save(self, program: Program, compiled: Any, report: GraphReport) -> None:
-        report = replace(report, lower_seconds=0.0, compile_seconds=0.0)
-        try:
-            packed = zlib.compress(pickle.dumps((report, *serialize_executable.serialize(compiled))), 1)
-        except Exception as error:  # a program with constants, or a backend that cannot serialise
-            _log.info("%s: cannot be stored: %s", program.name, error)
-            return
-        path = self._lowered_path(program, report.digest)
-        with contextlib.suppress(OSError):  # the next start compiles again
-            write_own(path, hashlib.sha256(packed).digest() + packed)
-            self._link(path, program)
-            self.has_new = True
-
-    def tidy(self, most_bytes: int = _MOST_BYTES) -> None:
-        """Delete what JAX's cache keeps of new programs, and of ours the files that were not read for longest."""
-        self.has_new = False
-        with contextlib.suppress(OSError):
-            for path in Path(jax.config.jax_compilation_cache_dir).glob(f"*{self.token}*"):
-                path.unlink(missing_ok=True)
-            found = [(path.stat(), path) for path in self._directory.glob("*.program")]
-            total = 0
-            for status, path in sorted(found, key=lambda item: -item[0].st_mtime):
-                total += status.st_size // status.st_nlink
-                if total > most_bytes:
-                    path.unlink(missing_ok=True)
-
-    def _read(self, path: Path, name: str) -> tuple[Any, GraphReport] | None:
+    def load(self, key: str, name: str) -> tuple[Any, GraphReport] | None:
+        path = self._path(key)
         try:
             content = read_own(path)
             path.touch()
@@ -122,21 +92,29 @@ class ProgramStore:
         count_compile(name)
         return compiled, report
 
-    def _link(self, path: Path, program: Program) -> None:
-        if (alias := self._path(program)) is not None:
-            with contextlib.suppress(OSError):
-                alias.unlink(missing_ok=True)
-                os.link(path, alias)
-
-    def _path(self, program: Program) -> Path | None:
-        if self._code is None:
-            return None
+    def save(self, key: str, compiled: Any, report: GraphReport) -> None:
+        report = replace(report, lower_seconds=0.0, compile_seconds=0.0)
         try:
-            return self._directory / f"{program_key(program, self._code, self._platform)[:40]}.program"
-        except NoKeyError as why:
-            _log.info("%s is traced again, because its key would depend on %s", program.name, why)
-            return None
+            packed = zlib.compress(pickle.dumps((report, *serialize_executable.serialize(compiled))), 1)
+        except Exception as error:  # a program with constants, or a backend that cannot serialise
+            _log.info("%s: cannot be stored: %s", report.name, error)
+            return
+        with contextlib.suppress(OSError):  # the next start compiles again
+            write_own(self._path(key), hashlib.sha256(packed).digest() + packed)
+            self.has_new = True
 
-    def _lowered_path(self, program: Program, digest: str) -> Path:
-        key = hashlib.sha256(f"{self._platform} {program.name} {digest}".encode()).hexdigest()
+    def tidy(self, most_bytes: int = _MOST_BYTES) -> None:
+        """Delete what JAX's cache keeps of new programs, and of ours the files that were not read for longest."""
+        self.has_new = False
+        with contextlib.suppress(OSError):
+            for path in Path(jax.config.jax_compilation_cache_dir).glob(f"*{self.token}*"):
+                path.unlink(missing_ok=True)
+            found = [(path.stat(), path) for path in self._directory.glob("*.program")]
+            total = 0
+            for status, path in sorted(found, key=lambda item: -item[0].st_mtime):
+                total += status.st_size
+                if total > most_bytes:
+                    path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
         return self._directory / f"{key[:40]}.program"

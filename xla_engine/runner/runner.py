@@ -123,7 +123,8 @@ class Runner:
                     "num_blocks does not support recurrent layers, which this model has; leave it out"
                 )
         began = time.perf_counter()
-        store = program_store() if config.compile_cache and devices.is_one else None
+        kind = "audited" if config.is_portable else ""
+        store = program_store(kind) if config.compile_cache and devices.is_one else None
         self._inventory = Inventory(audit if config.is_portable else None, store)
         self.weights = HeldWeights(
             self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
