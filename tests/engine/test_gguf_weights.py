@@ -154,7 +154,7 @@ with XlaBatchEngine.from_pretrained(path, config):
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_start_holds_the_file_once(tmp_path: Path) -> None:
-    model = replace(MODEL, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4)
+    model = replace(MODEL, hidden_size=1024, intermediate_size=8192, num_hidden_layers=8)
     write_checkpoint(model, random_weights(model, dtype="bfloat16", seed=2), tmp_path / "large")
     large = write_gguf(tmp_path / "large", tmp_path / "large.gguf", kind=Kind.Q4_0)
     size = large.stat().st_size
@@ -166,7 +166,7 @@ def test_a_start_holds_the_file_once(tmp_path: Path) -> None:
             check=True,
         )
         peak, resident = map(int, run.stdout.split())
-        assert 0.3 * size < resident < 1.15 * size and peak < 1.15 * size + (16 << 20), (
+        assert 0.3 * size < resident < 1.15 * size and peak < resident + (64 << 20), (
             f"{kind}: a file of {size >> 20} MiB, peak {peak >> 20}, resident {resident >> 20}"
         )
 

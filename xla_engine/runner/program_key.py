@@ -62,7 +62,7 @@ def cores() -> int:
 
 
 def platform_key() -> str:
-    """A digest of all that a lowered program's executable depends on, besides its text."""
+    """A digest of all that a compiled program depends on besides code and function: versions, options, the machine."""
     options = {name: repr(getattr(jax.config, name, None)) for name in jax.config.values}
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
     parts = (
