@@ -124,7 +124,7 @@ def audit(monkeypatch: pytest.MonkeyPatch, model: ModelConfig, **options: Any) -
     """Start a runner up to the audit of its programs. Raises ConfigError if the audit refuses one, else Audited."""
 
     def only_audit(inventory: Inventory, programs: list[Program], **_: Any) -> None:
-        for _lowered in inventory._lower(programs):
+        for _lowered in inventory._lower([(program, None) for program in programs]):
             pass
         raise Audited
 
