@@ -1,4 +1,4 @@
-# Frozen: runs at commit 7961052.
+# Frozen: runs at commit c3de52e.
 """How long does one tile of SmolVLM-256M's shape take in the vision tower, here and in transformers?
 
     python -m spikes.086_vision_tower                     (with the interpreter of xla-engine)
