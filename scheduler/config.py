@@ -27,8 +27,8 @@ class SchedulerConfig(Immutable):
     quantum: steps that a request decodes under "round_robin" before it gives up its slot to one that waits.
     enable_prefix_caching: reuse the KV of earlier requests with the same prefix; see `scheduler.kv.slot_prefix_cache`.
     block_size: tokens of a KV block.
-    mamba_block_size: states of recurrent layers are saved at the multiples of so many tokens; a multiple of chunk size
-        and block size. None: there are none to save.
+    mamba_block_size: states of recurrent layers are saved after each multiple of this number of tokens, which is a
+        multiple of chunk size and block size. None: there are none to save.
     mamba_cache_states: the most states that are saved at once.
     num_blocks: size of the block pool that slots borrow from, see `scheduler.kv.block_manager`; None: every slot has
         its own memory. When blocks run out, requests are preempted whatever `preemption` says.
