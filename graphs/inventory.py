@@ -5,8 +5,6 @@ interpreter lock anyway) and compiled in threads. A call goes to the compiled ex
 error that names the program, never a silent compile.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ depend on the processor, the number of threads and its version, and LLVM fuses a
 processor can. Data movement, comparisons, and single additions, subtractions and products are IEEE's everywhere.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The limits a scheduler works within."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from xla_engine.scheduler.immutable import Immutable

@@ -3,8 +3,6 @@
 With `keeps_finished`, `Scheduler.ended` holds the states of finished requests until they are forgotten.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from xla_engine.scheduler.request import FinishReason, Request

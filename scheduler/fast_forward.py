@@ -1,7 +1,5 @@
 """Skips many equal steps of a scheduler at the cost of one. For the simulator only: the engine never skips a step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from xla_engine.scheduler import policy

@@ -1,7 +1,5 @@
 """A base for immutable records."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 T = TypeVar("T", bound="Immutable")

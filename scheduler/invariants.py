@@ -1,7 +1,5 @@
 """The invariants between the scheduler's parts; each part checks its own internals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from xla_engine.scheduler.kv.slots import Slots

@@ -1,7 +1,5 @@
 """Predicts the next plan without changing the scheduler."""
 
-from __future__ import annotations
-
 import copy
 import heapq
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """A scheduler and the steps in flight; the engine and the simulator share it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from typing import Generic, TypeVar

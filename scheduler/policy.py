@@ -4,8 +4,6 @@ Where a prompt is cut depends on the prompt alone; only *when* a chunk runs depe
 request, and so its tokens, have the same bits under any load.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

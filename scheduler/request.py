@@ -1,7 +1,5 @@
 """A request as the scheduler sees it: token ids and limits, without text or sampling parameters."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

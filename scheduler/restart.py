@@ -1,7 +1,5 @@
 """Restarts a scheduler: all live requests run again from their beginning."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The scheduler: `plan()` decides a step, `commit()` credits its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 
 from xla_engine.scheduler import invariants, snapshot

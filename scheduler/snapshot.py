@@ -1,7 +1,5 @@
 """The scheduler's state as frozen records, for people and tests; does not touch the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape

@@ -4,8 +4,6 @@ It decides only the order of the queue. No token depends on it, and no request s
 longest goes next after `priority_aging` others have passed it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 `xla_engine/graphs` and `xla_engine/scheduler` are links to the folders of these names at the top of the repository.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

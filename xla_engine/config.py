@@ -1,7 +1,5 @@
 """The configuration of an engine, fixed at start-up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields

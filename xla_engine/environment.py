@@ -1,7 +1,5 @@
 """Directories, the compiler and keys from environment variables. The only file that reads the environment."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -4,8 +4,6 @@
 a word.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

@@ -1,7 +1,5 @@
 """Opens an engine from a model's name and options: one in this process, or several in processes of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

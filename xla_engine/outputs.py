@@ -1,7 +1,5 @@
 """The outputs of requests: texts, scores and vectors. Names follow vLLM's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The forms of a prompt: text, token ids, one of vLLM's dicts around either, or texts to score."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar

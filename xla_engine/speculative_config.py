@@ -1,7 +1,5 @@
 """The configuration of speculative decoding: the proposer, and how many tokens a step may verify."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ this table.
 """
 
 # ruff: noqa: C408 - keywords are easier to read than 200 quoted names
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

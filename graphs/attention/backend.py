@@ -5,8 +5,6 @@ A graph passes projected heads to it and never reads a cache itself. All backend
 bit, whatever the other rows, the `key_length` and the values behind its own keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

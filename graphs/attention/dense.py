@@ -1,7 +1,5 @@
 """Attention over whole sequences in plain JAX, without a cache: for the reference, and for gradients."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

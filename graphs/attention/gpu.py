@@ -12,8 +12,6 @@ row's own length, so that neither the other rows nor the cache's length can chan
 are neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

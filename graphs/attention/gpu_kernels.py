@@ -4,8 +4,6 @@ Triton supports only sizes that are powers of two: the rest of a head, a group o
 model does not need is None.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ and no masks, and prefill and decode run the same code for a query: their bits a
 The library is built and registered outside (`xla_engine.runner.native_library.build`); a graph only names its target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ valid keys), and spans are added in order, so that masked spans behind a row's o
 blocks, one span at a time is gathered for each of the products: the context is never gathered as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,8 +7,6 @@ lanes change no byte, and stale state is never read, because position 0 starts f
 `native` names the instruction set whose C++ library runs the rule (`xla_engine.runner.native_library.build`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

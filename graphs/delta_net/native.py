@@ -3,8 +3,6 @@
 `xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

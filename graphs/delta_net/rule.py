@@ -8,8 +8,6 @@ it, a prompt is cut at the same positions however it is distributed over lanes a
 positions one by one in either case, so that prefill gives the bits of decode.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

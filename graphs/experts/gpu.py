@@ -5,8 +5,6 @@ device before each iteration (findings/gpu.md). Empty blocks end at once, so tha
 the place of a row in a block changes none of its bits, and features are summed in tiles of fixed size and order.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

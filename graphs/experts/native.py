@@ -3,8 +3,6 @@
 `xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ Everything is row-wise. Which rows share an expert decides the place of a row in
 grouped into blocks of fixed size, and each row sums its experts in its own order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ and its token: when a block is shared, copied or moved, its tokens go with it.
 Attention treats a block as a slot of one span.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

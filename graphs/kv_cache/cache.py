@@ -1,7 +1,5 @@
 """The state that a model keeps for its slots: a list of stores, each of one layer or of several equal layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

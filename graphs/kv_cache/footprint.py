@@ -1,7 +1,5 @@
 """The memory that a model and its slots need on a device, computed from shapes: nothing is allocated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Saving the recurrent state of a slot, and restoring it: bytes move as they are, of all recurrent layers at once."""
 
-from __future__ import annotations
-
 import jax
 
 from xla_engine.graphs.config import ModelConfig

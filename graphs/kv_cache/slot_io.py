@@ -5,8 +5,6 @@ recurrent state) has the slot as its leading axis. It is copied whole with every
 slot to slot.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

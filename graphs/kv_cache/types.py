@@ -1,7 +1,5 @@
 """The type of a cache, as steps take and return it."""
 
-from __future__ import annotations
-
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState
 

@@ -5,8 +5,6 @@ with bf16 weights (`native/coded_weights.h`). In the order "fours" the codes the
 eight bits (`native/coded_dots.h`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -7,8 +7,6 @@ The library (`native/linear.h`) is built and registered outside (`xla_engine.run
 each instruction set; a graph only names its targets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self

@@ -7,8 +7,6 @@ Both operands have the weight's dtype and the result is float32: a mixed product
 The order is chosen per graph, never per call: the two need not agree in the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, Self

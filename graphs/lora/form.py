@@ -1,7 +1,5 @@
 """The weights that LoRA adapters change, and the layout of their matrices on the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ bit of the product. The result of a row depends only on the row: in C++ each sum
 process each lane separately.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import jax

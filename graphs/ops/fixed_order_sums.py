@@ -7,8 +7,6 @@ Elsewhere XLA's own reduction is taken: on a GPU the written-out form is two ker
 different sizes differ in the bits of their products anyway, so that only one graph has to give a row the same bits.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -9,8 +9,6 @@ quantisation steps of their whole group larger (Ashkboos et al., "QuaRot", 2024)
 findings/int8.md.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Row-wise pieces of a decoder layer. Everything here treats each row alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

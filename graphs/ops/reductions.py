@@ -4,8 +4,6 @@ XLA:CPU fuses what runs over groups of 64 into one pass (findings/sampler.md). S
 that a column's bits do not depend on the number of columns (`graphs.ops.fixed_order_sums`).
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

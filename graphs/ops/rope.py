@@ -5,8 +5,6 @@ bits on every machine, too: NumPy's `power`, `cos` and `sin` and libm's `log` fo
 logarithms are `decimal`'s here, and cosines and sines a polynomial of additions and multiplications in float64.
 """
 
-from __future__ import annotations
-
 import math
 from decimal import Context, Decimal
 from typing import Any

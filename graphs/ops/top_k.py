@@ -4,8 +4,6 @@ On a GPU neither is wanted: a sort is dozens of passes, and a loop inside of a `
 so that the host waits for the device in every step, whichever branch is taken (findings/gpu.md).
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The positions of prefill lanes in slots, and writes to selected rows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -3,8 +3,6 @@
 See findings/host_time.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

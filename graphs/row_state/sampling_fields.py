@@ -5,8 +5,6 @@ the host fills in (`xla_engine.runner.row_settings`), the layout of a row in C++
 that `verify` tries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_type_hints

@@ -6,8 +6,6 @@ reduced by `multiplier * base ** (L - allowed_length)`. Of several occurrences t
 contains no sequence breaker, t is none either, and matches are counted up to `LONGEST` tokens.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

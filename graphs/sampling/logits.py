@@ -1,7 +1,5 @@
 """The two layouts of logits."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -4,8 +4,6 @@ They run in the order of `STAGES`. Each is skipped in steps in which no live row
 logits of other rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Log-probabilities of the sampled token and of the most likely ones, from raw or processed logits."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -5,8 +5,6 @@ if a draw, or the edge of a nucleus, falls between two tokens to the last bit. I
 in JAX is four fifths of what XLA compiles for a step (findings/sampler.md).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

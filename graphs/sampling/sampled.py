@@ -1,7 +1,5 @@
 """The sampler's output for each row, and its packed form for the host."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

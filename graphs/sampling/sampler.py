@@ -8,8 +8,6 @@ The draw inverts the cumulative distribution in vocabulary order with one unifor
 position). This costs a quarter of Gumbel noise over the whole vocabulary (findings/sampler.md).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -4,8 +4,6 @@ The threshold applies to the logits before the temperature, because a division i
 ways.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The decode step: one token for every live row, in one program whatever the number of live rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

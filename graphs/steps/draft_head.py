@@ -6,8 +6,6 @@ model's hidden states on to it. A plain decode step does not, so these positions
 and it cannot draft before the next verify step. The layers are `graphs.steps.mtp` and `graphs.steps.eagle3`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

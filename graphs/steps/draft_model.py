@@ -5,8 +5,6 @@ these tokens agree with the row's; the others are fed again. So the host need no
 steps, new owners of a slot or parked requests. Wrong entries could only cost time: drafts change no bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

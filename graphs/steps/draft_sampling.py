@@ -5,8 +5,6 @@ same uniform number, a draft is accepted as often as both distributions map that
 temperature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ output head covers only the frequent token ids of the model. Tensor names and st
 and SafeAILab/EAGLE's `cnets.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

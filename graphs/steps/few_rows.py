@@ -1,7 +1,5 @@
 """The decode step for few live rows: computes only the given rows instead of one for every slot."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

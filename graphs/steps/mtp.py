@@ -3,8 +3,6 @@
 Its input is the model's output after the final norm. It shares the model's embedding and output head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Pooling: a separate program that runs after a prefill call with prompts to pool."""
 
-from __future__ import annotations
-
 import math
 
 import jax

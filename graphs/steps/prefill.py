@@ -1,7 +1,5 @@
 """The prefill step: P lanes of T prompt tokens, written directly into the slots of the donated cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

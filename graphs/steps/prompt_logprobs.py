@@ -1,7 +1,5 @@
 """Log-probabilities of prompt tokens, and their logits: programs that run after a prefill call."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

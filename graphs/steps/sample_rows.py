@@ -1,7 +1,5 @@
 """The end of every step: sample its rows, and advance their state on the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

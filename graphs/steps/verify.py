@@ -6,8 +6,6 @@ tokens a step emits. KV entries of rejected drafts lie beyond the row's length, 
 layers update their state at the end of the step, when the number of accepted positions is known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The shape of a vision tower."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Sides (in patches) of 100 and less for which transformers' float32 arithmetic gives two neighbours one position.

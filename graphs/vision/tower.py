@@ -4,8 +4,6 @@ A tile is a call of its own, so its features depend on its pixels and on nothing
 are float32; products run in the weights' dtype, by XLA.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Allocates slots and KV blocks to requests, and finds what earlier requests have left there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from xla_engine.scheduler import policy

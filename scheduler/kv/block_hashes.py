@@ -3,8 +3,6 @@
 The chain begins with a hash of model, cache salt and adapter. So equal keys mean equal tokens from the beginning on.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence

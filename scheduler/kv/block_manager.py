@@ -12,8 +12,6 @@ A block gets its key when the plan that fills it has been made. The device runs 
 copies run before writes, so a lookup never finds stale content.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Preemption: which request loses its slot, and whether it is parked, recomputed or replayed."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import replace

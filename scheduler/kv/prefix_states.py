@@ -8,8 +8,6 @@ A state gets its key when the plan that saves it has been made. Within a plan, s
 and saved after them, so a lookup never finds a state that is not there yet or is overwritten first.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 

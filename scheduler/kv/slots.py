@@ -1,7 +1,5 @@
 """The fixed set of slots and their occupancies."""
 
-from __future__ import annotations
-
 import heapq
 
 from xla_engine.scheduler.plan import Slot

@@ -1,7 +1,5 @@
 """The deadlines of requests."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator

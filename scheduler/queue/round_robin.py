@@ -1,7 +1,5 @@
 """Round-robin scheduling: when the quantum of each running request ends."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from xla_engine.scheduler.request_state import RequestState

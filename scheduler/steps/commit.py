@@ -1,7 +1,5 @@
 """Credits the tokens of a step to the requests of its plan, and ends those that are complete."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Constrained rows: each token is planned only after the previous one was read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from xla_engine.scheduler.plan import Row, VerifyRow

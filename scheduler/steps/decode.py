@@ -1,7 +1,5 @@
 """The rows that decode in every step, and the step in which each plans its last token."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans the chunks of prompts that have a slot."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 

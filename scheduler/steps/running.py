@@ -1,7 +1,5 @@
 """The requests that hold a slot, each in the part of the scheduler that plans for it."""
 
-from __future__ import annotations
-
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.plan import Row

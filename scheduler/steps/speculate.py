@@ -1,7 +1,5 @@
 """Speculating rows: they may sample several tokens in a step, and how many is known when the step is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from xla_engine.scheduler.kv.block_manager import BlockManager

@@ -1,7 +1,5 @@
 """Compare two result files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

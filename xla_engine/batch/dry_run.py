@@ -1,7 +1,5 @@
 """Check every line of a batch file as the engine would, without loading weights or using a device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

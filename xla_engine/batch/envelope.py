@@ -1,7 +1,5 @@
 """The envelope of an OpenAI Batch line: everything around its body."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

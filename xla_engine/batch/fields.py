@@ -1,7 +1,5 @@
 """Fields of a request that are not sampling parameters: no-op defaults, labels, and other names of fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

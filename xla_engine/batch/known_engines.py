@@ -1,7 +1,5 @@
 """Identities of the engines that ran on this machine, by digest: the `system_fingerprint` of results."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A compact hash map for facts about lines: 16 to 48 bytes a line."""
 
-from __future__ import annotations
-
 from array import array
 
 _MULTIPLIER = 0x9E3779B97F4A7C15  # Fibonacci hashing: 2**64 divided by the golden ratio

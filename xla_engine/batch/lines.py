@@ -1,7 +1,5 @@
 """Read the lines of an input file lazily: bytes, then requests."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib

@@ -8,8 +8,6 @@
 {"custom_id": "e", "method": "POST", "url": "/pooling", "body": {"input": "one", "task": "embed"}}
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 from collections.abc import Mapping, Sequence

@@ -20,8 +20,6 @@ Without `max_tokens`, a completion has at most 16 tokens and a chat as many as f
 The answer to each is an OpenAI Batch output line (`xla_engine.batch.results`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

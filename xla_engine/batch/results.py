@@ -4,8 +4,6 @@ The `id` of an output line contains the input line's number and a hash of its by
 which lines of which input are done (`xla_engine.batch.resume` reads it).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

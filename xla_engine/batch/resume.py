@@ -6,8 +6,6 @@ whose `id` gives the number of its input line and a hash of its bytes. If the fi
 is cut off; any other file is left as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -5,8 +5,6 @@ memory (except for about 30 bytes a line, which detect duplicate ids). A line th
 does not affect other lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping

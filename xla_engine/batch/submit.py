@@ -1,7 +1,5 @@
 """Submit the prompts of a line to the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Totals of a run, and the summary printed at its end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

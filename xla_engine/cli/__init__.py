@@ -5,8 +5,6 @@ imported only when its command is used, and imports jax and the engine inside fu
 appear at once.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from functools import cache

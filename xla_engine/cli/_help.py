@@ -1,7 +1,5 @@
 """Groups of options, and how help shows them."""
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

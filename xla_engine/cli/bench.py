@@ -1,7 +1,5 @@
 """`xla-engine bench`: the benchmark. It has its own option parser, so that it also runs without click."""
 
-from __future__ import annotations
-
 import sys
 
 import click

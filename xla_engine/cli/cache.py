@@ -1,7 +1,5 @@
 """`xla-engine cache`: list, check and delete the prefixes that `--prefix-cache-dir` keeps."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

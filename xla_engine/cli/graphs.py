@@ -1,7 +1,5 @@
 """`xla-engine graphs`: list the compiled programs."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`xla-engine lm-eval`: lm-evaluation-harness with this engine as its model."""
 
-from __future__ import annotations
-
 import sys
 
 import click

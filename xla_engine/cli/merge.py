@@ -1,7 +1,5 @@
 """`xla-engine merge`: merge the outputs of all shards into one file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

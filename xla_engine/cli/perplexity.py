@@ -1,7 +1,5 @@
 """`xla-engine perplexity`: measure a model's perplexity on a text, and the effect of a different precision."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """`xla-engine run`: run a file of requests, check it, run a stream, or complete one prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

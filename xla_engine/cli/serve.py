@@ -1,7 +1,5 @@
 """`xla-engine serve`: serve the engine over OpenAI's HTTP protocol."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

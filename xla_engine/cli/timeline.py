@@ -1,7 +1,5 @@
 """`xla-engine timeline`: draw a run."""
 
-from __future__ import annotations
-
 import click
 
 from xla_engine.cli import _common

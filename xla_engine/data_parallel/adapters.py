@@ -4,8 +4,6 @@ The parent decides, from what it has told each engine: it evicts the least recen
 the engine uses. An engine never has more requests than the parent knows of, so the eviction is always possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Start the processes of several engines, receive their messages, and restart those that end."""
 
-from __future__ import annotations
-
 import logging
 import selectors
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The parent's handle of an engine's process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The parent's state of a request: its parameters, the engine that runs it, and the output so far."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace

@@ -3,8 +3,6 @@
 As in cache-aware routers such as SGLang's, a prefix counts only if its engine is not much busier than the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence

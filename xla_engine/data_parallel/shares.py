@@ -1,7 +1,5 @@
 """Divide the machine's cores, devices and memory among engines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Merge the counters and snapshots of several engines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Turns of several engines: dispatch requests, deliver the engines' messages, and handle the end of a process."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import os

@@ -1,7 +1,5 @@
 """The adapters that an engine has loaded: their slots on the device, and their eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 

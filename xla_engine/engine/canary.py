@@ -1,7 +1,5 @@
 """A request of the engine's own that tests whether a device that has failed still runs anything."""
 
-from __future__ import annotations
-
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams

@@ -1,7 +1,5 @@
 """The interface of an engine, whether it runs in this process or as several in processes of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Condition

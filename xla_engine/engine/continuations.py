@@ -1,7 +1,5 @@
 """Extending finished requests, saving and restoring requests, and forking new requests from others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

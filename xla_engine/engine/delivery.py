@@ -1,7 +1,5 @@
 """Delivers sampled tokens to their requests, and ends requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby

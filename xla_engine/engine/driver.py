@@ -5,8 +5,6 @@ deadline, a background thread waits for the step, so that the caller can end req
 before the step is done. The next caller continues to wait for that step.
 """
 
-from __future__ import annotations
-
 import math
 from threading import get_ident
 from typing import Any

@@ -1,7 +1,5 @@
 """Failed steps: which requests were in them, which request makes them fail, and when the engine closes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

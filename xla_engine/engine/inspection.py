@@ -1,7 +1,5 @@
 """`xla-engine inspect`: describes a model and the memory it needs on this machine, without loading its weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Accepts and aborts requests: validates them, queues them, and holds them back until their constraint is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

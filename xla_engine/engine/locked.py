@@ -1,7 +1,5 @@
 """A decorator for methods that several threads may call: one thread at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast

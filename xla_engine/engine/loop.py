@@ -5,8 +5,6 @@ lag between start and read. While a turn waits for the device, the lock is free,
 requests.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

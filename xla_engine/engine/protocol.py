@@ -1,7 +1,5 @@
 """The interface of an engine for the command line, batch runs, streams and servers; and the options of requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypedDict, Unpack
 

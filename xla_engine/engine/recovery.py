@@ -1,7 +1,5 @@
 """Recovery from a failed step, and from an interrupt in the middle of a turn."""
 
-from __future__ import annotations
-
 from xla_engine.engine.canary import Canary
 from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.faults import Faults

@@ -1,7 +1,5 @@
 """Reports about an engine: its state, its next plan, its counters, metrics, identity and limits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

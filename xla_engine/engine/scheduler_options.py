@@ -1,7 +1,5 @@
 """The scheduler's configuration, from the engine's options, the runner's capabilities and the self-check."""
 
-from __future__ import annotations
-
 from xla_engine.config import EngineConfig
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck

@@ -6,8 +6,6 @@ token and every bit of its log-probabilities must be the same. Differences are c
 was delivered before, and the cost to other requests is only the time of the extra steps.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import struct

@@ -1,7 +1,5 @@
 """The state that the parts of an engine share."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ prefill would have taken as long. Meanwhile rows decode. What was read is planne
 blocks are cached ones like any others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A turn yields once, or not at all if there is nothing to wait for. The driver ch
 in another thread with a time limit, or in an event loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, NamedTuple

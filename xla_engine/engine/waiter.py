@@ -1,7 +1,5 @@
 """Background calls: a thread that waits for steps of the device, and can be abandoned if a step hangs."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Changes of weights between two steps: LoRA adapters, and the model's own weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

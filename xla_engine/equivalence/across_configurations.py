@@ -8,8 +8,6 @@ in bfloat16 no bit differs (findings/same_bits.md). The level is reported, not p
 difference is reported with the gap between the two largest logits at that token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Draw random requests for schedules."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

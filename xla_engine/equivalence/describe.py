@@ -1,7 +1,5 @@
 """A record as text for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 

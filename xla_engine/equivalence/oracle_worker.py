@@ -4,8 +4,6 @@ Reads one JSON object {"model", "prompts", "max_new_tokens"} from standard input
 lists. Never imported by the engine; run by `xla-engine verify --against transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@
 with another name of the arithmetic (`graphs.portable.ARITHMETIC`), since results in users' hands name their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

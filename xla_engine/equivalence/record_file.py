@@ -3,8 +3,6 @@
 A file that is not a record of this version is rejected with a RecordError that says where and why.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

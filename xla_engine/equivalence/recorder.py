@@ -1,7 +1,5 @@
 """Record the run of a schedule on an engine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

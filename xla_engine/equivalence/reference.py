@@ -3,8 +3,6 @@
 It shares only the decoder with the engine; there is no cache, batch, sampler or scheduler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Run a record again, step by step, up to the first difference in plans or results."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Schedules: the caller's actions before each turn. A schedule is data, and running it is deterministic."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence

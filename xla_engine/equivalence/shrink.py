@@ -4,8 +4,6 @@ A schedule fails if any request's batched run differs from its run alone. Every 
 failing is a property of the schedule alone, and shrinking is deterministic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Also replays speculation: drafts that are right and wrong in the same places as those of a record.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

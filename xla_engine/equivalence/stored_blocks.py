@@ -5,8 +5,6 @@ computed if all blocks before it are there, and the first belongs to no adapter:
 `cache_salt` or adapter begins with something that files do not contain.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Level C of the equivalence promise: Hugging Face transformers chooses the same greedy tokens."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

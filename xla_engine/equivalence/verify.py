@@ -4,8 +4,6 @@ The run alone uses the same engine, executables and batch width, with all other 
 arrival steps, slots (by arrival), lags and aborted neighbours are random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

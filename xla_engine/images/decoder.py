@@ -1,7 +1,5 @@
 """Decode pictures in a worker process, under limits: sizes from headers, tiles from pixels."""
 
-from __future__ import annotations
-
 import base64
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A checkpoint's reader of pictures: files to token counts, prompts, tiles and features."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType

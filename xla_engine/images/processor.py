@@ -4,8 +4,6 @@ Sizes and values are those of transformers' PIL backend (`image_processing_pil_i
 installed transformers prefers that, and then its pixels differ by up to two steps of 255.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The text is expanded before it is tokenised, as in transformers (`processing_ide
 merge the line ends around pictures. Places are found by position in the text, never by token id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

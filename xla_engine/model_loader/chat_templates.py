@@ -1,7 +1,5 @@
 """The chat templates of a model, as text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

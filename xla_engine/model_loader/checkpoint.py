@@ -3,8 +3,6 @@
 Linear weights stay `[out, in]`; q/k/v and gate/up are stacked by rows; vectors (norms, biases) are always float32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -4,8 +4,6 @@ A field that would change the computation and is not supported is rejected by na
 ignored: no code from a checkpoint is run, and built-in architectures do not need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Describe a model in one record: everything in its files except weights and tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

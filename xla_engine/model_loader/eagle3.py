@@ -4,8 +4,6 @@ The meaning of fields follows vLLM's `llama_eagle3.py` and `speculators/algos.py
 field that would change the computation and is not supported is rejected by name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path

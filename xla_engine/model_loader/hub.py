@@ -4,8 +4,6 @@ A complete snapshot in the cache is used without network access. Only JSON, chat
 GGUF file, are downloaded; never code or pickles.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A model in a Hugging Face directory: JSON files, safetensors, chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

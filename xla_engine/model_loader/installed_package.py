@@ -1,7 +1,5 @@
 """Find the model inside an installed Python package, for machines that reach a package index but no model hub."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

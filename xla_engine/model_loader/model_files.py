@@ -1,7 +1,5 @@
 """The files of a model, in any form: a Hugging Face directory, a hub snapshot, a GGUF file, an installed package."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

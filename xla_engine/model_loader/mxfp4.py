@@ -1,7 +1,5 @@
 """Decode MXFP4 weights (OCP Microscaling Formats 1.0): 32 4-bit numbers share a power-of-two scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

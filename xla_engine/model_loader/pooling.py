@@ -1,7 +1,5 @@
 """Read how a checkpoint pools: its sequence classifier, or the module files of sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

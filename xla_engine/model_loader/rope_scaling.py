@@ -1,7 +1,5 @@
 """Read the rotary fields of config.json: base and scaling, in transformers' old and new format."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

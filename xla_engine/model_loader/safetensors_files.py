@@ -5,8 +5,6 @@ wins, as in transformers. The safetensors library verifies each header against t
 overflow). Tensors are then read through our own memory maps (`xla_engine.model_loader.tensor_files`).
 """
 
-from __future__ import annotations
-
 import mmap
 import re
 import struct

@@ -1,7 +1,5 @@
 """Read tokenizer.json, and handle failures of the library that reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

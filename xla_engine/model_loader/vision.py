@@ -1,7 +1,5 @@
 """Load the vision tower of a checkpoint: its shape from config.json, its leaves from the weight files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read the leaves of a model lazily from its weight files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from math import prod

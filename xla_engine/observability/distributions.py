@@ -3,8 +3,6 @@
 Rows that decode in every step cost nothing per token here: they are counted together, once a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

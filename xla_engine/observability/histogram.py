@@ -1,7 +1,5 @@
 """Histograms with fixed buckets, which operators' tools can sum over time and machines."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass

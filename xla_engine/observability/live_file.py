@@ -1,7 +1,5 @@
 """A file that is rewritten regularly while an engine runs, for others to read."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -4,8 +4,6 @@ It is hidden unless the program configures logging, for example with `logging.ba
 `xla-engine run -v` shows it.
 """
 
-from __future__ import annotations
-
 import logging
 
 from xla_engine.observability.stats import EngineStats

@@ -4,8 +4,6 @@ Names are vLLM's if it has the same metric, so that its dashboards work. docs/op
 test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

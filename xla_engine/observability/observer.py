@@ -1,7 +1,5 @@
 """Callbacks for events of an engine while it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

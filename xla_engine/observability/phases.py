@@ -1,7 +1,5 @@
 """Measure the host's time in each phase of a turn: plan, dispatch, wait, commit, deliver."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

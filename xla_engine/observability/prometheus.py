@@ -4,8 +4,6 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/. Written he
 tests read the result with prometheus-client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

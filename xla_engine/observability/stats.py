@@ -1,7 +1,5 @@
 """Counters, distributions and phases of an engine. Records only; nothing here touches a device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 

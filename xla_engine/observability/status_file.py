@@ -1,7 +1,5 @@
 """A JSON file with the state of a running engine. Touches no device."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

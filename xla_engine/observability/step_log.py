@@ -5,8 +5,6 @@ Unlike the records of `xla_engine.equivalence.record`, a step log has only the n
 tokens, and it is written continuously in bounded memory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Write step logs of an engine or a simulation; `xla_engine.observability.step_log` describes their content."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import json

@@ -8,8 +8,6 @@ Behind the rows, where llama-perplexity does not read, this engine writes what t
 negative log-likelihoods `[C, S]` and the most likely tokens, i32 `[C, S]`.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import TracebackType

@@ -5,8 +5,6 @@ the tokens in the second half of each window are scored, so that each has at lea
 tokenizer adds a begin token, it replaces each window's first token.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

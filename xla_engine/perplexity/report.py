@@ -1,7 +1,5 @@
 """The report of one measurement, as a table and as JSON."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ miss.
 Numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

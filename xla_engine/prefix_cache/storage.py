@@ -5,8 +5,6 @@ The content of a block depends on its tokens alone, so a block from a file equal
 is therefore a question of time only: `worth` compares the rate at which blocks were read with that of prefill.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -13,8 +13,6 @@ Runnable example, with Ray installed::
     print(processor(ray.data.from_items(["def f(x):", "import "])).take_all())
 """
 
-from __future__ import annotations
-
 from xla_engine.ray.stage import ModelStage, Processor, build_processor
 
 __all__ = ["ModelStage", "Processor", "build_processor"]

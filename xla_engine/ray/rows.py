@@ -1,7 +1,5 @@
 """Convert rows of a Ray dataset to requests, and outputs to the columns of `ray.data.llm`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

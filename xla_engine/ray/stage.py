@@ -1,7 +1,5 @@
 """A stage of Ray Data that runs an engine in each actor of a pool, with the columns of `ray.data.llm`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Choice of the attention and linear backends: the one a configuration names, or the fastest on this platform."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Counts XLA compilations, and sets up JAX's persistent compile cache."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

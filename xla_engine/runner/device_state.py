@@ -1,7 +1,5 @@
 """The device state that persists between calls: KV cache, row state and tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

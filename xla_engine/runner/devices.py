@@ -5,8 +5,6 @@ axis whose size differs between the whole and a device; all other arrays are rep
 only moves arrays there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

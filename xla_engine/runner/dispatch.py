@@ -1,7 +1,5 @@
 """Dispatch: from a plan to the calls of compiled programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps in flight, and how their results are fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Moves KV entries and row state: between slots, between blocks, to the host and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Sizes come from the shapes that the engine will allocate, in the layout of the a
 agrees with a real start. All sizes are bytes.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

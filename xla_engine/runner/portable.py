@@ -4,8 +4,6 @@ What the kernels make of fixed numbers stands in the golden file beside `xla_eng
 compares this library's with it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

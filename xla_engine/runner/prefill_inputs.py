@@ -1,7 +1,5 @@
 """The input arrays of a prefill call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The programs of a runner: their names, functions and abstract arguments."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The logits of prompt positions: for tools, not for requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The settings of a row on the device, converted from request parameters by `graphs.row_state.sampling_fields`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

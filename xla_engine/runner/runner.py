@@ -4,8 +4,6 @@
 order in which they were started.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Chooses the numbers of slots and blocks, and the context length, from the memory budget."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Saves the recurrent state of slots on the device, and restores it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

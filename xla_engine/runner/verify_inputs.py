@@ -1,7 +1,5 @@
 """The input arrays of a verify call, and the interpretation of its output."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A vision tower on the device: tiles in, features out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks whether a server or a function gives a request the same answer under any load. Standard library only."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

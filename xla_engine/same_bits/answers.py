@@ -1,7 +1,5 @@
 """Parses the JSON of an OpenAI-compatible server into answers. Anything else raises `Malformed`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Every comparison is exact. A check that had nothing to compare is "not visible",
 were not proven to be generated together say nothing about batches.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -5,8 +5,6 @@ equal. One that changes a token which was far ahead is not rounding: stale keys 
 answer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The prompts: pieces of a text that ships with the package, as text or as token ids."""
 
-from __future__ import annotations
-
 import random
 from importlib.resources import files
 

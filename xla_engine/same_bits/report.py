@@ -1,7 +1,5 @@
 """The results of the checks as text, Markdown and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass, field

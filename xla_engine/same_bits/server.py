@@ -1,7 +1,5 @@
 """An OpenAI-compatible server as a target, with limits on what is sent and read."""
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """Requests, answers, and the targets that answer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

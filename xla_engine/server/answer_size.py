@@ -1,7 +1,5 @@
 """Upper bounds on the size of an answer, computed from its request before anything runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from xla_engine.batch.requests import LineRequest

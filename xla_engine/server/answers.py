@@ -1,7 +1,5 @@
 """Encode complete answers as JSON in small pieces. Data that choices share is encoded once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The ASGI application: routes and middleware."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Read and parse request bodies within limits of size, time and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Endpoints for operators: load and unload adapters, and reset the prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import TypeVar
 

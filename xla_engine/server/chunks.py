@@ -1,7 +1,5 @@
 """Chunks of streamed answers: the new part of each output in OpenAI's format, as server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

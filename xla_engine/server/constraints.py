@@ -1,7 +1,5 @@
 """Compile constraints off the event loop, in fair order between keys, and with a limit on their number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from xla_engine.sampling_params import SamplingParams

@@ -1,7 +1,5 @@
 """Errors in OpenAI's format."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """Run long calls in one background thread, in fair order between keys."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

@@ -1,7 +1,5 @@
 """`/v1/completions`, `/v1/chat/completions` and the pooling endpoints, streamed and unstreamed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import uuid

@@ -1,7 +1,5 @@
 """Recent history of a server for the page at /: rates by the second, and which request held which slot."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Run the application under uvicorn, with limits on connections and an orderly shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """`/metrics`: the engine's metrics (`xla_engine.observability.metrics`) and those of the server."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

@@ -3,8 +3,6 @@
 It is pure ASGI, so that endpoints see when a client disconnects (Starlette's BaseHTTPMiddleware hides it).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

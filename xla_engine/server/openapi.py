@@ -1,7 +1,5 @@
 """`/openapi.json`: the paths and request fields of a server, generated from its routes and records."""
 
-from __future__ import annotations
-
 import inspect
 import types
 import typing

@@ -3,8 +3,6 @@
 (With httptools uvicorn has few limits: CVE-2025-48956 is an endless request head.)
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

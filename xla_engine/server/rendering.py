@@ -1,7 +1,5 @@
 """Render chats to prompts in worker processes, in fair order between keys, and within limits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Settings of the server, in addition to the engine's options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

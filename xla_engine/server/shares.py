@@ -1,7 +1,5 @@
 """A limit on a resource that all requests share. No key may hold more than half of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """OpenTelemetry traces, sent to a collector in the background: one span for each prompt of a POST, with vLLM's name
 and attributes, as a child of the span in the client's `traceparent`. Imported only when traces are on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any

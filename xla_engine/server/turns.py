@@ -1,7 +1,5 @@
 """Run long work on the event loop, a millisecond at a time, so that steps and other clients continue."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Parse the body of a POST with the parser of batch lines, so that both give the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ A chat template is a program that comes with the weights. jinja2's sandbox denie
 does not limit time or memory, so it runs in its own process (`chat_worker`) under limits of the kernel.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec

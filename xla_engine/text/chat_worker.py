@@ -1,7 +1,5 @@
 """Renders chat templates in a worker process (`worker_main`): code from a checkpoint runs here."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from functools import lru_cache

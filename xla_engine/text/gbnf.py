@@ -1,7 +1,5 @@
 """Convert grammars in llama.cpp's dialect (GBNF, and the EBNF of vLLM's examples) to Lark."""
 
-from __future__ import annotations
-
 from xla_engine.errors import InvalidRequestError
 
 MAX_RULES = 256  # the converter takes quadratic time

@@ -5,8 +5,6 @@ counts. The search uses the Aho-Corasick automaton (Communications of the ACM 18
 once, however many strings there are. Text that may still become part of a stop string is held back.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache

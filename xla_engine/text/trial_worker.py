@@ -4,8 +4,6 @@ The worker keeps the tokenizers that constraints are compiled for. Children inhe
 and the worker survives the death of a child.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

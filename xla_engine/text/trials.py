@@ -4,8 +4,6 @@ A few bytes can make the libraries overflow the stack or never return. Whatever 
 safe here. Verdicts on constraints are kept in an LRU cache by hash.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -7,8 +7,6 @@ The kernel ends the process if an answer takes more CPU time than its seconds. T
 process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

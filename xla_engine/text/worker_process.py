@@ -1,7 +1,5 @@
 """A worker process for work that could crash or block this process. `worker_main` runs in it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a trainer learns from: sequences that were sampled, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

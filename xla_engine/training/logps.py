@@ -5,8 +5,6 @@ log-probability are the kernels that sample. Backward, each layer is derived as 
 the kernels gave it; roundings pass gradients on as they are (straight-through).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 

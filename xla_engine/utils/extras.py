@@ -1,7 +1,5 @@
 """How to install an extra."""
 
-from __future__ import annotations
-
 
 def install(extra: str) -> str:
     """The command that installs an extra from a checkout, because xla-engine is not on a package index."""

@@ -1,7 +1,5 @@
 """Tables and pictures for notebooks. All text is escaped: it may be what a model wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple

@@ -8,8 +8,6 @@ Callers limit the bytes of a line, and the number of values is checked before pa
 interpreter lock for at most a few milliseconds, and takes a few times the line's memory.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

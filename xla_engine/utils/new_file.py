@@ -1,7 +1,5 @@
 """Safely create temporary files with predictable names."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """Convert values of numpy, torch, pandas etc. to Python types. None of these has to be installed."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

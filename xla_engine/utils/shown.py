@@ -1,7 +1,5 @@
 """Values in error messages."""
 
-from __future__ import annotations
-
 _LONGEST = 80
 
 

@@ -1,7 +1,5 @@
 """Show an engine's start on one line, which disappears when it is ready."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

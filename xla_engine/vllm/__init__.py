@@ -3,8 +3,6 @@
 `xla_engine.LLM` differs: its parameters and outputs are immutable, and its log-probabilities are plain numbers.
 """
 
-from __future__ import annotations
-
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import (
     ClassificationOutput,

@@ -4,8 +4,6 @@ As in transformers, each step considers the `2 * width` likeliest continuations 
 aside, and the `width` best others continue. The prefix cache holds the beams' earlier tokens if it has room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`LLM.get_metrics()`: the engine's metrics under vLLM's names; and small utilities that scripts call."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass

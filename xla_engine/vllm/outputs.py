@@ -1,7 +1,5 @@
 """Outputs in vLLM's shapes: lists, and a dict of log-probabilities for each token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

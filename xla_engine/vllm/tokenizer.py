@@ -1,7 +1,5 @@
 """The tokenizer of `LLM.get_tokenizer()`, with the methods of transformers' tokenizers that scripts call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find the files of a table: local paths, folders, glob patterns, and fsspec URLs."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

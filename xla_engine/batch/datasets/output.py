@@ -1,7 +1,5 @@
 """Turn a finished file of result lines into a table: the rows of the input, each with its result."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

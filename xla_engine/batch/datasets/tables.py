@@ -4,8 +4,6 @@ pyarrow reads Parquet and Arrow. The standard library reads CSV and JSON row by 
 fail alone, and pyarrow's readers of these formats stop at it.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Turn the body of a Responses request into the body of the equivalent chat, which has the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Build a response from a parser's events: its items, and the events of its stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities of a response: each token's stand in the message that has its text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

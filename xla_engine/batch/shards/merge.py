@@ -1,7 +1,5 @@
 """Merge the outputs of all shards of a job into one file, in the order of the input."""
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 import os

@@ -1,7 +1,5 @@
 """Control lines of a stream (those that are not requests) and the events that answer them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

@@ -22,8 +22,6 @@ string, a delta with `text_from` replaces the text sent from that position on.
 When the input ends, live requests finish, and `{"event": "end"}` follows.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Write lines to a pipe whose reader may be slow."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """The requests of a stream: the caller's id, the engine's id, and how much of each was sent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,7 +1,5 @@
 """`xla-engine run --dry-run`: check every line without running it."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from typing import Any

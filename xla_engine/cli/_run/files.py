@@ -1,7 +1,5 @@
 """Opening the files of `xla-engine run`."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

@@ -1,7 +1,5 @@
 """Options of commands that can run a pooling model."""
 
-from __future__ import annotations
-
 import click
 
 from xla_engine.cli._common import json_value

@@ -1,7 +1,5 @@
 """`xla-engine run --prompt`: stream one completion or answer."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Handle Ctrl-C and SIGTERM: the first lets a run finish in order, the second ends it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

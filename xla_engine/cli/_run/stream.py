@@ -1,7 +1,5 @@
 """`xla-engine run --stream`: read requests and control lines, write interleaved events."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

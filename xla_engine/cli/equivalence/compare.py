@@ -1,7 +1,5 @@
 """`xla-engine compare`: compare two result files."""
 
-from __future__ import annotations
-
 import sys
 
 import click

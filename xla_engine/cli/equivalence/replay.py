@@ -1,7 +1,5 @@
 """`xla-engine replay`: run a record again, step by step."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

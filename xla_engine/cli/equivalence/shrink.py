@@ -1,7 +1,5 @@
 """`xla-engine shrink`: reduce a failing record."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

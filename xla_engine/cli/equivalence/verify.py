@@ -1,7 +1,5 @@
 """`xla-engine verify`: check that batching changes no bit, in this engine or in a server."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from typing import Any

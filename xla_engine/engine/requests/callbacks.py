@@ -1,7 +1,5 @@
 """A thread that runs an engine's turns and passes each request's outputs to a callback."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

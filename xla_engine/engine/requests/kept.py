@@ -1,7 +1,5 @@
 """Finished requests that are kept, so that they can be extended."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from xla_engine.engine.requests.sequence import LiveSequence

@@ -1,7 +1,5 @@
 """The token masks of constrained rows: computed between two steps, or in the background if they may be slow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 

@@ -1,7 +1,5 @@
 """Collects the requests that have new output for a caller."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Requests whose constraint is being compiled in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The host side of pooling requests: computes a vector from what the device pools of each chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

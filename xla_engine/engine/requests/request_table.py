@@ -1,7 +1,5 @@
 """The live requests of an engine: their sequences, their row settings for the device, and their collectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The noise keys of requests and sequences, and the ids of sequences."""
 
-from __future__ import annotations
-
 import hashlib
 
 from xla_engine.sampling_params import SamplingParams

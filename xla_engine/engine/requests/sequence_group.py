@@ -1,7 +1,5 @@
 """The n sequences of one request: the scheduler runs them as separate requests, the caller reads them as one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from xla_engine.engine.requests.output_collector import AllSeen

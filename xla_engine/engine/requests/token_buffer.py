@@ -1,7 +1,5 @@
 """Buffers the tokens of the latest steps, so that requests can take many at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

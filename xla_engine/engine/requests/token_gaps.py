@@ -1,7 +1,5 @@
 """Inter-token times of buffered rows, which decode in every step: added for all of them at once, once a step."""
 
-from __future__ import annotations
-
 from typing import Generic, Protocol, TypeVar
 
 from xla_engine.observability.histogram import Histogram

@@ -3,8 +3,6 @@
 An engine calls it before it queues a request; a dry run calls it without an engine.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

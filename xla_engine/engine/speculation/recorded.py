@@ -1,7 +1,5 @@
 """A proposer that replays the output of an earlier run, with a given share of errors: for checks and measurements."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ tree. The last RUN tokens are looked up, the longest match among the latest plac
 longer draft.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Chooses how many tokens a step verifies, from the cost of each width and the acceptance of drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from xla_engine.engine.speculation.proposer import CERTAIN

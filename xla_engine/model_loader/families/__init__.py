@@ -1,7 +1,5 @@
 """Model families as data: one `Family` for each architecture name in config.json."""
 
-from __future__ import annotations
-
 from xla_engine.model_loader.families.cohere import COHERE, COHERE2
 from xla_engine.model_loader.families.experts import MIXTRAL, QWEN3_MOE
 from xla_engine.model_loader.families.family import Family, Source, tensor_sources

@@ -1,7 +1,5 @@
 """Cohere Command-R (1 and 2): LayerNorm, parallel attention and MLP, interleaved rotary pairs, scaled logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.graphs.config import SLIDING

@@ -1,7 +1,5 @@
 """Mixtral and Qwen3-MoE: routed experts in separate tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.graphs.config import ModelConfig, RoutedExperts

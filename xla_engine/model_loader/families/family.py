@@ -1,7 +1,5 @@
 """A model family: how to read its config.json, and which checkpoint tensors form which leaf."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 """Gemma 1, 2 and 3 (text): scaled embeddings, GeGLU, norm weights stored minus one; later caps, windows, more
 norms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gpt-oss: attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

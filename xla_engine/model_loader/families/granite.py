@@ -1,7 +1,5 @@
 """Granite 3: a Llama with four multipliers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family

@@ -1,7 +1,5 @@
 """Qwen3-Next and Qwen3.5: gated DeltaNet layers and full attention with gated output, with MLPs or experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

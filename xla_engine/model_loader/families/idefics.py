@@ -1,7 +1,5 @@
 """Idefics3 and SmolVLM: a Llama that also reads pictures, through a SigLIP tower and a connector."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from xla_engine.model_loader.families.llama import LLAMA

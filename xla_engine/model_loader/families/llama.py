@@ -1,7 +1,5 @@
 """Llama 2 to 3.2, TinyLlama, SmolLM2, and other models with Llama's architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family, Tensors

@@ -1,7 +1,5 @@
 """Mistral and Ministral: a Llama with sliding windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family, within_vision_model

@@ -1,7 +1,5 @@
 """OLMo 2 and 3: norms only after attention and MLP, and one norm over all query heads and one over all key heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family

@@ -1,7 +1,5 @@
 """Phi-3, 3.5 and 4: a Llama with fused tensors, LongRoPE and partial rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family

@@ -1,7 +1,5 @@
 """Qwen2 and 2.5 (biases on q, k and v) and Qwen3 (normed query and key heads)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family

@@ -1,7 +1,5 @@
 """SmolLM3: a Llama in which some layers have no rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family

@@ -1,7 +1,5 @@
 """Which layers have sliding windows; shared by several families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

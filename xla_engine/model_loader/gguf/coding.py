@@ -3,8 +3,6 @@
 The block formats are ggml's (`ggml-common.h`; see also `quants.py` of the `gguf` package).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not l
 an unsupported field of config.json.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

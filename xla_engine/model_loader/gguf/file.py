@@ -1,7 +1,5 @@
 """A model in one GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path

@@ -4,8 +4,6 @@ Three kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizer
 ("llama"), and unigram ("t5") without a normalisation table. Others need a tokenizer.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

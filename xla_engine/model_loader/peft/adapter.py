@@ -4,8 +4,6 @@ PEFT's formula (Hu et al. 2021): a linear weight W becomes W + s B A, with s = l
 where `use_rslora` is set. s goes into B in float32 before B is rounded to the type of the model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

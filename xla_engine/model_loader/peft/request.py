@@ -1,7 +1,5 @@
 """`LoRARequest`: the adapter of a request."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from xla_engine.errors import InvalidRequestError

@@ -4,8 +4,6 @@ A word holds the 4-bit codes of eight neighbouring columns in the order 0 2 4 6 
 Source: `awq/utils/packing_utils.py` of AutoAWQ.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -7,8 +7,6 @@ What the configuration says of activations, keys and values is ignored: here the
 Source: `compressors/pack_quantized` and `compressors/naive_quantized` of compressed-tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ A scale of either name multiplies the weight. Scales of activations are not used
 Sources: `integrations/finegrained_fp8.py` and `fbgemm_fp8.py` of transformers.
 """
 
-from __future__ import annotations
-
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.quantised.matrix import QuantisedMatrix

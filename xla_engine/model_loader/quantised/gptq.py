@@ -7,8 +7,6 @@ zero point is known.
 Source: `gptqmodel/utils/model.py` of GPTQModel.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from xla_engine.errors import CheckpointError

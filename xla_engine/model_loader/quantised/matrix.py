@@ -1,7 +1,5 @@
 """A quantised matrix, whatever method stored it: integers or float8 codes, with scales and zero points by group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Choose what reads a quantised checkpoint, by `quant_method`, and give its weights their plain names."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping

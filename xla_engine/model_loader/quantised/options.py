@@ -1,7 +1,5 @@
 """Fields that several methods have in `quantization_config`."""
 
-from __future__ import annotations
-
 from xla_engine.model_loader.json_fields import Fields
 
 

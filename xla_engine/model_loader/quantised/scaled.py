@@ -1,7 +1,5 @@
 """Matrices that are stored one code in a byte, int8 or float8, with scales by tensor, row, group or block."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of a proposer that drafts on the device, inside verify steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """A draft model on the device: its weights and its KV cache."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An EAGLE-3 head, which drafts with the hidden states of the engine's model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

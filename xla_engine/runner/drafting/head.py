@@ -1,7 +1,5 @@
 """A draft head on the device: what the `DeviceProposer`s of methods "mtp" and "eagle3" share."""
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Makes the proposer on the device from the options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint's layer for multi-token prediction."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod

@@ -5,8 +5,6 @@ compiled at first use for one instruction set of this CPU (seconds), several at 
 programs. Without a compiler the engine falls back to pure JAX.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

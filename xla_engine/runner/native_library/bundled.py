@@ -4,8 +4,6 @@
 were made from. A checkout has none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

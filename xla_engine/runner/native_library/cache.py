@@ -1,7 +1,5 @@
 """Directories of compiled code. The code runs in this process, so it must belong to this user and be complete."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

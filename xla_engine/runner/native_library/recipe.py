@@ -1,7 +1,5 @@
 """How the C++ operations are compiled: by one recipe at a first start and into a wheel. Needs no device and no jax."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Pooling the prompts of prefill calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ neighbours change bits, nothing can be done. Each case is logged as a warning of
 not with `warnings`, because the machine is at fault, not the calling code.
 """
 
-from __future__ import annotations
-
 import logging
 import struct
 import time

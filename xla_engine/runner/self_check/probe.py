@@ -1,7 +1,5 @@
 """The probe request of the self-check, which runs alone and among neighbours through the engine's executables."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence

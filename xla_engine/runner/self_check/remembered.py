@@ -5,8 +5,6 @@ the same code, with the same weights and options on the same machine, give the s
 earlier one found. Only a check that found no difference at all is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Adapters on the device: room for them, and the program that writes one between two steps."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weights on the device; adapters and the model's own weights may change between two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax

@@ -1,7 +1,5 @@
 """The server's engine, as used by a batch run in its own thread."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Records of files and batches, as stored on disk and shown to clients, with OpenAI's field names."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

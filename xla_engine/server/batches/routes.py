@@ -1,7 +1,5 @@
 """HTTP routes of files and batches."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Store files and batches in a folder, without a database. Every change is atomic."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

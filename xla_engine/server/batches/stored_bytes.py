@@ -1,7 +1,5 @@
 """Count the bytes that each key stores on the server's disk."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Validate a file of requests before it runs. As at OpenAI, a file with an invalid line does not run at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run batches: choose the next one, run each in its own thread, and publish its results."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

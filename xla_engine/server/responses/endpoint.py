@@ -1,7 +1,5 @@
 """The endpoint of `/v1/responses`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Stored responses: in memory, of bounded size, each visible only to the key that created it."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from typing import Any
 

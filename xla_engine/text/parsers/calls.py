@@ -1,7 +1,5 @@
 """Parse tool calls in JSON. Arguments are copied from the model's text, never re-encoded."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

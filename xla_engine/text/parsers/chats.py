@@ -1,7 +1,5 @@
 """Chat requests: the template's input, the tools, and how to parse the answer."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

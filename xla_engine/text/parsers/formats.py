@@ -1,7 +1,5 @@
 """Parsers of the formats in which models write reasoning and tool calls: small state machines over text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Events of parsers, and the search for tags in text that comes in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """`tools` and `tool_choice` of a chat: parsed for the template, and turned into constraints on the answer."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -5,8 +5,6 @@
 A value is text; the tool's schema determines its JSON type.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

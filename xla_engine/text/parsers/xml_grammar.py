@@ -4,8 +4,6 @@ Parameters come in the order of the schema. A value whose type is text is free; 
 schema by llguidance. What text alone cannot hold, as a string with a pattern, is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m xla_engine.tools.bench`: measure, print the card, end with one JSON line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The card: the record of a benchmark as text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of the card, computed in the same way for every engine from the times of its tokens."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

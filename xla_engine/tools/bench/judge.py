@@ -1,7 +1,5 @@
 """Judges greedy streams. If streams are wrong, or could hide that they are, the engine's rate is void."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

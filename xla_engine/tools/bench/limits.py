@@ -1,7 +1,5 @@
 """The limits of the machine, and the bytes and operations of a step."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

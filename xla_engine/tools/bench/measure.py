@@ -1,7 +1,5 @@
 """The measurement: every engine at every batch size and workload, in turns."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models for the benchmark: real shapes with random weights, written once as Hugging Face directories."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

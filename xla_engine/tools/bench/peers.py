@@ -1,7 +1,5 @@
 """Peers of the benchmark: processes that answer one question after another."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Needs the extra `plot`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`--record`: the card as a section of the page of this kind of machine, under its command."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Entries of the record, from turns: medians with least and most, ratios, shares of the machine's limits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines take turns at one workload, and their streams are judged."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Tokens per second and latency against the number of slots: from where more slots gain nothing or slow down."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

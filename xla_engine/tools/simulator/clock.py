@@ -1,7 +1,5 @@
 """The clock of a simulation: host and device take the time that a cost model says."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Compares a recorded run with its simulation: schedules and times."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from xla_engine.observability.step_log import StepLog

@@ -1,7 +1,5 @@
 """Fitting a cost model to a recorded run."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence

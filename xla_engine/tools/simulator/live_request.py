@@ -1,7 +1,5 @@
 """The state of a live request in a simulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from xla_engine.tools.simulator.trace import Arrival

@@ -1,7 +1,5 @@
 """Several machines behind one router, and the number of machines that a load needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

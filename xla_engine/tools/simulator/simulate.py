@@ -4,8 +4,6 @@ A turn is the engine's: `plan -> start -> read the step before -> commit`. Nothi
 number of tokens its trace says. Memory is bounded by the requests that are live at one time.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence

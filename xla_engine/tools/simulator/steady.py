@@ -1,7 +1,5 @@
 """Device times of a series of similar steps."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

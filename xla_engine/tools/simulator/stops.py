@@ -1,7 +1,5 @@
 """Which steps sample a stop token: a request ends with the number of tokens in its trace."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

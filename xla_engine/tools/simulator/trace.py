@@ -8,8 +8,6 @@ Traces are read one line at a time. Files are CSV with a header, packed if named
 - BurstGPT (Wang et al., 2024): `Timestamp`, `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import math

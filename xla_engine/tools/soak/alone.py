@@ -1,7 +1,5 @@
 """Compares a request's result with the result alone: the same bits, or their beginning if it was ended early."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A life whose requests go through `AsyncLLM`: each is a task that reads its stream or disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

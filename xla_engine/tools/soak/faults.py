@@ -1,8 +1,6 @@
 """The faults of a soak: steps that fail, hang or take long, an interrupt, a lost device, text that cannot be decoded.
 Its clock is moved by steps only, so that a seed determines when a deadline passes."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

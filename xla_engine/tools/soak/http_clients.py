@@ -1,7 +1,5 @@
 """Honest clients of a server: their requests, and the answers that they must get, to the bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -4,8 +4,6 @@ generator.
 They return the status of the server's answer, None if there was none. A 5xx is never right.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

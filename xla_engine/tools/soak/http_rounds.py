@@ -1,7 +1,5 @@
 """Rounds of honest and hostile clients of one server, and what must hold after each."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

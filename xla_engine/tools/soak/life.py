@@ -1,7 +1,5 @@
 """One life of an engine: rounds of requests, and its end."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

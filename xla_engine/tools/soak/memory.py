@@ -1,7 +1,5 @@
 """Measures whether a process grows: memory, objects of requests, threads."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

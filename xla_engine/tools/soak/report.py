@@ -1,7 +1,5 @@
 """The results of a soak, and the rates of each kind of engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

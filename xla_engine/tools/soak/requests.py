@@ -1,7 +1,5 @@
 """The requests of a soak: every kind that a caller can send, what happens to each, and what each may end with."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

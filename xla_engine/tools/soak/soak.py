@@ -1,7 +1,5 @@
 """Lives of an engine, one after another, until the time is over."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

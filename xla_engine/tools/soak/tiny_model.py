@@ -1,7 +1,5 @@
 """A model of two small layers for a soak, whose steps are so short that the host does most of the work."""
 
-from __future__ import annotations
-
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
 

@@ -1,7 +1,5 @@
 """Timelines as a matplotlib figure (extra `plot`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from xla_engine.errors import ConfigError

@@ -4,8 +4,6 @@ The format is Google's "Trace Event Format" in its JSON object form: complete ev
 metadata ("M"); times in microseconds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from xla_engine.observability.phases import PHASES

@@ -1,7 +1,5 @@
 """Writing a timeline as a page, trace events or a figure; the file's ending says which."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

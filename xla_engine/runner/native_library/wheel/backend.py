@@ -4,8 +4,6 @@ An editable install compiles nothing: a checkout does so at its first start. A w
 C++ compiler contains no libraries, and works on every platform.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import logging
