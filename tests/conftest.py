@@ -10,6 +10,7 @@ from tests.support import profiles as profiles
 from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.parallel import pytest_cmdline_main as pytest_cmdline_main
 from tests.support.parallel import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.support.shared_programs import shared_programs
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import compile_cache_directory
@@ -24,10 +25,10 @@ def compile_cache() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_stored_programs() -> Iterator[None]:
-    """Engines of this process trace all programs, because tests replace what is traced."""
+def programs_of_this_process() -> Iterator[None]:
+    """Engines of this process share programs, and trace all of them while a test replaces what is traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xla_engine.runner.runner.program_store", lambda *_: None)
+        patch.setattr("xla_engine.runner.runner.program_store", shared_programs)
         yield
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
+from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import BOTH_LANES, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.outputs import RequestOutput
-from xla_engine.runner.backends import serving_isa
 from xla_engine.sampling_params import SamplingParams
 
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or serving_isa() is None,
+    not HAS_KERNELS,
     reason="only the C++ kernels run prompts and answers through the same code",
 )
 

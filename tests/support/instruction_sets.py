@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from xla_engine.environment import requested_isa
 from xla_engine.runner.native_library.build import PARTS, NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
@@ -13,6 +14,8 @@ HERE = [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.full) for name in NAM
 _JAX = pytest.param(None, marks=pytest.mark.full, id="None")
 ISAS = [*HERE, _JAX] if jax.default_backend() == "cpu" and NAMES else [None]
 NATIVE_ISAS = HERE if jax.default_backend() == "cpu" else []
+# Whether engines here use C++ kernels. Nothing is compiled to find out, because all workers of a run import this.
+HAS_KERNELS = bool(NATIVE_ISAS) and requested_isa() != "none"
 
 
 def registered(isa: str | None, *parts: str) -> str | None:

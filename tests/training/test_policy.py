@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine_faults import bits
+from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -20,14 +21,11 @@ from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import random_checkpoint
-from xla_engine.runner.backends import serving_isa
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.training import Batch, Policy
 from xla_engine.training.logps import xla_logps
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or serving_isa() is None, reason="a policy needs the C++ kernels"
-)
+pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="a policy needs the C++ kernels")
 CONFIG = replace(TINY_ENGINE, max_model_len=128)
 PARAMS = SamplingParams(temperature=0.7, max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
 PROMPTS = [list(range(length)) for length in (1, 17, 40, 40, 3)]

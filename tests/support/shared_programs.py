@@ -1,0 +1,68 @@
+"""Engines of a test process share compiled programs, unless code of the package is replaced meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from xla_engine.graphs.inventory import GraphReport, Program
+from xla_engine.runner.compile_cache import count_compile
+from xla_engine.runner.program_key import NoKeyError, platform_key, program_key
+
+_MOST = 400  # programs
+_TRACED = ("xla_engine.graphs", "xla_engine.runner.programs", "xla_engine.runner.drafting")
+_first_seen: dict[tuple[str, ...], Any] = {}
+_programs: OrderedDict[str, tuple[Any, GraphReport]] = OrderedDict()
+
+
+class SharedPrograms:
+    """`runner.program_store.ProgramStore` in memory, without a digest of the code: it is one process's."""
+
+    token = ""
+    has_new = False
+
+    def __init__(self, kind: str) -> None:
+        self._keys = platform_key(), kind
+
+    def key(self, program: Program) -> str | None:
+        try:
+            return program_key(program, *self._keys)
+        except NoKeyError:
+            return None
+
+    def load(self, key: str, name: str) -> tuple[Any, GraphReport] | None:
+        if key not in _programs:
+            return None
+        _programs.move_to_end(key)
+        count_compile(name)
+        return _programs[key]
+
+    def save(self, key: str, compiled: Any, report: GraphReport) -> None:
+        _programs[key] = compiled, report
+        if len(_programs) > _MOST:
+            _programs.popitem(last=False)
+
+
+def shared_programs(kind: str) -> SharedPrograms | None:
+    """Stands for `program_store`; None while a function, class or traced constant of the package is replaced."""
+    replaced = [name for name, value in _definitions() if _first_seen.setdefault(name, value) is not value]
+    return None if replaced else SharedPrograms(kind)
+
+
+def _definitions() -> Iterator[tuple[tuple[str, ...], Any]]:
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("xla_engine."):
+            continue
+        traced = module_name.startswith(_TRACED)
+        for name, value in list(vars(module).items()):
+            if name.startswith("__"):
+                continue
+            if isinstance(value, type) and value.__module__ == module_name:
+                for attribute, method in vars(value).items():
+                    if isinstance(method, (FunctionType, staticmethod, classmethod, property)):
+                        yield (module_name, name, attribute), method
+            if traced or callable(value):
+                yield (module_name, name), value
