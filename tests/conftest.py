@@ -9,6 +9,8 @@ import pytest
 from tests.support import profiles as profiles
 from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.parallel import pytest_cmdline_main as pytest_cmdline_main
+from tests.support.parallel import pytest_collection as pytest_collection
+from tests.support.parallel import pytest_collection_finish as pytest_collection_finish
 from tests.support.parallel import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.shared_programs import shared_programs
 from xla_engine.config import EngineConfig

@@ -7,7 +7,7 @@ stand below, each with its reason; the list may only get shorter.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -45,19 +45,24 @@ INHERITS = {
 }
 
 
-def _files() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if not any(part.is_symlink() for part in path.parents):
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@functools.cache
+def _nodes() -> list[tuple[str, ast.ClassDef | ast.Call]]:
+    """The classes and calls of our files, each with its file."""
+    return [
+        (str(path.relative_to(ROOT)), node)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if not any(part.is_symlink() for part in path.parents)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.ClassDef, ast.Call))
+    ]
 
 
 def _classes() -> dict[str, list[ast.ClassDef]]:
     found: dict[str, list[ast.ClassDef]] = {}
-    for _, tree in _files():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
+    for _, node in _nodes():
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(node.name, []).append(node)
     return found
 
 
@@ -97,11 +102,10 @@ def test_our_classes_hold_parts_and_inherit_no_code() -> None:
 def test_no_class_of_ours_is_cast_to_another() -> None:
     """A cast makes one thing pass for another where no checker looks; a protocol says what both have."""
     classes, found = _classes(), set[str]()
-    for place, tree in _files():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _name(node.func) == "cast" and node.args:
-                target = node.args[0]
-                word = target.value if isinstance(target, ast.Constant) else ast.unparse(target)
-                if isinstance(word, str) and word in classes:
-                    found.add(f"{place}: {word}")
+    for place, node in _nodes():
+        if isinstance(node, ast.Call) and _name(node.func) == "cast" and node.args:
+            target = node.args[0]
+            word = target.value if isinstance(target, ast.Constant) else ast.unparse(target)
+            if isinstance(word, str) and word in classes:
+                found.add(f"{place}: {word}")
     assert found == set()

@@ -6,6 +6,7 @@ There is one worker more than cores, because a third of the tests' time is spent
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: LONG.index(folder) if (folder := item.path.parent.name) in LONG else len(LONG)
     )
+
+
+def pytest_collection() -> None:
+    """Importing and collecting thousands of tests leaves no garbage to speak of."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays, so nobody searches it for garbage."""
+    gc.enable()
+    gc.freeze()
 
 
 def workers(config: pytest.Config) -> int:
