@@ -31,6 +31,7 @@ def programs_of_this_process() -> Iterator[None]:
     """Engines of this process share programs, and trace all of them while a test replaces what is traced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xla_engine.runner.runner.program_store", shared_programs)
+        shared_programs("")  # sees what there is before tests replace it
         yield
 
 

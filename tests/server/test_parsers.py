@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from xla_engine.text.parsers.choose import TOOL_PARSERS, Dialect, forced
 from xla_engine.text.parsers.formats import FirstCall, Hermes, Plain, Think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
@@ -61,7 +62,7 @@ texts = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=texts, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_every_cut_gives_the_same_message(name: str, text: str, data: st.DataObject) -> None:
     whole = message_of(PARSERS[name](), text)
     parser, streamed, place = PARSERS[name](), Message(), 0
@@ -75,7 +76,7 @@ def test_every_cut_gives_the_same_message(name: str, text: str, data: st.DataObj
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3", "mistral", "think"])
 @given(text=texts)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_a_text_without_calls_and_reasoning_is_content_to_the_letter(name: str, text: str) -> None:
     message = message_of(PARSERS[name](), text)
     if not message.calls and not message.reasoning and not ("<think>" in text and name == "think"):

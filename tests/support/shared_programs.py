@@ -1,4 +1,4 @@
-"""Engines of a test process share compiled programs, unless code of the package is replaced meanwhile."""
+"""Engines of a test process share compiled programs, but not while a test replaces what programs are made by."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from xla_engine.runner.compile_cache import count_compile
 from xla_engine.runner.program_key import NoKeyError, platform_key, program_key
 
 _MOST = 400  # programs
+_MAKING = ("xla_engine.graphs", "xla_engine.runner")
+_CHECKING = "xla_engine.runner.self_check"  # runs them
 _TRACED = ("xla_engine.graphs", "xla_engine.runner.programs", "xla_engine.runner.drafting")
 _first_seen: dict[tuple[str, ...], Any] = {}
 _programs: OrderedDict[str, tuple[Any, GraphReport]] = OrderedDict()
@@ -47,22 +49,20 @@ class SharedPrograms:
 
 
 def shared_programs(kind: str) -> SharedPrograms | None:
-    """Stands for `program_store`; None while a function, class or traced constant of the package is replaced."""
+    """Stands for `program_store`; None while something that makes programs is replaced."""
     replaced = [name for name, value in _definitions() if _first_seen.setdefault(name, value) is not value]
     return None if replaced else SharedPrograms(kind)
 
 
 def _definitions() -> Iterator[tuple[tuple[str, ...], Any]]:
-    for module_name, module in list(sys.modules.items()):
-        if not module_name.startswith("xla_engine."):
+    """What tests may replace: functions, methods and classes of modules that make programs, and their constants."""
+    for place, module in list(sys.modules.items()):
+        if not place.startswith(_MAKING) or place.startswith(_CHECKING):
             continue
-        traced = module_name.startswith(_TRACED)
         for name, value in list(vars(module).items()):
-            if name.startswith("__"):
-                continue
-            if isinstance(value, type) and value.__module__ == module_name:
+            if isinstance(value, type) and value.__module__ == place:
                 for attribute, method in vars(value).items():
                     if isinstance(method, (FunctionType, staticmethod, classmethod, property)):
-                        yield (module_name, name, attribute), method
-            if traced or callable(value):
-                yield (module_name, name), value
+                        yield (place, name, attribute), method
+            if callable(value) or (place.startswith(_TRACED) and not name.startswith("__")):
+                yield (place, name), value
