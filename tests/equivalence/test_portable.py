@@ -49,7 +49,7 @@ def test_this_machine_has_the_golden_bits_and_another_one_is_told(monkeypatch: p
     assert f"kernels for int8, {HERE[0]}: attention" in done.stdout
     assert done.stdout.endswith(f"NOT the bits of {ARITHMETIC}\n")
     refused = CliRunner().invoke(main, ["verify", "--against", "golden", "--max-num-seqs", "4"])
-    assert refused.exit_code == 2 and "leave max_num_seqs out" in refused.output
+    assert refused.exit_code == 2 and "leave --max-num-seqs out" in refused.output
     monkeypatch.setattr(portable, "golden", lambda: {"kernels": {**golden["kernels"], "attention": "0"}})
     with pytest.raises(
         ConfigError, match=f"for {HERE[0]} do not have the bits of portable-1: attention .*CXX"

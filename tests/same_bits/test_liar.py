@@ -122,6 +122,7 @@ def test_a_function_is_checked_and_what_it_does_not_show_is_not_called_same() ->
 
     report = check(honest, requests=5)
     report.raise_if_different()
+    assert "no cached tokens are reported (vLLM reports them with --" in report.text()
     assert {row.name: row.verdict for row in report.rows} | {"repeat": "same", "cut": "not visible"} == {
         **{row.name: "not visible" for row in report.rows},
         **dict.fromkeys(("repeat", "co-batch, 8 others", "co-batch, 48 others"), "same"),

@@ -93,9 +93,16 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_command_tells_its_limits_first_and_refuses_options_of_an_engine() -> None:
     with serving() as server:
         result = invoke("verify", "--url", server.url, "--requests", "3", "--json")
+        sent = len(server.requests)
+        for option, value, said in (
+            ("--max-num-seqs", "4", "leave --max-num-seqs out"),
+            ("--save", "/no/such.json", "/no/such.json"),
+            ("--baseline", "/no/such.json", "/no/such.json"),
+        ):
+            assert_not_started(invoke("verify", "--url", server.url, option, value), said)
+        assert len(server.requests) == sent, "sent although an option or a file was wrong"
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[0].endswith("at most 400 requests, 60,000 tokens, 600 s")
-    assert_not_started(invoke("verify", "--url", server.url, "--max-num-seqs", "4"), "max_num_seqs")
     assert_not_started(invoke("verify", "--save", "a.json"), "--save needs --url")
 
 

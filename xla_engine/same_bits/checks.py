@@ -300,7 +300,8 @@ class _Checks:
         self._compare(label, ask, alone, answer, cause=cause)
 
     def _prefix(self) -> None:
-        hits, corpus = 0, self._target.corpus
+        found: list[int | None] = []  # cached tokens, of requests that should have some
+        corpus = self._target.corpus
         lengths = LENGTHS if corpus else (64, 256)
         for length in lengths:
             ask = Ask(prompt=fresh_prompt(self._fresh, length, corpus), max_tokens=8)
@@ -310,10 +311,15 @@ class _Checks:
             again = self._one(ask)
             self._compare(f"{length} tokens, cold and warm", ask, cold, warm)
             self._compare(f"{length} tokens, cold and warmed by a longer prompt", ask, cold, again)
-            hits += sum(bool(each.cached_tokens) for each in (warm, again))
-        self._row.note = f"{hits} prefix hits seen"
-        if not hits:
+            found += [warm.cached_tokens, again.cached_tokens]
+        if not any(each is not None for each in found):
+            self._row.hidden = (
+                "no cached tokens are reported (vLLM reports them with --enable-prompt-tokens-details)"
+            )
+        elif not any(found):
             self._row.hidden = "no hit in a prefix cache was seen"
+        else:
+            self._row.note = f"{sum(map(bool, found))} prefix hits seen"
 
     def _score(self) -> None:
         for number in range(4):

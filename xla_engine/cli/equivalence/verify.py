@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import click
@@ -116,7 +117,7 @@ def verify(
         sys.exit(_verify_url(context))
     for name in _OF_SERVERS[1:]:
         if _given(context, name):
-            raise _common.NotStarted(f"{_OPTIONS.get(name, '--' + name.replace('_', '-'))} needs --url")
+            raise _common.NotStarted(f"{_option(context, name)} needs --url")
     if against == "golden":
         sys.exit(_verify_golden(context))
     if record_path is not None and against != "alone":
@@ -169,10 +170,10 @@ def verify(
 def _verify_golden(context: click.Context) -> int:
     """Repeat the golden file of bits "portable" and return the exit status."""
     known = ("against", "isa", "quantization", "verbose")
-    if others := [name for name in context.params if name not in known and _given(context, name)]:
+    if others := _others(context, known):
         raise _common.NotStarted(
             f"--against golden has a model and options of its own, apart from --isa and --quantization: leave "
-            f"{', '.join(others)} out"
+            f"{others} out"
         )
     with _common.startup_errors(), counting("engines", sys.stderr) as count:
         from xla_engine.equivalence import portable
@@ -187,19 +188,29 @@ def _verify_golden(context: click.Context) -> int:
 
 
 _OF_SERVERS = ("url", "remote", "api_key_env", "is_long", "save", "baseline", "form")
-_OPTIONS = {"is_long": "--long", "form": "--markdown or --json"}
 
 
 def _given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def _option(context: click.Context, name: str) -> str:
+    """A parameter as it is written on the command line."""
+    return " or ".join(max(each.opts, key=len) for each in context.command.params if each.name == name)
+
+
+def _others(context: click.Context, known: Collection[str]) -> str:
+    """The options that were given and are not known here."""
+    names = [name for name in context.params if name not in known and _given(context, name)]
+    return ", ".join(_option(context, name) for name in sorted(names))
+
+
 def _verify_url(context: click.Context) -> int:
     """Check a server and return the exit status. Prints its limits first, and the report to standard output."""
     given = context.params
     known = {*_OF_SERVERS, "requests", "seed", "model"}
-    if others := ", ".join(sorted(name for name in given if name not in known and _given(context, name))):
-        raise _common.NotStarted(f"{others}: options of a local engine, which cannot be used with --url")
+    if others := _others(context, known):
+        raise _common.NotStarted(f"with --url, a server runs the model: leave {others} out")
     from xla_engine.environment import api_key
     from xla_engine.same_bits import checks
     from xla_engine.same_bits.server import LONG, HttpTarget, Limits
@@ -210,9 +221,14 @@ def _verify_url(context: click.Context) -> int:
     if key_env is not None and not key:
         raise _common.NotStarted(f"the environment variable {key_env} (--api-key-env) is not set")
     limits = LONG if given["is_long"] else Limits()
-    click.echo(f"sending to {given['url']} at most {limits}", err=True)
+    requests = given["requests"] if _given(context, "requests") else 30
     try:
         with _common.startup_errors():
+            if given["baseline"] is not None:  # files first: a run takes minutes
+                checks.load_answers(given["baseline"], requests=requests, seed=given["seed"])
+            if given["save"] is not None:
+                open(given["save"], "ab").close()
+            click.echo(f"sending to {given['url']} at most {limits}", err=True)
             target = HttpTarget(
                 given["url"],
                 model=given["model"],
@@ -223,7 +239,7 @@ def _verify_url(context: click.Context) -> int:
             )
             report = checks.check(
                 target,
-                requests=given["requests"] if _given(context, "requests") else 30,
+                requests=requests,
                 seed=given["seed"],
                 among=checks.LONG if given["is_long"] else checks.AMONG,
                 save=given["save"],
