@@ -18,7 +18,7 @@ from xla_engine.engine.waiter import Pending, Waiter, device_lost
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import Params, Prompt, sampling_params_of
+from xla_engine.prompts import Params, Prompt, chat_prompt, sampling_params_of
 from xla_engine.text.chat_template import CHAT_OPTIONS, Message
 
 
@@ -143,7 +143,7 @@ class AsyncLLM:
         """
         check_options("chat", options, *CHAT_OPTIONS)
         request_options = pop_options(options)
-        prompt = await asyncio.to_thread(self.engine.render_chat, messages, **options)
+        prompt = await asyncio.to_thread(chat_prompt, self.engine.render_chat, messages, **options)
         outputs = self.generate(
             prompt,
             sampling_params or self.engine.default_params.for_chat(),

@@ -41,6 +41,14 @@ class ImageTooLargeError(InvalidImageError, code="image_too_large"):
     """A picture exceeds a limit on its bytes, pixels or sides; the message names it."""
 
 
+class ImageNotAllowedError(InvalidImageError, code="image_not_allowed"):
+    """A picture comes from a place that the operator does not allow; the message names option or remedy."""
+
+
+class ImageUnreachableError(InvalidImageError, code="image_unreachable"):
+    """A picture cannot be fetched or read from its place; the message says why."""
+
+
 class ConfigError(XlaEngineError, ValueError, code="invalid_config"):
     """The configuration of the engine is invalid."""
 

@@ -37,6 +37,7 @@ from xla_engine.prompts import (
     Prompt,
     TextOrIds,
     TextPair,
+    chat_prompt,
     conversations,
     pair_messages,
     per_prompt,
@@ -202,7 +203,7 @@ class LLM:
         prompts: list[Prompt] = []
         for index, conversation in enumerate(conversations(messages)):
             try:
-                prompts.append(self.engine.render_chat(conversation, **options))
+                prompts.append(chat_prompt(self.engine.render_chat, conversation, **options))
             except InvalidRequestError as error:
                 raise type(error)(f"conversation {index}: {error}") from error
         given = self.engine.default_params.for_chat() if sampling_params is None else sampling_params

@@ -1,6 +1,6 @@
-"""The forms of a prompt: text, token ids, one of vLLM's dicts around either, or texts to score."""
+"""The forms of a prompt: text, token ids, one of vLLM's dicts around either, texts to score; and their pictures."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
@@ -13,13 +13,23 @@ T = TypeVar("T")
 TextOrIds = str | Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a prompt. source: see `xla_engine.images.sources`. name: its place in the request, for errors."""
+
+    source: Any
+    name: str
+
+
 class TextPrompt(TypedDict):
     """vLLM's dict around a prompt's text.
 
+    multi_modal_data: {"image": ...}, a picture or a list of pictures, one for each `<image>` in the text.
     cache_salt: as in `xla_engine.engine.protocol.SharedOptions`.
     """
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -58,12 +68,13 @@ class PromptParts(NamedTuple):
     """The parts of a prompt.
 
     content: what the model reads. text: what the output shows; None if there is none.
-    cache_salt: None if the prompt has none.
+    cache_salt: None if the prompt has none. pictures: in the order of their places in the text.
     """
 
     content: str | Sequence[int] | TextPair
     text: str | None
     cache_salt: str | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 def prompt_parts(prompt: Prompt) -> PromptParts:
@@ -78,11 +89,13 @@ def prompt_parts(prompt: Prompt) -> PromptParts:
 
 
 def content_of(prompt: Prompt) -> str | Sequence[int]:
-    """Text or token ids of a prompt. Raises InvalidRequestError."""
-    content = prompt_parts(prompt).content
-    if isinstance(content, TextPair):
+    """Text or token ids of a prompt that has nothing else. Raises InvalidRequestError."""
+    parts = prompt_parts(prompt)
+    if isinstance(parts.content, TextPair):
         raise InvalidRequestError("pairs of texts are only for models that score documents; give one text")
-    return content
+    if parts.pictures:
+        raise InvalidRequestError("this call takes no pictures; remove multi_modal_data, or use generate")
+    return parts.content
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -153,18 +166,119 @@ def sampling_params_of(given: object) -> SamplingParams:
 
 
 def _of_mapping(fields: Mapping[str, Any]) -> PromptParts:
-    if unknown := sorted(map(str, fields.keys() - {"prompt", "prompt_token_ids", "cache_salt"})):
+    known = {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
+    if unknown := sorted(map(str, fields.keys() - known)):
         raise InvalidRequestError(
-            f"a prompt's dict has 'prompt' or 'prompt_token_ids', and 'cache_salt'; remove {shown(unknown[0])}"
+            "a prompt's dict has 'prompt' or 'prompt_token_ids', and 'multi_modal_data' and 'cache_salt'; remove "
+            f"{shown(unknown[0])}"
         )
     text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    pictures = pictures_of(fields.get("multi_modal_data"))
+    if pictures and token_ids is not None:
+        raise InvalidRequestError(
+            "a prompt of token ids cannot have pictures here: give its text, with one <image> for each"
+        )
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(f"'prompt' of a prompt's dict must be text, not {shown(text)}")
     if token_ids is not None:
         return PromptParts(token_ids_of(token_ids), text, fields.get("cache_salt"))
     if text is None:
         raise InvalidRequestError("a prompt's dict needs 'prompt' (text) or 'prompt_token_ids'")
-    return PromptParts(text, text, fields.get("cache_salt"))
+    return PromptParts(text, text, fields.get("cache_salt"), pictures)
+
+
+def pictures_of(data: object) -> tuple[Picture, ...]:
+    """The pictures of `multi_modal_data`. Raises InvalidRequestError, which names what else is in it."""
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping):
+        raise InvalidRequestError(f"multi_modal_data must be {{'image': ...}}, not {shown(data)}")
+    if other := [name for name in data if name != "image"]:
+        raise InvalidRequestError(f"multi_modal_data has {shown(other[0])}; only 'image' is supported")
+    given = data.get("image")
+    if given is None:
+        return ()
+    many = given if isinstance(given, list | tuple) else [given]
+    return tuple(
+        each if isinstance(each, Picture) else Picture(each, f"multi_modal_data.image[{index}]")
+        for index, each in enumerate(many)
+    )
+
+
+def chat_prompt(
+    render: Callable[..., str], messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str | TextPrompt:
+    """The prompt of a conversation, with its pictures. render: `XlaBatchEngine.render_chat`; options: its own.
+
+    Parts with pictures are OpenAI's {"type": "image_url", "image_url": {"url": ...}} and vLLM's
+    {"type": "image_pil", "image_pil": ...}; {"type": "image", "image": ...} takes either. Raises what `render` raises.
+    """
+    rest, pictures = without_pictures(messages)
+    return with_pictures(render(rest, **options), pictures)
+
+
+def with_pictures(text: str, pictures: Sequence[Picture]) -> str | TextPrompt:
+    """A prompt with pictures, or just its text."""
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}} if pictures else text
+
+
+_PICTURE_PARTS = ("image_url", "image_pil", "image")
+_OTHER_PARTS = (
+    "input_audio",
+    "audio_url",
+    "audio",
+    "video_url",
+    "video",
+    "file",
+    "input_file",
+    "image_embeds",
+)
+
+
+def without_pictures(messages: Any) -> tuple[Any, list[Picture]]:
+    """The messages with {"type": "image"} for each picture, and the pictures. What is no list of parts stays."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        return messages, []
+    pictures: list[Picture] = []
+    rest = [_message_without(message, f"messages[{n}]", pictures) for n, message in enumerate(messages)]
+    return (rest if pictures else messages), pictures
+
+
+def _message_without(message: Any, where: str, pictures: list[Picture]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    content = content if isinstance(content, list | tuple) else plain(content)
+    if not isinstance(content, list | tuple):
+        return message
+    parts = []
+    for n, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _OTHER_PARTS:
+            raise InvalidRequestError(
+                f"{where}.content[{n}] is {kind!r}; only text and pictures are supported"
+            )
+        if kind in _PICTURE_PARTS:
+            pictures.append(Picture(_source(part, f"{where}.content[{n}]"), f"{where}.content[{n}]"))
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _source(part: Mapping[str, Any], where: str) -> Any:
+    kind = part["type"]
+    source = part.get(kind)
+    if kind == "image_url" and isinstance(source, Mapping):
+        if source.get("detail") not in (None, "auto"):
+            raise InvalidRequestError(
+                f"{where}.image_url.detail must be 'auto'; mm_processor_kwargs sets the number of tiles for all"
+            )
+        if other := sorted(map(str, source.keys() - {"url", "detail"})):
+            raise InvalidRequestError(f"{where}.image_url has {shown(other[0])}; it has 'url' and 'detail'")
+        source = source.get("url")
+    if source is None or (kind == "image_url" and not isinstance(source, str)):
+        raise InvalidRequestError(f"{where} has no picture; {kind!r} must hold it")
+    if other := sorted(map(str, part.keys() - {"type", kind})):
+        raise InvalidRequestError(f"{where} has {shown(other[0])}; a picture's part has 'type' and {kind!r}")
+    return source
 
 
 def token_ids_of(prompt: object) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def test_submit_and_async_take_the_same_dicts(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ({"text": TEXT}, "remove 'text'"),
-        ({"prompt": TEXT, "multi_modal_data": {"image": 1}}, "remove 'multi_modal_data'"),
+        ({"prompt": TEXT, "multi_modal_data": {"image": 1}}, "reads no pictures"),
         ({}, "needs 'prompt'"),
         ({"prompt": [1, 2]}, "must be text"),
         ({"prompt_token_ids": "ab"}, "token ids"),

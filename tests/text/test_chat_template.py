@@ -186,6 +186,9 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     assert render_chat(HELLO, template) == "d"
     assert render_chat(HELLO, template, tools=[{"type": "function"}]) == "t"
 
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert render_chat(HELLO, open_model(tmp_path).chat_template()) == "processor"
+
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("r")

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig
-from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.requests.validation import NO_PICTURES, RequestValidator
+from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.quantised.methods import quantisation_fields
 from xla_engine.model_loader.weights import stored_kinds
+from xla_engine.prompts import chat_prompt, prompt_parts
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -139,9 +142,12 @@ class DryRun:
         return None
 
     def _token_ids(self, prompt: Prompt, request: LineRequest) -> tuple[int, ...]:
-        if not isinstance(prompt, Chat):
-            return self._validator.token_ids(prompt, request.params)
-        options = dict(prompt.options)
-        template = chosen_template(self._template, options.pop("chat_template", None))
-        text = render_chat(prompt.messages, template, **options)
-        return self._validator.token_ids(text, request.params, add_special_tokens=False)
+        is_chat = isinstance(prompt, Chat)
+        if isinstance(prompt, Chat):
+            options = dict(prompt.options)
+            template = chosen_template(self._template, options.pop("chat_template", None))
+            prompt = chat_prompt(partial(render_chat, template=template), prompt.messages, **options)
+        parts = prompt_parts(prompt)
+        if parts.pictures:
+            raise InvalidRequestError(NO_PICTURES)
+        return self._validator.token_ids(parts.content, request.params, add_special_tokens=not is_chat)

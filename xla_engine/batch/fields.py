@@ -64,6 +64,7 @@ LINE_FIELDS = frozenset(
         *HINTS,
         *_GUIDED,
         "echo",
+        "images",
         "max_completion_tokens",
         "messages",
         "model",

@@ -4,6 +4,7 @@ Three kinds of input line may be mixed in one file. A plain line holds a prompt,
 `SamplingParams` fields:
 
     {"prompt": "def main(", "max_tokens": 32, "temperature": 0, "custom_id": "a"}
+    {"prompt": "User:<image>What is this?", "images": ["data:image/png;base64,..."]}
 
 and an OpenAI Batch line (https://platform.openai.com/docs/api-reference/batch) holds a completions or a chat
 completions request, with OpenAI's names for its fields:
@@ -37,7 +38,7 @@ from xla_engine.batch.fields import (
 from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
 from xla_engine.batch.responses.body import chat_body
 from xla_engine.errors import InvalidRequestError, XlaEngineError
-from xla_engine.prompts import TextPair
+from xla_engine.prompts import Picture, TextPair, TextPrompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat, Reading, take_chat
 from xla_engine.text.parsers.choose import Dialect
@@ -50,7 +51,7 @@ MAX_PROMPTS = 128  # in one line
 MAX_SEQUENCES = 1024  # of one line: prompts times n
 
 
-Prompt = str | tuple[int, ...] | Chat | TextPair
+Prompt = str | tuple[int, ...] | Chat | TextPair | TextPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class LineRequest:
 
     line: number in the file, from 1.
     custom_id: the line's own, or `line-<n>`.
-    prompts: text, token ids or a chat; more than one only if a completions body lists several.
+    prompts: text, token ids, text with pictures or a chat; more than one only if a completions body lists several.
     model: the model name in the line, which the answer repeats; None if it has none.
     echo: whether the text begins with the prompt.
     generates: false if only the prompt is scored; the one token that is generated anyway is left out.
@@ -249,7 +250,13 @@ def _as_chat(body: dict[str, Any], system: str) -> None:
         )
     if isinstance(prompt, str) and prompt and "messages" not in body:
         del body["prompt"]
-        body["messages"] = [{"role": "user", "content": prompt}]
+        content: object = prompt
+        if (images := body.pop("images", None)) is not None:
+            if not isinstance(images, list):
+                raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
+            parts = [{"type": "image", "image": each} for each in images]
+            content = [*parts, {"type": "text", "text": prompt}]
+        body["messages"] = [{"role": "user", "content": content}]
     messages = body.get("messages")
     if system and isinstance(messages, list) and messages:
         first = messages[0]
@@ -263,9 +270,15 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
     if "messages" not in body:
         _check_prompt_is_there(body)
         _check_is_no_row(body)
-        return (_prompt(body.pop("prompt", ...)),), None, body, None
+        images = body.pop("images", None)
+        prompt = _prompt(body.pop("prompt", ...))
+        return (prompt if images is None else _with_images(prompt, images),), None, body, None
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
+    if "images" in body:
+        raise InvalidRequestError(
+            '"images" is for a "prompt"; in "messages", pictures are parts of the content'
+        )
     chat, reading = take_chat(body, dialect)
     return (chat,), None, body, reading
 
@@ -303,6 +316,16 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
     if wanted:
         body["logprobs"] = 0 if top is None else top
     return body
+
+
+def _with_images(prompt: str | tuple[int, ...], images: object) -> TextPrompt:
+    """A plain line's prompt with its pictures."""
+    if not isinstance(images, list):
+        raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
+    if not isinstance(prompt, str):
+        raise InvalidRequestError("images need a prompt that is text, with one <image> for each")
+    pictures = [Picture(each, f"images[{n}]") for n, each in enumerate(images)]
+    return {"prompt": prompt, "multi_modal_data": {"image": pictures}}
 
 
 def _check_prompt_is_there(body: Mapping[str, Any]) -> None:

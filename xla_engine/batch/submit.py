@@ -6,6 +6,7 @@ from typing import Any
 from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.prompts import chat_prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat
 
@@ -30,7 +31,7 @@ def submit_prompt(
         options = {**options, "lora_request": adapter}
     is_chat = isinstance(prompt, Chat)
     if isinstance(prompt, Chat):
-        prompt = engine.render_chat(prompt.messages, **prompt.options)
+        prompt = chat_prompt(engine.render_chat, prompt.messages, **prompt.options)
     engine.submit(
         prompt,
         params or request.params,

@@ -44,13 +44,17 @@ class HuggingFaceDirectory:
         return read_tokenizer(self.path)
 
     def chat_template(self) -> ChatTemplate | None:
-        """As in transformers, `chat_template.jinja` and `additional_chat_templates/*.jinja` override
-        tokenizer_config.json."""
-        config, tokens = (
+        """As in transformers, `chat_template.jinja` and `additional_chat_templates/*.jinja` override the processor's
+        `chat_template.json`, and that one tokenizer_config.json."""
+        config, tokens, processor = (
             read_json(file) if (file := self.path / name).is_file() else {}
-            for name in ("tokenizer_config.json", "special_tokens_map.json")
+            for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
         )
-        sources = _template_files(self.path) or _template_entries(config.get("chat_template"), self.path)
+        sources = (
+            _template_files(self.path)
+            or _template_entries(processor.get("chat_template"), self.path / "chat_template.json")
+            or _template_entries(config.get("chat_template"), self.path / "tokenizer_config.json")
+        )
         if not sources:
             return None
         return ChatTemplate(sources=sources, special_tokens=_special_tokens(tokens | config))
@@ -72,8 +76,8 @@ def _read_template(file: Path) -> str:
         raise CheckpointError(f"{file}: cannot be read ({error}). Download the file again") from error
 
 
-def _template_entries(value: Any, directory: Path) -> dict[str, str]:
-    """`chat_template` of tokenizer_config.json: text, or a list of {"name", "template"}."""
+def _template_entries(value: Any, file: Path) -> dict[str, str]:
+    """`chat_template` of a JSON file: text, or a list of {"name", "template"}."""
     if value is None:
         return {}
     entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
@@ -84,8 +88,7 @@ def _template_entries(value: Any, directory: Path) -> dict[str, str]:
         for entry in entries
     ):
         raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be text or a list of names and "
-            "templates. Download the file again"
+            f"{file}: chat_template must be text or a list of names and templates. Download the file again"
         )
     return {entry["name"]: entry["template"] for entry in entries}
 

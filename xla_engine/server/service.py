@@ -21,7 +21,14 @@ from xla_engine.errors import EngineClosedError, TokenLimitError
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import TextPair, TokensPrompt
+from xla_engine.prompts import (
+    TextPair,
+    TextPrompt,
+    TokensPrompt,
+    prompt_parts,
+    with_pictures,
+    without_pictures,
+)
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.server.answer_size import answer_values, held_values
@@ -52,7 +59,7 @@ class ReadyPrompt:
     thinking: whether it ends with the opening tag of reasoning.
     """
 
-    value: str | tuple[int, ...] | TokensPrompt | TextPair
+    value: str | tuple[int, ...] | TokensPrompt | TextPrompt | TextPair
     add_special_tokens: bool
     thinking: bool = False
 
@@ -63,7 +70,10 @@ class ReadyPrompt:
             return len(self.value.encode(errors="replace")) + 2
         if isinstance(self.value, TextPair):
             return ReadyPrompt(self.value.first + self.value.second, True).most_tokens
-        return len(self.value["prompt_token_ids"] if isinstance(self.value, dict) else self.value)
+        parts = prompt_parts(self.value)
+        if isinstance(parts.content, str):
+            return ReadyPrompt(parts.content, True).most_tokens
+        return len(parts.content)  # type: ignore[arg-type]
 
 
 class Background(Protocol):
@@ -182,9 +192,11 @@ class Service:
         key: of the caller. long: text with more characters is tokenised here, in another thread.
         """
         if isinstance(prompt, Chat):
-            text = await self.rendering.render(prompt, key)
+            messages, pictures = without_pictures(prompt.messages)
+            text = await self.rendering.render(replace(prompt, messages=messages), key)
             # a rendered chat already has its special tokens
-            ready = ReadyPrompt(text, False, text[-32:].rstrip().endswith("<think>"))
+            thinking = text[-32:].rstrip().endswith("<think>")
+            ready = ReadyPrompt(with_pictures(text, pictures), False, thinking)
         else:
             ready = ReadyPrompt(prompt, True)
         if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):

@@ -6,6 +6,7 @@ does not limit time or memory, so it runs in its own process (`chat_worker`) und
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,9 @@ MAX_CHARACTERS = 1 << 24  # of a rendered conversation
 MAX_CONVERSATION = 1 << 26  # bytes of messages and tools as JSON
 
 _CONTEXT = frozenset({"messages", "tools", "add_generation_prompt"})
+IMAGE_PART = {"type": "image"}
+_TYPES = "type"  # a template that tells parts apart reads their type
+_PROBE = "xla engine probe"
 _MARK = "\ue000continue here\ue000 "  # appended to the message to continue; private use characters
 
 
@@ -56,8 +60,9 @@ def render_chat(
     """The prompt for a conversation, equal to that of transformers' `apply_chat_template`.
 
     Arguments:
-        messages: dicts with "role" and "content". Content is text, a list of {"type": "text", "text": ...} parts
-            (joined by newlines), or None with "tool_calls", whose JSON "arguments" the template sees as objects.
+        messages: dicts with "role" and "content". Content is text, a list of {"type": "text", "text": ...} and
+            {"type": "image"} parts, or None with "tool_calls", whose JSON "arguments" the template sees as objects.
+            Text parts alone are joined by newlines, and a text is one part, whichever the template prints.
             template: the checkpoint's, or jinja2 source.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: end with the beginning of an assistant message.
@@ -82,9 +87,6 @@ def render_chat(
             "add_generation_prompt and continue_final_message exclude each other; set the first to false"
         )
     plain = _plain_messages(as_plain(messages))
-    final = str(plain[-1].get("content") or "")
-    if continue_final_message:
-        plain[-1]["content"] = final + _MARK
     extra = dict(chat_template_kwargs or {})
     if reserved := sorted(_CONTEXT & extra.keys()):
         raise InvalidRequestError(
@@ -96,13 +98,16 @@ def render_chat(
         source, special_tokens = template.source(with_tools=bool(tools)), dict(template.special_tokens)
     if len(source) > MAX_TEMPLATE:
         raise ChatTemplateError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE}")
+    worker = process or _PROCESS
+    plain = _shaped(plain, in_parts=_TYPES in source and _prints_only_parts(source, worker, cpu_limit_s))
+    final = _continued(plain[-1]) if continue_final_message else ""
     given = {
         "messages": plain,
         "tools": list(tools) if tools else None,
         "add_generation_prompt": add_generation_prompt,
     }
     context = {"documents": None} | special_tokens | extra | given
-    text = _render(source, context, cpu_limit_s, max_characters, process or _PROCESS)
+    text = _render(source, context, cpu_limit_s, max_characters, worker)
     return _up_to_mark(text, final) if continue_final_message else text
 
 
@@ -119,9 +124,7 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     plain = {name: as_plain(value) for name, value in message.items()}
     content = plain.get("content")
     if isinstance(content, list | tuple):
-        plain["content"] = "\n".join(
-            _text_of(f"{where}.content[{n}]", part) for n, part in enumerate(content)
-        )
+        plain["content"] = [_part(f"{where}.content[{n}]", part) for n, part in enumerate(content)]
     elif content is None and not message.get("tool_calls"):
         raise InvalidRequestError(f"{where} has no content; give text")
     elif content is not None and not isinstance(content, str):
@@ -131,13 +134,57 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-def _text_of(where: str, part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+def _part(where: str, part: object) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image"} if part == IMAGE_PART:
+            return dict(IMAGE_PART)
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise InvalidRequestError(
-        f"{where} is {kind!r}; only parts {{'type': 'text', 'text': ...}} are supported"
+        f"{where} is {kind!r}; only parts {{'type': 'text', 'text': ...}} are supported, and pictures in chats with "
+        "models that read them"
     )
+
+
+def _shaped(messages: list[dict[str, Any]], *, in_parts: bool) -> list[dict[str, Any]]:
+    """Contents as the template prints them: all in parts, or as text as far as they are text."""
+    for message in messages:
+        content = message.get("content")
+        if in_parts:
+            if not isinstance(content, list):
+                message["content"] = [{"type": "text", "text": content}] if content else []
+        elif isinstance(content, list) and IMAGE_PART not in content:
+            message["content"] = "\n".join(part["text"] for part in content)
+    return messages
+
+
+@lru_cache(maxsize=64)
+def _prints_only_parts(source: str, process: WorkerProcess, cpu_limit_s: float) -> bool:
+    """Whether the template prints text of parts, but drops content that is text, as that of SmolVLM does."""
+
+    def shows(content: object) -> bool:
+        context = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": False}
+        try:
+            return _PROBE in _render(source, context, cpu_limit_s, MAX_CHARACTERS, process)
+        except ChatTemplateError as error:
+            if isinstance(error.__cause__, WorkerEndedError):  # which another time may not happen
+                raise
+            return False
+
+    return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+
+
+def _continued(message: dict[str, Any]) -> str:
+    """Append the mark to the text of a message; returns the text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return content
+    *before, last = content
+    text = str(last["text"]) if last["type"] == "text" else ""
+    message["content"] = [*(before if text else content), {"type": "text", "text": text + _MARK}]
+    return text
 
 
 def _plain_calls(where: str, calls: object) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from xla_engine import llm, outputs
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.prompts import Prompt, prompt_parts
+from xla_engine.prompts import Prompt, content_of
 from xla_engine.sampling_params import SamplingParams as FixedParams
 from xla_engine.vllm.outputs import Logprob
 from xla_engine.vllm.sampling_params import BeamSearchParams
@@ -48,8 +48,8 @@ def beam_search(
     step = FixedParams(temperature=0.0, max_tokens=1, logprobs=2 * width, detokenize=False, ignore_eos=True)
     live: list[list[BeamSearchSequence]] = []
     for prompt, adapter in zip(prompts, lora, strict=True):
-        content = prompt_parts(prompt).content
-        ids = tokenizer.encode(content) if isinstance(content, str) else list(content)  # type: ignore[arg-type]
+        content = content_of(prompt)
+        ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
         live.append([BeamSearchSequence(tokens=ids, logprobs=[], lora_request=adapter)])
     ended: list[list[BeamSearchSequence]] = [[] for _ in live]
     for _ in range(params.max_tokens):

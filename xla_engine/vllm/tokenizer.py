@@ -130,7 +130,9 @@ def tokenised(
     special, side = left.pop("add_special_tokens", True), left.pop("truncation_side", side)
     found: list[Prompt] = []
     for prompt in prompts:
-        content, text, salt = prompt_parts(prompt)
+        content, text, salt, pictures = prompt_parts(prompt)
+        if pictures:
+            raise InvalidRequestError("tokenization_kwargs are for texts without pictures; leave them out")
         if isinstance(content, str):
             if own is None:
                 raise InvalidRequestError("the model has no tokenizer.json; give token ids")

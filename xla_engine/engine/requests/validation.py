@@ -22,6 +22,7 @@ from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 LONGEST_PATIENCE_S = 10**9
+NO_PICTURES = "this engine reads no pictures, whatever the model; remove them from the request"
 _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this factor
 
 
@@ -86,7 +87,9 @@ class RequestValidator:
 
         Raises InvalidRequestError; TokenLimitError if it does not fit.
         """
-        content, text, salt = prompt_parts(prompt)
+        content, text, salt, pictures = prompt_parts(prompt)
+        if pictures:
+            raise InvalidRequestError(NO_PICTURES)
         if salt is not None:
             options["cache_salt"] = salt
         self.check_options(**options)
