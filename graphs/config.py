@@ -13,6 +13,12 @@ FULL, SLIDING, LINEAR = (
 )  # layer types of Hugging Face
 LAST, MEAN = "LAST", "MEAN"  # vLLM's pooling types
 POOLING_TYPES = (LAST, MEAN)
+KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/kv_cache.md)
+
+
+def whole_spans(length: int) -> int:
+    """`length` rounded up to whole spans."""
+    return -(-length // KEY_SPAN) * KEY_SPAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from pathlib import PurePath
 from typing import Any, Final, Literal, Self
 
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.graphs.config import POOLING_TYPES
+from xla_engine.graphs.config import POOLING_TYPES, whole_spans
 from xla_engine.scheduler.user_policy import find_policy
 from xla_engine.speculative_config import SpeculativeConfig
 from xla_engine.utils.did_you_mean import did_you_mean
@@ -32,7 +31,7 @@ KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 BITS = ("machine", "portable")
 MAMBA_CACHE_MODES = ("none", "align")
-_CHOICES = {
+CHOICES = {
     "bits": BITS,
     "attention_backend": ATTENTION_BACKENDS,
     "logprobs_mode": LOGPROBS_MODES,
@@ -321,7 +320,7 @@ class EngineConfig:
             find_policy(self.scheduling_policy)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_engine.graphs.config import KEY_SPAN as KEY_SPAN
 from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import whole_spans as whole_spans
 from xla_engine.graphs.row_state.lanes import Extents
-
-KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/kv_cache.md)
 
 
 class LayerCache(NamedTuple):
@@ -159,11 +159,6 @@ class Attention(Protocol):
     def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
         """The inverse of `to_host`, bit for bit: a store of one layer."""
         ...
-
-
-def whole_spans(length: int) -> int:
-    """`length` rounded up to whole spans."""
-    return -(-length // KEY_SPAN) * KEY_SPAN
 
 
 def kept_positions(form: AttentionForm, length: int, call_positions: int | None) -> int:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from xla_engine.config import AUTO, ISAS
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import compile_cache_directory
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
@@ -35,8 +36,6 @@ def recall(digest: str | None) -> EngineIdentity | None:
 def elsewhere(digest: str | None, here: EngineIdentity) -> EngineIdentity | None:
     """The identity of an engine that ran on another kind of machine, found by its digest: `here` with other C++
     kernels, and maybe another default length. None if it differs in something else."""
-    from xla_engine.config import AUTO, ISAS  # imports jax, for which `--help` must not wait
-
     isas = (
         None,
         *(isa for isa in ISAS if isa not in (AUTO, "none", "amx")),

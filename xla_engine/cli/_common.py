@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _help, _lora
-from xla_engine.cli._help import together
+from xla_engine.cli._help import engine_option, together
 from xla_engine.errors import XlaEngineError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler.policy import POLICIES
@@ -72,144 +72,108 @@ model_option = click.option(
 
 # Fields of `EngineConfig` except the number of slots.
 device_options = together(
-    click.option(
-        "--memory-utilization",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=0.9,
-        help="Use at most this share of the available memory.",
+    engine_option("memory_utilization", "Use at most this share of the available memory.", _help.SHARE),
+    engine_option(
+        "max_model_len",
+        "Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
+        "quarter of the machine's memory]",
+        click.IntRange(2),
     ),
-    click.option(
-        "--max-model-len",
-        type=click.IntRange(2),
-        help="Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what fits "
-        "into a quarter of the machine's memory]",
-    ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float32"]),
-        default="auto",
-        help="Dtype of weights and activations; auto is the checkpoint's.",
-    ),
-    click.option(
-        "--quantization",
-        type=click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
-        help="int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
+    engine_option("dtype", "Dtype of weights and activations; auto is the checkpoint's.", _help.DTYPE),
+    engine_option(
+        "quantization",
+        "int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
         "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
         "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss.",
+        _help.QUANTIZATION,
     ),
-    click.option(
-        "--kv-cache-dtype",
-        type=click.Choice(["auto", "int8"]),
-        default="auto",
-        help="int8: keep keys and values in eight bits: half the memory, long contexts decode faster, different "
-        "tokens, a small loss. auto: as --dtype.",
+    engine_option(
+        "kv_cache_dtype",
+        "int8: keep keys and values in eight bits: half the memory, long contexts decode faster, different tokens, a "
+        "small loss. auto: as --dtype.",
     ),
-    click.option(
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        default=True,
-        help="Compute the common beginning of prompts once.",
-    ),
-    click.option(
-        "--preemption/--no-preemption",
-        default=True,
-        help="Let a waiting request preempt a running one that is behind it in line.",
-    ),
-    click.option(
-        "--swap-space",
-        type=click.FloatRange(0),
-        default=4.0,
+    engine_option("enable_prefix_caching", "Compute the common beginning of prompts once."),
+    engine_option("preemption", "Let a waiting request preempt a running one that is behind it in line."),
+    engine_option(
+        "swap_space",
+        "Host memory for the KV cache of preempted requests; the rest is recomputed.",
+        click.FloatRange(0),
         metavar="GiB",
-        help="Host memory for the KV cache of preempted requests; the rest is recomputed.",
     ),
-    click.option(
-        "--num-blocks",
-        type=click.IntRange(1),
-        help="Let slots share N KV blocks of 64 tokens and allocate them as they grow, instead of "
-        "reserving --max-model-len tokens each.",
+    engine_option(
+        "num_blocks",
+        "Let slots share N KV blocks of 64 tokens and allocate them as they grow, instead of reserving "
+        "--max-model-len tokens each.",
+        click.IntRange(1),
     ),
-    click.option(
-        "--kv-cache-memory-bytes",
+    engine_option(
+        "kv_cache_memory_bytes",
+        "Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
         metavar="N|auto",
         callback=_bytes,
-        help="Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
     ),
-    click.option(
-        "--mamba-cache-mode",
-        type=click.Choice(["none", "align"]),
-        default="none",
-        help="align: models with recurrent layers also reuse prefixes that prompts share, from states that are saved "
+    engine_option(
+        "mamba_cache_mode",
+        "align: models with recurrent layers also reuse prefixes that prompts share, from states that are saved "
         "every --mamba-block-size tokens.",
     ),
-    click.option(
-        "--mamba-block-size",
-        type=click.IntRange(1),
+    engine_option(
+        "mamba_block_size",
+        "Tokens from one saved state of recurrent layers to the next; default 1024.",
+        click.IntRange(1),
         metavar="N",
-        help="Tokens from one saved state of recurrent layers to the next; default 1024.",
     ),
-    click.option(
-        "--mamba-cache-states",
-        type=click.IntRange(1),
+    engine_option(
+        "mamba_cache_states",
+        "The most saved states of recurrent layers; default two for every slot.",
+        click.IntRange(1),
         metavar="N",
-        help="The most saved states of recurrent layers; default two for every slot.",
     ),
-    click.option(
-        "--prefix-cache-dir",
-        metavar="DIR",
-        help="Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "
+    engine_option(
+        "prefix_cache_dir",
+        "Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "
         "--num-blocks or --kv-cache-memory-bytes. The files contain prompts in clear.",
+        metavar="DIR",
     ),
-    click.option(
-        "--prefix-cache-bytes",
-        type=click.IntRange(1),
-        default=10 << 30,
+    engine_option(
+        "prefix_cache_bytes",
+        "Delete the least recently used of these files beyond N bytes.",
+        click.IntRange(1),
         metavar="N",
-        help="Delete the least recently used of these files beyond N bytes.",
     ),
-    click.option(
-        "--tensor-parallel-size",
-        type=click.IntRange(1),
-        default=1,
+    engine_option(
+        "tensor_parallel_size",
+        "Number of devices that share the model, each with a part of every weight.",
+        click.IntRange(1),
         metavar="N",
-        help="Number of devices that share the model, each with a part of every weight.",
     ),
-    click.option(
-        "--attention-backend",
-        metavar="NAME",
-        default="auto",
-        help="auto is the fastest on this device; xla is pure JAX.",
+    engine_option(
+        "attention_backend", "auto is the fastest on this device; xla is pure JAX.", metavar="NAME"
     ),
-    click.option(
-        "--bits",
-        type=click.Choice(["machine", "portable"]),
-        default="machine",
-        help="portable: the same bits on every processor with AVX2, AVX-512 or NEON, or a refusal; machine: what is "
+    engine_option(
+        "bits",
+        "portable: the same bits on every processor with AVX2, AVX-512 or NEON, or a refusal; machine: what is "
         "fastest here.",
     ),
-    click.option(
-        "--isa",
+    engine_option(
+        "isa",
+        "Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
         metavar="NAME",
-        default="auto",
-        help="Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
     ),
-    click.option(
-        "--enable-dry/--no-enable-dry",
-        default=False,
-        help="Support dry_multiplier and penalty_last_n in requests.",
-    ),
-    click.option(
-        "--speculative-config",
-        metavar="JSON",
-        callback=json_value,
-        help="Draft tokens and verify several in one step, without changing results: "
+    engine_option("enable_dry", "Support dry_multiplier and penalty_last_n in requests."),
+    engine_option(
+        "speculative_config",
+        "Draft tokens and verify several in one step, without changing results: "
         '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
         '"num_speculative_tokens".',
+        metavar="JSON",
+        callback=json_value,
     ),
-    click.option(
-        "--shadow-rate",
+    engine_option(
+        "shadow_rate",
+        "Fraction of requests to run again, alone and by plain decode, to check that they get the same bits.",
+        click.FloatRange(0, 1),
         metavar="SHARE",
-        type=click.FloatRange(0, 1),
-        default=0.0,
-        help="Fraction of requests to run again, alone and by plain decode, to check that they get the same bits.",
     ),
 )
 
@@ -254,10 +218,10 @@ def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
     context.call_on_close(leave)
 
 
-phase_timers_option = click.option(
-    "--phase-timers",
+phase_timers_option = engine_option(
+    "phase_timers",
+    "Measure the host's time in each step, for step logs, the status file and metrics.",
     is_flag=True,
-    help="Measure the host's time in each step, for step logs, the status file and metrics.",
 )
 verbose_option = click.option(
     "-v",
@@ -271,30 +235,25 @@ verbose_option = click.option(
 
 # Fields of `EngineConfig` for the order of requests and the size of steps.
 scheduling_options = together(
-    click.option(
-        "--policy",
+    engine_option(
         "scheduling_policy",
-        type=_help.Policy(),
-        default="priority",
-        help=f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
+        f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
+        _help.Policy(),
+        name="--policy",
     ),
-    click.option(
-        "--quantum",
-        type=click.IntRange(1),
-        default=64,
-        help="Steps in a request's time slice under the policy round_robin.",
+    engine_option(
+        "quantum", "Steps in a request's time slice under the policy round_robin.", click.IntRange(1)
     ),
-    click.option(
-        "--priority-aging",
-        type=click.IntRange(1),
-        default=64,
-        help="How many later requests may overtake a waiting one: for each level of priority between them, and "
-        "under shortest_prompt, deadline and longest_prefix in total.",
+    engine_option(
+        "priority_aging",
+        "How many later requests may overtake a waiting one: for each level of priority between them, and under "
+        "shortest_prompt, deadline and longest_prefix in total.",
+        click.IntRange(1),
     ),
-    click.option(
-        "--max-num-batched-tokens",
-        type=click.IntRange(1),
-        help="Maximum number of tokens computed in one step.  [default: all slots and the largest prefill call]",
+    engine_option(
+        "max_num_batched_tokens",
+        "Maximum number of tokens computed in one step.  [default: all slots and the largest prefill call]",
+        click.IntRange(1),
     ),
 )
 
@@ -330,12 +289,12 @@ request_defaults = together(
 
 # Time limits on the device, for commands that run unattended.
 time_limits = together(
-    click.option(
-        "--step-timeout",
+    engine_option(
         "step_timeout_s",
-        type=click.FloatRange(0, min_open=True),
+        "If a step takes longer, treat the device as lost and end every request with an error.  [default: wait]",
+        click.FloatRange(0, min_open=True),
+        name="--step-timeout",
         metavar="SECONDS",
-        help="If a step takes longer, treat the device as lost and end every request with an error.  [default: wait]",
     ),
     click.option(
         "--start-timeout",

@@ -4,14 +4,19 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from xla_engine.config import CHOICES, EngineConfig
 from xla_engine.scheduler.user_policy import find_policy
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+SHARE = click.FloatRange(0, 1, min_open=True)
+DTYPE = click.Choice(["auto", "bfloat16", "float32"])
+QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"])
 SECTIONS = {  # sections of help: titles, and the options in each
     "Model": (
         "model",
@@ -70,6 +75,22 @@ def together(*options: Option) -> Option:
         return command
 
     return decorate
+
+
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+
+
+def engine_option(field: str, about: str, kind: Any = None, *, name: str = "", **more: Any) -> Option:
+    """The option for a field of `EngineConfig`, with the field's default and choices.
+
+    about: its help. kind: its type, where the field has no list of choices. name: by default the field's.
+    """
+    word, default = field.replace("_", "-"), _DEFAULTS[field]
+    if field in CHOICES and kind is None and "metavar" not in more:
+        kind = click.Choice(CHOICES[field])
+    switch = isinstance(default, bool) and "is_flag" not in more
+    shown = name or (f"--{word}/--no-{word}" if switch else f"--{word}")
+    return click.option(shown, field, **{"type": kind, "default": default, "help": about, **more})
 
 
 class Sectioned(click.Command):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xla_engine.cli._help import together
+from xla_engine.cli._help import engine_option, together
 from xla_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _adapters(context: click.Context, option: click.Parameter, values: tuple[str
 
 # Adapters that requests select by name, and their limits.
 lora_options = together(
-    click.option("--enable-lora", is_flag=True, help="Let each request use its own LoRA adapter."),
+    engine_option("enable_lora", "Let each request use its own LoRA adapter.", is_flag=True),
     click.option(
         "--lora-modules",
         metavar="NAME=PATH",
@@ -32,13 +32,12 @@ lora_options = together(
         callback=_adapters,
         help="A LoRA adapter in PEFT's format, for requests whose model is NAME; repeatable. Needs --enable-lora.",
     ),
-    click.option(
-        "--max-loras",
-        type=click.IntRange(1),
-        default=1,
-        help="Maximum number of adapters in memory; at least those of --lora-modules.",
+    engine_option(
+        "max_loras",
+        "Maximum number of adapters in memory; at least those of --lora-modules.",
+        click.IntRange(1),
     ),
-    click.option("--max-lora-rank", type=click.IntRange(1), default=16, help="Highest rank of an adapter."),
+    engine_option("max_lora_rank", "Highest rank of an adapter.", click.IntRange(1)),
 )
 
 

@@ -28,11 +28,7 @@ from xla_engine.utils.progress import counting
     help="Compare with the logits that --save-logits, or llama-perplexity --kl-divergence-base, wrote.",
 )
 @click.option("--against-model", metavar="MODEL", help="Compare with this model.  [default: --model]")
-@click.option(
-    "--against-dtype",
-    type=click.Choice(["auto", "bfloat16", "float32"]),
-    help="Compare with this dtype.  [default: --dtype]",
-)
+@click.option("--against-dtype", type=_help.DTYPE, help="Compare with this dtype.  [default: --dtype]")
 @click.option(
     "--against-quantization",
     type=click.Choice(["none", "int8", "packed", "packed-int8", "gguf", "gguf-int8"]),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xla_engine.cli import _common
+from xla_engine.cli import _common, _help
 from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 from xla_engine.utils.progress import counting
@@ -49,17 +49,11 @@ if TYPE_CHECKING:
     default=256,
     help="Maximum number of prompt plus generated tokens.",
 )
-@click.option(
-    "--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", help="Of weights."
-)
-@click.option(
-    "--quantization",
-    type=click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
-    help="As for `run`.",
-)
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "int8"]), default="auto", help="As for `run`.")
-@click.option("--attention-backend", metavar="NAME", default="auto", help="As for `run`.")
-@click.option("--isa", metavar="NAME", default="auto", help="As for `run`.")
+@_help.engine_option("dtype", "Of weights.", _help.DTYPE)
+@_help.engine_option("quantization", "As for `run`.", _help.QUANTIZATION)
+@_help.engine_option("kv_cache_dtype", "As for `run`.")
+@_help.engine_option("attention_backend", "As for `run`.", metavar="NAME")
+@_help.engine_option("isa", "As for `run`.", metavar="NAME")
 def soak(
     model: str | None,
     minutes: float | None,

@@ -1,28 +1,21 @@
 """Options of commands that can run a pooling model."""
 
-import click
-
 from xla_engine.cli._common import json_value
-from xla_engine.cli._help import together
+from xla_engine.cli._help import engine_option, together
 
 # Fields of `EngineConfig` for pooling.
 pooling_options = together(
-    click.option(
-        "--runner",
-        type=click.Choice(["auto", "generate", "pooling"]),
-        default="auto",
-        help="Generate text, or one vector per prompt; auto follows the checkpoint.",
-    ),
-    click.option(
-        "--pooler-config",
+    engine_option("runner", "Generate text, or one vector per prompt; auto follows the checkpoint."),
+    engine_option(
+        "pooler_config",
+        'Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.',
         metavar="JSON",
         callback=json_value,
-        help='Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.',
     ),
-    click.option(
-        "--hf-overrides",
+    engine_option(
+        "hf_overrides",
+        "Override fields of config.json of a pooling model.",
         metavar="JSON",
         callback=json_value,
-        help="Override fields of config.json of a pooling model.",
     ),
 )
