@@ -49,7 +49,8 @@ def across_configurations(
 
     progress: called with the name of each finished configuration.
     """
-    longest = min(_context(config, engine) for config in (engine.config, *_others(engine.config)))
+    configs = (engine.config, *(other for _, other in _variants(engine.config)))
+    longest = min(_context(config, engine) for config in configs)
     cases = [case for case in draw_cases(engine, requests, seed) if _length(case) <= longest]
     expected = run_together(engine, cases)
     reference = Reference(engine.checkpoint)
@@ -83,10 +84,6 @@ def _variants(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
             yield f"chunk_size {chunk}", replace(config, chunk_size=chunk)
     yield "one key bucket", replace(config, key_buckets=(2**30,))
     yield "lag 0", replace(config, lag=0)
-
-
-def _others(config: EngineConfig) -> list[EngineConfig]:
-    return [other for _, other in _variants(config)]
 
 
 def _context(config: EngineConfig, engine: XlaBatchEngine) -> int:
@@ -146,7 +143,9 @@ def _decode_against_prefill(
                 Case(
                     request_id=f"{case.request_id}/{position}",
                     prompt_token_ids=(*case.prompt_token_ids, *tokens[:position]),
-                    params=replace(case.params, max_tokens=1, seed=_seed(engine, case)),
+                    params=replace(
+                        case.params, max_tokens=1, seed=engine.seed_of(case.request_id, case.params)
+                    ),
                 )
             )
     found = run_together(engine, forced)
@@ -161,11 +160,6 @@ def _decode_against_prefill(
             elif single.logprobs != (whole.logprobs or ())[position : position + 1]:
                 result.differing_bits = (result.differing_bits or 0) + 1
     return result
-
-
-def _seed(engine: XlaBatchEngine, case: Case) -> int:
-    """The seed of a request, for copies of it under other ids."""
-    return engine.seed_of(case.request_id, case.params)
 
 
 def table(results: Sequence[LevelResult]) -> list[str]:

@@ -18,7 +18,7 @@ from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import Case, corpus_of
 from xla_engine.graphs.portable import ARITHMETIC, ISAS
-from xla_engine.outputs import Logprob, RequestOutput
+from xla_engine.outputs import RequestOutput
 from xla_engine.runner.native_library.build import register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.portable import GOLDEN, golden, kernel_hashes
@@ -158,15 +158,11 @@ def _hash(output: RequestOutput) -> str:
     """Of the tokens, and of the bits of all log-probabilities."""
     answer = output.outputs[0]
     tables = [*(answer.top_logprobs or ()), *(output.prompt_logprobs or ())]
-    more = [each for table in tables if table is not None for each in _in_order(table)]
+    more = [each for table in tables if table is not None for each in sorted(table.items())]
     bits = logprob_bits_sha256([*(answer.logprobs or ()), *(each.logprob for _, each in more)])
     ranks = tokens_sha256([number for token, each in more for number in (token, each.rank)])
     last = hashlib.sha256(f"{bits} {ranks} {answer.finish_reason}".encode()).hexdigest()
     return f"{tokens_sha256(answer.token_ids)[:12]} {last[:12]}"
-
-
-def _in_order(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    return sorted(table.items())
 
 
 def write() -> None:

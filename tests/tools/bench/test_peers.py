@@ -117,8 +117,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 peers=more.pop("peers", {}),
                 python=sys.executable,
                 cache=tmp_path,
-                prompt=8,
-                new=more.pop("new", 12),
+                prompt_tokens=8,
+                new_tokens=more.pop("new", 12),
                 say=lambda text: None,
                 **more,
             )

@@ -83,7 +83,8 @@ def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]
     Returns the number of rows. The bytes depend only on the results, not on how often the run was resumed. Raises
     OutputError, ConfigError and OSError.
     """
-    target = journal.with_name(f".{journal.name}.out") if is_url(out) else _beside(Path(out))
+    path = Path(out)
+    target = journal.with_name(f".{journal.name}.out") if is_url(out) else path.with_name(f".{path.name}.new")
     kind = kind_of(out)
     try:
         with ResultsInOrder(journal) as results:
@@ -102,10 +103,6 @@ def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]
         target.unlink(missing_ok=True)
         raise
     return count
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
 
 
 def _write(

@@ -117,30 +117,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(words)
     cache = options.cache or cache_directory() / "bench"
+    of_files = ("peer", "only", "cache", "output", "plot", "record")
+    given = {name: value for name, value in vars(options).items() if name not in of_files}
     try:
         peers = parse_peers(options.peer)
         files = find_model(options.model, cache)
         skipped = set(PEERS) - set(PEERS if options.only is None else options.only)
         record = measure(
             Options(
-                model=options.model,
+                **given,
+                cache=cache,
                 files=files,
                 config=read_config(files.directory),
-                dtype=options.dtype,
-                batches=options.batches,
-                workloads=options.workloads,
-                rounds=options.rounds,
-                threads=options.threads,
                 peers=peers,
                 without=frozenset(skipped),
                 python=sys.executable,
-                cache=cache,
-                seed=options.seed,
-                prompt=options.prompt_tokens,
-                new=options.new_tokens,
-                rate=options.arrival_rate,
-                verify=options.verify,
-                judge=options.judge,
                 say=lambda text: print(text, file=sys.stderr, flush=True),
             )
         )

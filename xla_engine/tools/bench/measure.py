@@ -29,7 +29,7 @@ class Options:
     peers: interpreters by peer name. python: interpreter of all others.
     cache: directory for what engines write.
     without: peers to leave out.
-    seed, prompt, new, rate: of the workloads, as in `Sizes`.
+    seed, prompt_tokens, new_tokens, arrival_rate: of the workloads, see `Sizes`.
     verify: requests to verify at each batch size; 0 leaves it out.
     judge: requests to judge in each workload; 0 leaves it out.
     say: called with lines about the progress.
@@ -48,9 +48,9 @@ class Options:
     cache: Path
     without: frozenset[str] = frozenset()
     seed: int = 0
-    prompt: int = 128
-    new: int = 128
-    rate: float | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    arrival_rate: float | None = None
     verify: int = 40
     judge: int = 8
     say: Callable[[str], None] = print
@@ -108,9 +108,9 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
         vocab_size=options.config.vocab_size,
         positions=options.config.max_position_embeddings,
         seed=options.seed,
-        prompt=options.prompt,
-        new=options.new,
-        rate=options.rate,
+        prompt=options.prompt_tokens,
+        new=options.new_tokens,
+        rate=options.arrival_rate,
         text=options.files.text,
     )
     limit = options.config.max_position_embeddings

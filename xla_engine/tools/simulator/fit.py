@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xla_engine.errors import RecordError
 from xla_engine.observability.step_log import LoggedStep, StepLog
@@ -14,6 +14,9 @@ from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, lea
 NOISES = 1021  # a prime, so that a schedule that repeats does not meet the same ones each time
 FEWEST = 20  # samples that a fit needs
 BLOCKED = 0.3  # a read tells how long the device took if the host waited for at least this share of it
+# Costs in the order of the columns of the two fits; the device's begin with a call of each number of lanes.
+_DEVICE = ("prompt_token", "prefill_key", "decode", "row", "key", "move", "check", "overlap")
+_HOST = ("turn", "token", "end", "start_call", "wake", "submit")
 
 
 def works_of(log: StepLog) -> list[DeviceWork]:
@@ -99,25 +102,10 @@ def fit(log: StepLog) -> CostModel:
     ]
     seconds = [step.seconds for step in steps]
     found, residual = least_squares(rows, seconds)
-    calls = _fill(lanes, dict(zip(lanes, found, strict=False)))
-    prompt_token, prefill_key, decode, row, key, move, check, overlap = found[len(lanes) :]
-    turn, token, end, start_call, wake, submit = of_host
+    costs: dict[str, Any] = dict(zip((*_DEVICE, *_HOST), (*found[len(lanes) :], *of_host), strict=True))
     return CostModel(
-        call=calls,
-        prompt_token=prompt_token,
-        prefill_key=prefill_key,
-        decode=decode,
-        row=row,
-        key=key,
-        move=move,
-        check=check,
-        overlap=overlap,
-        turn=turn,
-        token=token,
-        end=end,
-        start_call=start_call,
-        submit=submit,
-        wake=wake,
+        **costs,
+        call=_fill(lanes, dict(zip(lanes, found, strict=False))),
         noise=_noise([took - sum(map(mul, row, found)) for row, took in zip(rows, seconds, strict=True)]),
         residual=residual,
         host_residual=host_residual,

@@ -6,7 +6,9 @@ number of tokens its trace says. Memory is bounded by the requests that are live
 
 import bisect
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from xla_engine.observability.step_log import LoggedStep, Moment, StepLog
 from xla_engine.observability.step_log_writer import StepLogWriter
@@ -31,12 +33,28 @@ from xla_engine.scheduler.fast_forward import (
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.tools.simulator.clock import Clock
-from xla_engine.tools.simulator.cost import DeviceWork, HostWork, Machine
-from xla_engine.tools.simulator.live_request import LiveRequest
+from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, Machine
 from xla_engine.tools.simulator.report import REFUSED, Report
-from xla_engine.tools.simulator.steady import decode_seconds, prefill_seconds
 from xla_engine.tools.simulator.stops import STOPS, StopTokens
 from xla_engine.tools.simulator.trace import Arrival, distinct
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    """A live request.
+
+    came: when it arrived. had_token: whether it has one.
+    last_token: when its latest token came; kept only for requests that do not get one in every step.
+    away: whether it lost its slot and had no token since.
+    back: the step from which it has a slot again, None while it waits.
+    """
+
+    arrival: Arrival
+    came: float
+    had_token: bool = False
+    last_token: float = 0.0
+    away: bool = False
+    back: int | None = None
 
 
 class Simulation:
@@ -69,7 +87,7 @@ class Simulation:
         self._machine = machine
         self._clock = clock
         self._log = log
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._irregular = 0  # running requests that do not get a token in every step
         self._widths = None if speculated is None else [step.width for step in speculated]
         verified = None if speculated is None else [step.verified for step in speculated]
@@ -163,7 +181,7 @@ class Simulation:
             deadline=None if arrival.deadline is None else came + arrival.deadline,
         )
         self._scheduler.submit(request)
-        self._live[arrival.name] = LiveRequest(arrival, came)
+        self._live[arrival.name] = _LiveRequest(arrival, came)
         self._stops.submit(self.report.requests, arrival)
         self._irregular += arrival.constrained
         if arrival.gives_up is not None:
@@ -240,8 +258,8 @@ class Simulation:
             return self._keys(step + later)
 
         if not steady.chunks:
-            return decode_seconds(cost, len(steady.rows), keys)
-        return prefill_seconds(cost, self._machine, steady, self._scheduler.config.chunk_size, calls, keys)
+            return _decode_seconds(cost, len(steady.rows), keys)
+        return _prefill_seconds(cost, self._machine, steady, self._scheduler.config.chunk_size, calls, keys)
 
     def _read_alike(
         self, steady: Steady, steps: int, until: float, calls: int, device: Iterator[float]
@@ -453,3 +471,26 @@ class Simulation:
             self.report.whole.add(self._clock.now - live.came)
         if self._log is not None:
             self._log.ended(name, reason, self._clock.now)
+
+
+def _decode_seconds(cost: CostModel, rows: int, keys: Callable[[int], int]) -> Iterator[float]:
+    """Of steps that decode the same rows. keys: read by a step so much later than the first, evenly more each."""
+    growth = cost.key * (keys(1) - keys(0))
+    return itertools.count(cost.device(DeviceWork(rows=rows, keys=keys(0))), growth)
+
+
+def _prefill_seconds(
+    cost: CostModel,
+    machine: Machine,
+    prefill: Steady,
+    chunk_size: int,
+    calls: tuple[int, ...],
+    keys: Callable[[int], int],
+) -> Iterator[float]:
+    """Of the steps of `prefill`, each in these calls; keys: read by rows that decode, as in `_decode_seconds`."""
+    rows, tokens = len(prefill.rows), prefill.chunks * chunk_size
+    without_keys = cost.device(DeviceWork(calls=calls, rows=rows, prompt_tokens=tokens))
+    for later in range(prefill.steps):
+        start = prefill.start + later * tokens
+        ends = range(start + chunk_size, start + tokens + 1, chunk_size)
+        yield without_keys + cost.prefill_key * machine.prefill_keys(ends) + cost.key * keys(later)

@@ -3,8 +3,10 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -12,14 +14,14 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.observability.observer import Observer
-from xla_engine.outputs import RequestOutput
+from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
-from xla_engine.tools.soak.alone import difference
 from xla_engine.tools.soak.faults import PLANTED, Clock, FaultyDevice, FaultyTokenizer, PlantedInterrupt
 from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_requests, stems
 
 ENDS = ("drain", "hang", "close", "lost")
+OWN_ENDS = ("stop", "length", "error")
 REQUESTS = 24  # of a round
 _COMPARED_SHARE = (
     6  # one in this many of a round is compared, besides those that ended with an unplanted error
@@ -328,7 +330,7 @@ class Life:
             self._tally.compared += 1
             if len(outputs) != 1:
                 self.problem(f"{name}, request {request.name} alone: {len(outputs)} terminal results")
-            elif (problem := difference(outputs[0], request.ends[0])) is not None:
+            elif (problem := _difference(outputs[0], request.ends[0])) is not None:
                 self.problem(f"{name}, request {request.name}: not as alone: {problem}")
 
 
@@ -336,3 +338,43 @@ def _has_own_error(request: SoakRequest) -> bool:
     (output,) = request.ends
     reasons = {completion.finish_reason for completion in output.outputs}
     return "error" in reasons and PLANTED not in str(output.error)
+
+
+def _difference(alone: RequestOutput, found: RequestOutput) -> str | None:
+    """The difference in words; None if there is none."""
+    for expected, got in zip(alone.outputs, found.outputs, strict=True):
+        whole = got.finish_reason in OWN_ENDS and PLANTED not in str(found.error)
+        if (what := _differs(expected, got, whole=whole)) is not None:
+            return f"{what} of sequence {got.index}"
+        if whole and _bits_of(alone.prompt_logprobs) != _bits_of(found.prompt_logprobs):
+            return "log-probabilities of the prompt"
+    return None
+
+
+def _differs(alone: CompletionOutput, found: CompletionOutput, *, whole: bool) -> str | None:
+    count = len(found.token_ids)
+    if alone.token_ids[:count] != found.token_ids:
+        return "tokens"
+    if _bits((alone.logprobs or ())[:count]) != _bits(found.logprobs or ()):
+        return "log-probabilities"
+    if _bits_of((alone.top_logprobs or ())[:count]) != _bits_of(found.top_logprobs or ()):
+        return "most likely tokens"
+    if not whole:
+        return None
+    if len(alone.token_ids) != count:
+        return "number of tokens"
+    if (alone.finish_reason, alone.stop_reason) != (found.finish_reason, found.stop_reason):
+        return f"end ({alone.finish_reason}, not {found.finish_reason})"
+    return None if alone.text == found.text else "text"
+
+
+def _bits_of(places: Iterable[dict[int, Logprob] | None] | None) -> list[object]:
+    return [
+        None if place is None else (*place, *_bits([each.logprob for each in place.values()]))
+        for place in places or ()
+    ]
+
+
+def _bits(logprobs: Iterable[float]) -> list[int]:
+    bits: list[int] = np.asarray(list(logprobs), np.float32).view(np.int32).tolist()
+    return bits
