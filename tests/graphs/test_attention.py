@@ -46,7 +46,7 @@ from xla_engine.graphs.model.decoder import ModelSpec
 )
 @each_backend
 def test_attention_is_that_of_numpy(backend: Attention, heads: tuple[int, int, int], dtype: Any) -> None:
-    """Any number of heads and groups, head sizes that are no power of two, first and last positions."""
+    """Any number of heads and groups, head sizes that are not powers of two, and the first and last positions."""
     assert_as_numpy(Case(heads, dtype), backend)
 
 
@@ -71,9 +71,9 @@ SLOW = {("xla", 0), ("xla", 2), *[("gpu", index) for index in (0, 2, 3) if INTER
 def test_norms_windows_caps_sinks_and_blocks(
     backend: Attention, heads: tuple[int, int, int], dtype: Any, features: Features, block_size: int
 ) -> None:
-    """Against NumPy with contiguous slots, and the same bits from blocks, also what is written.
+    """Contiguous slots agree with NumPy; with blocks, results and cache have the same bits.
 
-    XLA rounds a soft cap in float32 otherwise in the loop over blocks: there it is the same up to that.
+    In float32, XLA rounds a soft cap differently in the loop over blocks; there, results agree up to rounding.
     """
     case = Case(heads, dtype, features=features)
     assert_as_numpy(case, backend)
@@ -92,7 +92,7 @@ def test_norms_windows_caps_sinks_and_blocks(
 
 @each_backend
 def test_a_normed_key_is_stored(backend: Attention) -> None:
-    """The norm is that of the key itself, before its rotation."""
+    """The key is normalised before it is rotated."""
     case = Case((2, 1, 64), jnp.float32, features=Features(norms=True))
     (keys, _), _ = case.decode(backend)
     assert case.weights.k_norm is not None
@@ -115,7 +115,7 @@ def test_blocks_that_tiles_do_not_fit_are_refused() -> None:
 
 @each_backend
 def test_a_row_depends_on_nothing_but_itself(backend: Attention) -> None:
-    """Its bits: among other neighbours, in another row, before stale NaN, in a longer cache."""
+    """Its bits stay the same beside other rows, in another row, in front of stale NaN, and in a longer cache."""
     case = Case((6, 2, 64), jnp.bfloat16)
     _, expected = case.decode(backend)
     order = np.array([2, 0, 3, 1])
@@ -187,7 +187,7 @@ def test_nothing_is_written_but_what_was_asked(backend: Attention) -> None:
 
 
 def assert_changed_only(before: Any, after: Any, written: np.ndarray) -> None:
-    """The position behind the last one may be cleared: it holds nothing that is valid."""
+    """A write may also clear the position after the last one, which holds nothing valid yet."""
     behind = np.roll(written, 1, axis=1)
     for old, new in zip(before, after, strict=True):
         changed = np.any(old != new, axis=(1, 3))

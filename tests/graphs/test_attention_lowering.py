@@ -1,4 +1,4 @@
-"""GPU kernels lower for CUDA where there is no GPU."""
+"""GPU kernels can be lowered for CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xla_engine.graphs.attention.gpu import GpuAttention
 
 @contextlib.contextmanager
 def hopper() -> Any:
-    """Lower for an H200 on a machine without one. Versions that need no device description have none."""
+    """Lower for an H200 on a machine without one. Some jax versions need no description of the device for this."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if not hasattr(jax.sharding, "AbstractDevice"):
@@ -40,7 +40,7 @@ QUICK = (CASES[0], CASES[-1])  # without features and with them
 def test_the_kernels_lower_for_cuda(
     heads: tuple[int, int, int], dtype: Any, features: Features | None, block_size: int | None
 ) -> None:
-    """Through Triton, with both cache buffers aliased to the write kernel's outputs."""
+    """They lower through Triton, and the write kernel's outputs alias both cache buffers."""
     case, backend = Case(heads, dtype, features=features), GpuAttention()
     stored = case.in_blocks(block_size) if block_size else {"cache": case.cache, "tables": None}
     layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))

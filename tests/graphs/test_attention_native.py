@@ -1,6 +1,6 @@
-"""The C++ attention: against NumPy, its laws to the bit, its layout, and a machine without a compiler.
+"""The C++ attention: agreement with NumPy, its laws to the bit, its layout, and a machine without a compiler.
 
-With keys and values in bfloat16, in float32, and in eight bits.
+Each test runs with keys and values in bfloat16, in float32, and in eight bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module", params=HERE)
 def attention(request: pytest.FixtureRequest) -> NativeAttention:
-    """By each instruction set of this machine."""
+    """The attention of each instruction set of this machine."""
     try:
         return NativeAttention(native.register(request.param, {"attention"}))
     except native.NativeBuildError as error:
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def stored_width(self) -> int:
-        """Of a head on the host."""
+        """The stored width of a head on the host."""
         return -(-self.head_dim // 16) * 16 + 4 if self.dtype == jnp.int8 else self.head_dim
 
     @property
@@ -175,7 +175,7 @@ def eight_bits(heads: Array) -> tuple[Array, Array]:
 
 
 def rounded(heads: Array, shape: Shape) -> Array:
-    """What heads `[..., Dh]` are in the cache; in eight bits rotated and padded."""
+    """Heads `[..., Dh]` as the cache rounds them; in eight bits they are also rotated and padded."""
     if shape.dtype != jnp.int8:
         return heads.astype(shape.dtype).astype(np.float64)
     values, scale = eight_bits(heads)
@@ -208,7 +208,7 @@ def sequence(shape: Shape, length: int, seed: int) -> Array:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_and_decode_over_stale_nan_are_the_oracle(attention: NativeAttention, shape: Shape) -> None:
-    """A prompt in odd chunks, two of them consecutive lanes of one call, then decode together with another row."""
+    """Prefill a prompt in chunks of odd sizes, two of them as lanes of one call; then decode beside another row."""
     slots, tokens, other = Slots.of_nan(attention, shape), sequence(shape, 60, 1), sequence(shape, 40, 2)
     found = slots.feed([(1, tokens[:17]), (1, tokens[17:34]), (0, other[:13])], 17)
     found += slots.feed([(1, tokens[34:45]), (0, other[13:30])], 17)
@@ -229,7 +229,7 @@ RICH = [
 
 @pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[5:], *RICH], ids=str)
 def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Shape) -> None:
-    """Chunks, slot, neighbours and prefill in place of decode change no bit."""
+    """Other chunks, another slot, other rows, or prefill in place of decode change no bit."""
     tokens, other = sequence(shape, 40, 3), sequence(shape, 80, 4)
     whole = Slots.of_nan(attention, shape).feed([(0, tokens)], 40)[0]
     slots = Slots.of_nan(attention, shape)
@@ -243,7 +243,7 @@ def test_bits_depend_on_the_sequence_alone(attention: NativeAttention, shape: Sh
 
 @pytest.mark.parametrize("shape", RICH, ids=str)
 def test_a_ring_gives_the_bits_of_a_whole_slot(attention: NativeAttention, shape: Shape) -> None:
-    """A sequence three times as long as the ring, in lanes and chunks of any size, then decoded."""
+    """Prefill a sequence three times as long as the ring in lanes and chunks of any size; then decode."""
     tokens = sequence(shape, 3 * S, 8)
     runs = []
     for positions in (S, 4 * S):
@@ -267,7 +267,7 @@ def test_a_ring_that_would_lose_keys_is_an_error(attention: NativeAttention) -> 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96])
 def test_cells_in_eight_bits_are_those_of_numpy(attention: NativeAttention, head_dim: int) -> None:
-    """To the bit, where nothing is rotated by position; a head of zeros and one with an outlier are among them."""
+    """Without rotation by position, to the bit; the heads include one of zeros and one with an outlier."""
     shape = Shape(2, 1, head_dim, jnp.int8)
     heads = sequence(shape, 20, 3).reshape(20, -1, head_dim)
     heads[3], heads[4, :, head_dim // 2] = 0, 900
@@ -283,7 +283,7 @@ def test_cells_in_eight_bits_are_those_of_numpy(attention: NativeAttention, head
 
 
 def test_only_the_named_positions_are_written(attention: NativeAttention) -> None:
-    """Besides them the value half of a word that holds the next, still invalid position."""
+    """The only other write is to the value half of a word that holds the next position, which is not valid yet."""
     shape = SHAPES[0]
     rng = np.random.default_rng(5)
     before = rng.standard_normal((2, 2, shape.kv_heads, S, shape.head_dim)).astype(shape.dtype)
@@ -317,7 +317,7 @@ def test_host_form_is_exact(shape: Shape) -> None:
 def test_a_layer_of_a_store_is_as_it_is_alone(
     attention: NativeAttention, shape: Shape, tables: Array | None
 ) -> None:
-    """Its bits, and those of the other layers in the store."""
+    """Neither its bits nor those of the other layers in the store change."""
     rng = np.random.default_rng(9)
     size = (2, 2, shape.kv_heads, S) if tables is None else (2, 4, shape.kv_heads, 64)
     layers = [(9 * rng.standard_normal((*size, shape.stored_width))).astype(shape.dtype) for _ in range(3)]
@@ -396,13 +396,13 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
 
 
 def _resident() -> int:
-    """Bytes of this process's memory that are there, not merely promised."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
 def test_a_cache_takes_memory_where_it_was_written(attention: NativeAttention) -> None:
-    """It was written at start: one question to a model of 98 MB took 3.6 GB."""
+    """Once, the start wrote all of it, and one request to a model of 98 MB took 3.6 GB."""
     shape = Shape(kv_heads=2, groups=1, head_dim=64, dtype=jnp.bfloat16)
     make = functools.partial(attention.make_store, _config(shape), [0, 1], dtype=jnp.dtype(jnp.bfloat16))
     jax.block_until_ready(make(rows=1, length=S))  # what a first call compiles and loads
@@ -418,7 +418,7 @@ def test_a_cache_takes_memory_where_it_was_written(attention: NativeAttention) -
 
 @pytest.mark.parametrize("length", [S, 1 << 12])
 def test_a_new_cache_is_zero_whatever_its_memory_held(attention: NativeAttention, length: int) -> None:
-    """Buffers of every alignment and size are taken and given back full of ones."""
+    """Allocate buffers of every alignment and size, and free them full of ones."""
     shape = Shape(kv_heads=1, groups=1, head_dim=32, dtype=jnp.float32)
     dirty = jax.jit(lambda leaf: jnp.ones_like(leaf), donate_argnums=0)
     for rows in (1, 3, 8):

@@ -26,7 +26,7 @@ from xla_engine.graphs.ops.rope import rope_tables
 
 @pytest.mark.parametrize("backend", [XlaAttention(call_positions=64)], ids=["xla"])
 def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
-    """Three rounds of it, in lanes of one call and of several, over stale values of another owner; then decode."""
+    """Fill the ring three times, in lanes of one call and of several, over stale values of another; then decode."""
     case = Case((2, 1, 64), jnp.float32, features=Features(window=100))
     case.rope = jnp.asarray(rope_tables(replace(TINY, head_dim=64), 4 * KEY_SPAN)[0])
     draw, runs = np.random.default_rng(2), []
@@ -55,7 +55,7 @@ def test_a_ring_sees_what_a_whole_slot_sees(backend: XlaAttention) -> None:
     "backend", [XlaAttention(), NativeAttention("any")], ids=lambda backend: backend.name
 )
 def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) -> None:
-    """To another slot; spans behind the length are written as well where the backend has stale values cleared."""
+    """Move a ring to another slot. If the backend clears stale values, spans after the length are written as well."""
     draw = np.random.default_rng(length)
     cache = tuple(draw.standard_normal((2, 1, 512, 64), np.float32) for _ in range(2))
     layer, size = _stored(backend, cache), jnp.int32(length)
@@ -86,7 +86,7 @@ def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
 def test_an_engine_with_rings_keeps_the_law(
     make_engine: Callable[..., XlaBatchEngine], name: str, dtype: str
 ) -> None:
-    """Prompts longer than a ring, together with layers that keep all positions."""
+    """Prompts are longer than a ring, and other layers keep all positions."""
     model = replace(
         TINY, layer_types=(SLIDING, FULL), sliding_window=100, qk_norm="head", max_position_embeddings=1024
     )

@@ -1,4 +1,4 @@
-"""The graphs over blocks: the bits of contiguous slots, in any order of blocks, and prefixes shared where they lie."""
+"""Programs over blocks: same bits as with contiguous slots in any order of blocks, and prefixes shared in place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Device:
         self._decode = jax.jit(functools.partial(decode_step, spec, LENGTH), donate_argnums=(2, 3))
 
     def prefill(self, slot: int, prompt: list[int], first: int = 0) -> list[Any]:
-        """Chunks of a prompt from `first` on, two lanes a call; its first sample."""
+        """Prefill the chunks of a prompt from `first` on, two lanes a call; returns the first sample."""
         chunks = [
             Chunk(
                 slot=Slot(index=slot, epoch=0),
@@ -111,7 +111,7 @@ class Device:
     ],
 )
 def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> None:
-    """Two prompts that begin alike: in blocks the second one reads the first one's, and prefills only the rest."""
+    """Of two prompts that begin alike, the second reads the first one's blocks and prefills only the rest."""
     draw = np.random.default_rng(3)
     first = draw.integers(1, MODEL.vocab_size, 100).tolist()
     second = [*first[:CHUNK], *draw.integers(1, MODEL.vocab_size, 20).tolist()]
@@ -128,7 +128,7 @@ def test_pages_give_the_bits_of_slots_and_share_a_prefix(backend: Attention) -> 
 
 
 def test_block_tables_on_the_device_follow_those_of_the_host() -> None:
-    """Whatever changes between two calls, one entry or more than there is room for, also the same one twice."""
+    """Between two calls, one entry changes, or more than fit into one update, or the same entry twice."""
     draw = np.random.default_rng(5)
     host, expected = HostTables(4, 50, 6), np.zeros((4, 6), np.int32)
     tables = replace(make_tables(4, 50, has_blocks=True), **host.take_stale())

@@ -1,6 +1,6 @@
 """Coded weights: every value is ggml's, rounded to bf16, and products have the bits of bf16 weights.
 
-In the order "fours" they have the bits of exact sums of integers, which numpy emulates.
+In the order "fours", products have the bits of exact sums of integers, which NumPy emulates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEATURES, WIDTH = 128, 512
 
 
 def coded(stored: list[tuple[str, int]], raw: list[np.ndarray], order: Order = "pairs") -> Coded:
-    """A weight of parts, each in a kind of its own."""
+    """A weight of several parts, each of a different kind."""
     form = coded_form(tuple(stored), WIDTH, order=order)
     assert form is not None
     blocks = []
@@ -110,7 +110,7 @@ def test_what_devices_hold_has_one_form_or_none() -> None:
     ids=["nibbles swapped", "codes one place off"],
 )
 def test_a_wrong_order_of_codes_shows(fault: Callable[[np.ndarray, int], np.ndarray]) -> None:
-    """Planted faults: the first test would fail for them."""
+    """The first test would detect these planted faults."""
     raw = random_blocks((32, WIDTH), Kind.Q4_K, 7)
     with mock.patch.object(coding, "_nibbles", fault):
         found = rows_of(best(), coded([("Q4_K", 32)], [raw]))
@@ -171,7 +171,7 @@ ONE, MINIMA = list(np.float16(1).tobytes()), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def parts(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The numbers that codes mean, their scales and minima, each `[F, K]`: ggml's dequantisation of changed bytes."""
+    """The values, scales and minima of codes, each `[F, K]`, found by ggml's dequantisation of changed bytes."""
     fields, ones = _FIELDS[kind]
 
     def changed(**new: Any) -> np.ndarray:
@@ -198,7 +198,7 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def emulated(kind: str, raw: np.ndarray, x: np.ndarray, *, off: int = 0) -> np.ndarray:
-    """What products of rows in eight bits are: float32 `[N, F]`. off: added to each code (a planted fault)."""
+    """The products of rows in eight bits: float32 `[N, F]`. off: added to each code, as a planted fault."""
     codes, scale, minimum = parts(kind, raw)
     groups = x.reshape(len(x), -1, 32)
     largest = np.maximum(np.abs(groups).max(2), np.float32(1e-30)) * np.float32(1 / 127)
@@ -278,7 +278,7 @@ def test_a_leaf_of_several_kinds_in_fours() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_rows_in_eight_bits_show(kind: str) -> None:
-    """Planted: codes in another order, scales one group off, a zero off by one."""
+    """The planted faults: codes in another order, scales of the next group, a zero point off by one."""
     raw, x = random_blocks((32, WIDTH), Kind[kind], 7), rows_in_eight_bits(3)[1:2]
     expected = emulated(kind, raw, x).view(np.uint32)
 

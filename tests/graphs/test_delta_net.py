@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers: against the recurrence in NumPy, and the laws of state in slots."""
+"""Gated DeltaNet layers: agreement with the recurrence in NumPy, and the laws of state in slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sequence(length: int, seed: int = 0) -> np.ndarray:
 
 
 def recurrence(projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs of every position and the memory behind the last one, in float64, position by position."""
+    """The outputs of all positions, and the state after the last, computed in float64 position by position."""
 
     def sigmoid(x: np.ndarray) -> np.ndarray:
         return 1 / (1 + np.exp(-x))
@@ -142,7 +142,7 @@ def test_prefill_then_decode_is_the_recurrence(forms: Forms, length: int) -> Non
 
 
 def test_equal_keys_without_decay_stay_exact(forms: Forms) -> None:
-    """The worst triangular system: powers of it are large, its inverse is not."""
+    """This is the worst triangular system: its powers are large, but its inverse is not."""
     projected = np.tile(sequence(1, seed=4), (64, 1))
     projected[:, -FORM.value_heads :] = -30  # no decay
     projected[:, -2 * FORM.value_heads : -FORM.value_heads] = 6  # a rate of almost one
@@ -176,7 +176,7 @@ def test_rows_decode_alone_as_among_others(forms: Forms) -> None:
 
 
 def test_what_is_not_named_keeps_its_bytes(forms: Forms) -> None:
-    """Neither rows that are not live nor unused lanes (whose slot is 0) write."""
+    """Rows that are not live and unused lanes, whose slot is 0, write nothing."""
     before = jax.tree.map(
         lambda leaf: jnp.asarray(RNG.standard_normal(leaf.shape), jnp.float32), make_state(FORM, SLOTS)
     )

@@ -1,4 +1,4 @@
-"""DRY and the window of penalties: against plain Python, and the same bits in every program and schedule."""
+"""DRY and the window of penalties: agreement with plain Python, and the same bits in every program and schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DRY = replace(TINY_ENGINE, max_num_seqs=4, enable_dry=True)
 def reference(
     tokens: list[int], multiplier: float, base: float, allowed: int, breakers: set[int]
 ) -> np.ndarray:
-    """Backwards from every earlier place of the last token, as in text-generation-webui."""
+    """Compare backwards from every earlier occurrence of the last token, as text-generation-webui does."""
     lost = np.zeros(VOCABULARY, np.float32)
     longest: dict[int, int] = {}
     if tokens[-1] in breakers:
@@ -93,7 +93,7 @@ def test_penalties_are_those_of_plain_python(rows: list[Any], stale: int) -> Non
 
 
 def test_without_the_option_the_rows_have_no_such_part() -> None:
-    """So every program is lowered as before."""
+    """Therefore every program is lowered as it was before the option existed."""
     assert make_sampling_rows(2).repetition is None
     assert len(jax.tree.leaves(make_sampling_rows(2))) == 11
     assert "enable_dry" not in TINY_ENGINE.options() and "enable_dry" in DRY.bit_options()
@@ -133,7 +133,7 @@ def alone(engine: XlaBatchEngine) -> dict[str, Any]:
 def test_bits_are_those_of_alone_whatever_happens_to_the_row(
     make_engine: Callable[..., XlaBatchEngine], num_blocks: int | None
 ) -> None:
-    """Parked, recomputed, replayed, continued; and by the verify program where there is one."""
+    """The request is parked, recomputed, replayed or continued, and runs in the verify program if there is one."""
     config = replace(DRY, num_blocks=num_blocks, block_size=32, keep_finished=32)
     engine = make_engine(config)
     expected = alone(engine)

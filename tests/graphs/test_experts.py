@@ -1,4 +1,4 @@
-"""Routed experts: against NumPy, and the law that a row's bits do not depend on who shares its experts."""
+"""Routed experts: agreement with NumPy, and a row's bits do not depend on which rows share its experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Form = Callable[[Experts, Any, Route, Any], jax.Array]
 
 
 def run(form: Form, experts: Experts, x: Any, routed: Route, residual: Any | None = None) -> np.ndarray:
-    """One compiled call; the limit is static, as in a model."""
+    """Run one compiled call; the limit is static, as in a model."""
     arrays, limit = experts[:4], experts.limit
     call = jax.jit(lambda arrays, x, routed, residual: form(Experts(*arrays, limit), x, routed, residual))
     return np.asarray(call(arrays, jnp.asarray(x), routed, jnp.asarray(x if residual is None else residual)))
@@ -115,7 +115,7 @@ def test_each_form_is_the_sum_over_the_experts(
 
 
 def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, Any]) -> None:
-    """Alone, among any number of rows, and where all rows want its experts, so that they fill several blocks."""
+    """Run the row alone, among any number of rows, and among rows with the same experts, which fill several blocks."""
     form, dtype = form_and_dtype
     experts, x, routed = weights(dtype, biased=True), rows(100), routes(100)
     whole = run(form, experts, x, routed)
@@ -130,7 +130,7 @@ def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, An
 
 @pytest.mark.parametrize("kind", ["blocked", *HERE])
 def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
-    """Biased and clamped, among peers and alone."""
+    """The experts have biases and clamps; rows run among peers and alone."""
     form: Form = blocked_experts
     if kind != "blocked":
         try:
@@ -190,7 +190,7 @@ def test_a_row_without_experts_is_its_residual(form_and_dtype: tuple[Form, Any])
 
 @pytest.mark.full
 def test_kernels_for_a_gpu_give_a_row_its_own_sum() -> None:
-    """Against NumPy; among other rows in another place, more of its expert than a block holds; and without experts."""
+    """Compare with NumPy: among other rows, with more rows of one expert than a block holds, and without experts."""
     experts, x, routed = weights(jnp.bfloat16, biased=True, limit=0.5), rows(24), routes(24)
     call = jax.jit(lambda arrays, x, routed: ON_GPU(Experts(*arrays, experts.limit), x, routed, x))
     whole, expected = np.asarray(call(experts[:4], x, routed)), by_numpy(experts, x, routed)
@@ -217,7 +217,7 @@ def test_a_router_takes_the_best_and_the_lower_index_among_equals() -> None:
 
 
 def test_mxfp4_is_dequantised_exactly() -> None:
-    """Every byte with every scale, against the definition: sign, two bits of exponent, one of fraction."""
+    """Every byte with every scale follows the definition: sign, two bits of exponent, one of fraction."""
 
     def number(nibble: int) -> float:
         sign, exponent, fraction = -1.0 if nibble & 8 else 1.0, nibble >> 1 & 3, nibble & 1

@@ -67,8 +67,8 @@ def test_greedy_tokens_and_logits_are_transformers(name: str) -> None:
 
 
 def test_in_bfloat16_the_tokens_are_transformers_where_its_choice_is_clear(embedded: XlaBatchEngine) -> None:
-    """The embedded model's weights are in bfloat16, so the C++ products of the instruction set serve: their tokens are
-    those of float32 up to the first near tie, and first log-probabilities differ by rounding."""
+    """The embedded model's weights are in bfloat16, so the C++ products of the instruction set run. Their tokens are
+    those of float32 up to the first near tie, and the first log-probabilities differ only by rounding."""
     golden = np.load(GOLDEN / "embedded" / "golden.npz")
     prompts = [row[row >= 0].tolist() for row in golden["prompts"]]
     outputs = generate(embedded, prompts, golden["tokens"].shape[1])

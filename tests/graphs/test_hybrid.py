@@ -73,7 +73,7 @@ def test_a_request_alone_is_that_among_peers(hybrid: XlaBatchEngine) -> None:
 
 
 def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> None:
-    """Free slots hold NaN in state, keys and values before every turn; the next request there must not notice."""
+    """Before every turn, free slots get NaN in state, keys and values, which must not affect the next request."""
     cases = draw_cases(hybrid, 30, seed=3)
     expected = {case.request_id: run_alone(hybrid, case) for case in cases}
     found: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def answers(engine: XlaBatchEngine, prompts: list[list[int]], **fields: Any) -> 
 
 
 def cold(engine: XlaBatchEngine) -> dict[str, CompletionOutput]:
-    """What each prompt gets alone, with nothing cached."""
+    """The results of each prompt alone, with an empty cache."""
     found = {}
     for at, prompt in enumerate(PROMPTS):
         engine.reset_prefix_cache()
@@ -130,7 +130,7 @@ def cold(engine: XlaBatchEngine) -> dict[str, CompletionOutput]:
 def test_a_prompt_that_begins_with_a_saved_state_has_the_bits_of_one_computed_whole(
     hybrid: XlaBatchEngine,
 ) -> None:
-    """All at once, so that states are saved between the chunks of a step, in more prompts than slots; then again."""
+    """All prompts run at once, more than slots, so that states are saved between the chunks of a step; then again."""
     expected = cold(hybrid)
     for _ in range(2):
         before = hybrid.stats().cached_tokens
@@ -194,7 +194,7 @@ def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_are_saved_a_chunk_late(patch: pytest.MonkeyPatch) -> None:
-    """After a call that has gone on with the next chunk of the prompt."""
+    """The planted fault: the state is saved after the call with the next chunk of the prompt."""
 
     def calls(chunks: Any, most: int, saves: Any) -> Iterator[Any]:
         for at in range(0, len(chunks), most):

@@ -75,7 +75,7 @@ FULL = pytest.mark.full
 
 
 def whole(model: ModelConfig) -> ModelConfig:
-    """With widths of whole groups, as C++ takes them."""
+    """A model whose widths are whole groups, as the C++ products need."""
     experts = None if model.experts is None else replace(model.experts, moe_intermediate_size=128)
     return replace(model, intermediate_size=192, experts=experts)
 
@@ -95,7 +95,7 @@ def whole(model: ModelConfig) -> ModelConfig:
 def test_law_1_holds_in_eight_bits(
     make_engine: Callable[..., XlaBatchEngine], backend: str, model: ModelConfig
 ) -> None:
-    """By XLA's products, and by C++, for which all widths but TINY's are whole groups."""
+    """With XLA's products, and with those of C++, which need widths of whole groups; only TINY lacks them."""
     config = replace(TINY_ENGINE, quantization="int8", attention_backend=backend, linear_backend=backend)
     engine = make_engine(config, model=model)
     products = choose_products(backend, model, jnp.dtype(jnp.int8), parts=("linear_int8",))

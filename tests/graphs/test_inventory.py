@@ -12,7 +12,7 @@ from xla_engine.graphs.inventory import Inventory, Program, compiler_options
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an option of XLA for CPUs")
 def test_reciprocal_roots_have_one_arithmetic_on_processors_of_every_maker() -> None:
-    """XLA's own begins with an estimate of the processor's, which AMD's and Intel's round differently."""
+    """XLA's own reciprocal root starts from the processor's estimate, which AMD and Intel round differently."""
     if compiler_options() is None:
         pytest.skip("this version of XLA has no such option")
     values = np.geomspace(1e-6, 1e6, 4096).astype(np.float32).reshape(4, 1024)

@@ -1,4 +1,4 @@
-"""Products in C++, bf16 and int8, by every instruction set: against XLA's, and that a row's bits are its own."""
+"""C++ products in bf16 and int8, for every instruction set: they agree with XLA's, and rows are independent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def products(dtype: Any, isa: str) -> NativeProducts:
 
 
 def layer(form: Products, dtype: Any, x: Any, live: Any = None) -> list[np.ndarray]:
-    """Each product once, in the order of a layer: row-major results."""
+    """Compute each product once, in the order of a layer; results are row-major."""
     form = form if live is None else form.for_rows(live)
     rng = np.random.default_rng(0)
     width, inner = WIDTHS[dtype]
@@ -108,7 +108,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(products: NativeProdu
 
 
 def test_rows_that_are_not_live_change_no_bit(products: NativeProducts, dtype: Any) -> None:
-    """Any number of live rows at any places, with any content of the other rows."""
+    """Any number of rows is live, in any place, and the other rows have any content."""
     draw, x = np.random.default_rng(6), rows(256, dtype, 6)
     whole = [np.asarray(each) for each in run(products, dtype, x)]
     for count in (*range(65), 100, 255, 256):
@@ -132,7 +132,7 @@ def test_a_row_with_nan_keeps_it_to_itself(products: NativeProducts, dtype: Any)
 
 @pytest.mark.parametrize(("row", "weight"), [(-100, -30), (-130, 10), (10, -130)])
 def test_denormals_are_zeros(isa: str, row: int, weight: int) -> None:
-    """As results, in rows and in weights: vdpbf16ps has none, so no other instruction may have any."""
+    """Denormal results, inputs and weights count as zero, because vdpbf16ps treats them so."""
     products = NativeProducts(isa)
     width = WIDTHS[BF16][0]
     weights = jnp.asarray(products.pack(np.full((32, width), 2.0**weight, jnp.bfloat16)))
@@ -144,7 +144,7 @@ def test_denormals_are_zeros(isa: str, row: int, weight: int) -> None:
 
 
 def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
-    """Where nothing is normalised or activated: sums are exact, and rows are rounded alike, tiny ones to zero."""
+    """This holds without norms and activations: sums are exact, and rows are rounded alike, tiny ones to zero."""
     products = choose_products("native", MODEL, INT8, isa, PARTS)
     assert isinstance(products, NativeProducts)
     x = rows(21, INT8, 4)

@@ -53,7 +53,7 @@ def row(draw: st.DrawFn) -> Row:
 
 
 def reference(logits: np.ndarray, row: Row) -> np.ndarray:
-    """The order of `SamplingParams`, one step after the other, for one row."""
+    """Apply the adjustments to one row, in the order that `SamplingParams` states."""
     logits = logits.copy()
     for token, bias in row["bias"].items():
         logits[token] += np.float32(bias)
@@ -190,7 +190,7 @@ def _truncated(scaled: np.ndarray, row: Row) -> np.ndarray:
 def test_a_row_is_the_same_bits_beside_any_others(
     isa: str | None, rows: list[Row], others: list[Row], order: list[int], seed: int
 ) -> None:
-    """Law 1 inside the sampler: whether the others want penalties, masks or log-probabilities changes nothing."""
+    """Law 1 inside the sampler: penalties, masks and log-probabilities of other rows change nothing."""
     logits = random_logits(seed)
     mine = replace_live(rows[0])
     alone = [mine, *[{**other, "live": False} for other in others[1:]]]
@@ -212,7 +212,7 @@ def replace_live(row: Row) -> Row:
 
 
 def test_the_reference_can_fail() -> None:
-    """The comparison sees a penalty that comes before the bias."""
+    """The comparison detects a penalty that is applied before the bias."""
     plain: Row = {
         "live": True, "temperature": 0.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.5,
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "bias": {3: 2.5}, "allowed": None,

@@ -1,4 +1,4 @@
-"""What adapters add to products: against numpy, bit for bit in any company, and nothing to rows that have none."""
+"""What adapters add to products: it agrees with NumPy, and is the same bits beside any other rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Drawn:
         self.live = draw.random(64) < 0.8
 
     def run(self, form: Products, rows: np.ndarray, adapter: np.ndarray | None) -> list[np.ndarray]:
-        """Each product of these rows, which are lanes of one row each."""
+        """Compute each product of these rows; each row is a lane."""
 
         def call(x: jax.Array, live: jax.Array, adapter: jax.Array | None) -> list[jax.Array]:
             products = with_adapters(form.for_rows(live), adapter)
@@ -111,7 +111,7 @@ def test_rows_with_an_adapter_get_what_peft_adds_and_others_keep_their_bits(form
 
 
 def test_a_row_has_its_bits_at_any_place_among_any_rows(form: Products) -> None:
-    """With 1, 4, 8, 12 and 32 rows, in any order. Of XLA's products it is asked for one number of rows only."""
+    """With 1, 4, 8, 12 and 32 rows, in any order. XLA's products promise it for a fixed number of rows only."""
     drawn = Drawn(form)
     every = drawn.run(form, np.arange(64), drawn.adapter)
     draw = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def test_a_row_has_its_bits_at_any_place_among_any_rows(form: Products) -> None:
 
 
 def test_instruction_sets_give_the_same_bits() -> None:
-    """Those without tiles, which sum pairs in one go."""
+    """This holds without matrix tiles, which sum pairs in one operation."""
     names = [name for name in ("avx512_bf16", "avx512", "avx2") if name in FORMS]
     found = []
     for name in names:
@@ -150,7 +150,7 @@ def test_int8_weights_take_adapters_too() -> None:
 
 
 def test_a_bias_comes_on_top_of_what_adapters_add(form: Products) -> None:
-    """Once, to linear products and to gates and ups (Qwen2 has one behind its queries, keys and values)."""
+    """A bias is added once, to linear products and to gates and ups. (Qwen2 has biases of queries and keys.)"""
     drawn = Drawn(form)
     bias = jnp.asarray(np.random.default_rng(5).standard_normal(ENDS[-1], np.float32))
 

@@ -1,4 +1,4 @@
-"""The C++ kernels by themselves (`native_kernels.cc`), by every instruction set; others are emulated."""
+"""The C++ kernels alone (`native_kernels.cc`), for every instruction set; those of other machines are emulated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REST = [
 
 
 def run(compiler: str, flags: tuple[str, ...], directory: Path, *emulator: str) -> tuple[str, list[str]]:
-    """What the program says, and the hashes of its bits."""
+    """The output of the program, and the hashes of its bits."""
     program = directory / "kernels"
     source = Path(__file__).with_name("native_kernels.cc")
     built = subprocess.run(

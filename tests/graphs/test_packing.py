@@ -32,7 +32,7 @@ def noise(leaf: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("where", [np.asarray, jnp.asarray], ids=["host", "device"])
 def test_packing_keeps_every_bit(where: Any) -> None:
-    """Of rows and of lanes, NaN and all, packed by either side."""
+    """Rows and lanes with any values, NaN included, are packed by the host and by the device."""
     rows: Rows = jax.tree.map(lambda leaf: where(noise(leaf)), make_rows(5, 3, 70))
     lanes = jax.tree.map(lambda leaf: where(noise(leaf)), make_lanes([], {}, 4, TINY_ENGINE.chunk_size))
     state = pack_rows(rows)

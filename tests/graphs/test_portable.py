@@ -80,7 +80,7 @@ def test_what_every_processor_rounds_in_one_way_passes() -> None:
 
 
 def test_a_barrier_keeps_a_product_from_the_sum_behind_it() -> None:
-    """Else XLA rounds both as one where the processor can: the audit relies on it."""
+    """Without the barrier, XLA fuses both on processors that can; the audit relies on the barrier."""
     draw = np.random.default_rng(0)
     a, b, c = (draw.standard_normal((64, 64), np.float32) for _ in range(3))
     apart = jax.jit(lambda a, b, c: lax.optimization_barrier(a * b) + c)(a, b, c)

@@ -31,7 +31,7 @@ Sample = Callable[..., sampling.Sampled]
 
 
 def rows(**fields: Any) -> SamplingRows:
-    """Rows that sample at temperature 1 with a seed each and want log-probabilities, but for `fields`."""
+    """Rows that sample at temperature 1, with different seeds and with log-probabilities, except for `fields`."""
     state = make_sampling_rows(ROWS)
     values: dict[str, Any] = {
         "temperature": 1.0,
@@ -55,7 +55,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 
 def test_one_column_gets_the_bits_it_has_among_eight(sample: Sample) -> None:
-    """Draws of every kind, and the sums they rest on: programs of few rows rest on it."""
+    """This holds for draws of every kind and for their sums; programs of few rows rely on it."""
     logits = random_logits(512, 9)
     given = rows(top_p=[1, 0.9] * 4, min_p=[0, 0, 0.1, 0] * 2, top_k=[0, 0, 0, 7] * 2, num_logprobs=3)
     position = jnp.arange(ROWS, dtype=jnp.int32)
@@ -74,7 +74,7 @@ def test_one_column_gets_the_bits_it_has_among_eight(sample: Sample) -> None:
 
 
 def kept(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Reference by sorting, one row, float64: the ids that may be drawn. Assumes distinct logits."""
+    """The ids of one row that may be drawn, found by sorting in float64. Assumes distinct logits."""
     weight = np.exp(scaled.astype(np.float64) - scaled.max())
     weight[weight < min_p] = 0
     order = np.argsort(-scaled, kind="stable")[: top_k or len(scaled)]
@@ -149,7 +149,7 @@ def test_logprob_is_raw_whatever_the_temperature(sample: Sample) -> None:
 def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> None:
     """Pins an exponential over 8 columns, whose unrolled loop was compiled without fused multiply-adds.
 
-    Logits are given, or those of the C++ head: XLA's products depend on the number of rows on some machines.
+    Logits are constants or come from the C++ head: on some machines XLA's products depend on the number of rows.
     """
     draw = np.random.default_rng(0)
     head = np.asarray(draw.standard_normal((4096, 32)), jnp.bfloat16)
@@ -177,7 +177,7 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
 
 
 def test_noise_is_that_of_jax(sample: Sample) -> None:
-    """Of 4,096 tokens alike, the uniform number names the one that is drawn."""
+    """With 4,096 equal logits, the uniform number determines the token."""
     flat = jnp.zeros((4096, ROWS), jnp.float32)
     state = rows(seed=[[row * 2**29 + 5, 2**32 - 1 - row] for row in range(ROWS)])
     for position in (0, 1, 77, 2**31 - 1):
@@ -194,7 +194,7 @@ def test_top_k_one_is_greedy_for_sampled_rows(sample: Sample) -> None:
 
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
 def test_the_most_likely_token_is_kept_at_every_temperature(fields: dict[str, Any], sample: Sample) -> None:
-    """A quotient rounded in two ways must not leave a row without a token (61: the last block is not whole)."""
+    """A quotient that is rounded in two ways must not leave a row without a token (61: the last block is partial)."""
     logits = random_logits(61, 8)
     for turn, temperature in enumerate(np.random.default_rng(9).uniform(0.05, 2.0, (60, ROWS))):
         state = rows(temperature=temperature.astype(np.float32), **fields)
@@ -315,7 +315,7 @@ def test_the_largest_are_those_of_a_stable_sort(
 def test_a_row_that_cannot_choose_says_so_and_its_neighbours_do_not_notice(
     vocabulary: int, sample: Sample
 ) -> None:
-    """A hidden state with NaN or infinity; no token allowed; a single one that is not allowed is harmless."""
+    """A hidden state has NaN or infinity, or no token is allowed. A single forbidden token is harmless."""
     logits = random_logits(vocabulary, 5)
     settings_of_rows = rows(temperature=[0, 1, 0, 1, 0, 1, 0, 1], top_p=[1, 0.9, 1, 1, 1, 1, 1, 0.5])
     position = jnp.arange(ROWS, dtype=jnp.int32)
@@ -334,14 +334,14 @@ def test_a_row_that_cannot_choose_says_so_and_its_neighbours_do_not_notice(
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`sample` traced with what other platforms than CPUs run."""
+    """`sample`, traced for platforms other than CPUs."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
     return jax.jit(lambda *arguments: sampling.sample(*arguments))
 
 
 @pytest.mark.full
 def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch, sample: Sample) -> None:
-    """Without sorts and loops: narrow and wide nuclei, top-k within and beyond the candidates, ties."""
+    """Narrow and wide nuclei, top-k within and beyond the candidates, and ties."""
     logits = np.concatenate([random_logits(4000, 1), np.round(random_logits(1000, 2))])
     position = jnp.arange(ROWS, dtype=jnp.int32)
     wanted = rows(
@@ -358,7 +358,7 @@ def test_a_gpu_takes_the_same_tokens(monkeypatch: pytest.MonkeyPatch, sample: Sa
 
 
 def test_a_gpu_gets_no_sort_and_no_loop() -> None:
-    """Either keeps a conditional out of a CUDA graph, and the host would wait for the device in every step."""
+    """With either, a CUDA graph cannot have the conditional, and the host would wait for the device in every step."""
     logits = jax.ShapeDtypeStruct((4096, ROWS), jnp.float32)
     exported = jax.export.export(jax.jit(sampling.sample), platforms=["cuda"])(
         logits, rows(), jax.ShapeDtypeStruct((ROWS,), jnp.int32)

@@ -60,7 +60,7 @@ def test_the_samplers_in_cpp_and_in_jax_agree(isa: str, processed: bool, vocabul
     "widths", [(1, 6, 48), pytest.param((2, 4, 8, 16, 272), marks=pytest.mark.full)], ids=["some", "all"]
 )
 def test_greedy_tokens_in_cpp_at_every_width(isa: str, widths: tuple[int, ...]) -> None:
-    """Columns side by side in vectors, several entries of few columns, widths that fill none; ties, no numbers."""
+    """Widths that fill a vector with columns, with several entries of few columns, or in part; with ties and NaN."""
     choose = jax.jit(functools.partial(sampling.sample, native=registered(isa, "sampler")))
     for width in widths:
         for size in (5, 511, 1100, 8200):
@@ -85,7 +85,7 @@ SLOTS, VOCABULARY, POSITIONS, BLOCK, DRAFTS = 12, 150, 96, 16, 2
 def adjusted_rows(
     draw: np.random.Generator, width: int, **form: bool
 ) -> tuple[SamplingRows, SamplingContext]:
-    """Rows that each want some adjustments, of requests whose text repeats itself."""
+    """Rows with various adjustments, of requests whose text repeats itself."""
     state: Any = make_sampling_rows(width, dry=form["dry"])
     state.temperature[:] = draw.choice([0, 0, 1], width)
     state.repetition_penalty[:] = draw.choice([1, 1, 1.3, 0.7], width)
@@ -138,7 +138,7 @@ def adjusted_rows(
 )
 @pytest.mark.full
 def test_what_shifts_logits_is_the_same_in_cpp_and_in_jax(isa: str, form: tuple[str, ...]) -> None:
-    """Bias, penalties in a window, DRY, stop ids and masks that forbid, of slots and of blocks, behind drafts."""
+    """Bias, windowed penalties, DRY, forbidden stop ids and masks, with slots and with blocks, after drafts."""
     in_jax, in_cpp = (
         jax.jit(functools.partial(sampling.sample, processed_logprobs=True, native=native))
         for native in (None, registered(isa, "sampler"))

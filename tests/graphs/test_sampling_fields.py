@@ -71,7 +71,7 @@ def test_every_field_of_a_row_is_filled_from_one_that_exists(record: Any, lines:
 
 
 def test_a_request_with_defaults_leaves_a_neutral_row() -> None:
-    """All but its noise: sampling features that no request uses cost a step nothing."""
+    """Only the noise key is set, so sampling features that no request uses cost a step nothing."""
     plain = RowSettings(max_tokens=1, stop_token_ids=(), params=SamplingParams(temperature=0), seed=0)
     found = sampling_rows(2, {1: plain})
     for given, neutral in zip(jax.tree.leaves(found), jax.tree.leaves(make_sampling_rows(2)), strict=True):
@@ -79,7 +79,7 @@ def test_a_request_with_defaults_leaves_a_neutral_row() -> None:
 
 
 def planted(stages: list[tuple[str, ...]]) -> tuple[jax.Array, SamplingRows, SamplingContext]:
-    """Logits, the same in all rows, and rows of one text that want these stages."""
+    """Equal logits for all rows, and rows of one text with these stages enabled."""
     draw, count = np.random.default_rng(7), len(stages)
     logits = np.repeat(draw.standard_normal((VOCABULARY, 1)).astype(np.float32) * 3, count, axis=1)
     rows: Any = make_sampling_rows(count, dry=True)

@@ -1,4 +1,4 @@
-"""How a model is split over devices: every feature once, heads whole, and weights that can be put together again."""
+"""How a model is split over devices: every feature once, heads whole, and the parts make up the weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_features_come_out_even_in_whole_tasks(count: int, devices: int, task: i
 def test_parts_of_every_weight_make_the_whole(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row is somewhere, and what stands side by side on a device has the shapes that it computes with."""
+    """Every row is on some device, and the parts on a device have the shapes that it computes with."""
     monkeypatch.setattr(decoder, "LEAST", 1)
     checkpoint = load_checkpoint(GOLDEN / name)
     spec = ModelSpec(checkpoint.config, np.dtype("float32"), devices=devices)
@@ -78,7 +78,7 @@ def test_parts_of_every_weight_make_the_whole(
 
 
 def test_where_a_device_would_have_few_features_it_has_all() -> None:
-    """Each weight by its own width; of experts a device has its part, however few features that are."""
+    """Each weight is decided by its own width; experts are always split, however few features a device gets."""
     experts = RoutedExperts(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40)
     model = replace(WIDE, intermediate_size=500, vocab_size=1600, experts=experts, mlp_only_layers=(1,))
     spec = ModelSpec(model, np.dtype("float32"), devices=4)
@@ -94,7 +94,7 @@ def test_where_a_device_would_have_few_features_it_has_all() -> None:
 
 @pytest.mark.parametrize(("value_dim", "is_native"), [(48, True), (44, True), (48, False)])
 def test_recurrent_layers_are_cut_as_one(value_dim: int, is_native: bool) -> None:
-    """Projection, state and all, where heads are whole vectors and the products are in C++."""
+    """Projections and state are split together if heads are whole vectors and the products are in C++."""
     wide = WIDE_MODELS["wide_recurrent"]
     assert wide.delta is not None
     model = replace(wide, delta=replace(wide.delta, value_dim=value_dim))
@@ -131,7 +131,7 @@ def test_gathered_features_stand_in_the_model_s_order(kind: Kind) -> None:
 
 
 def _with_local_sizes(sharding: Sharding) -> ModelConfig:
-    """A model whose weights have the shapes of one device's, but for those cut by the residual stream's features."""
+    """A model with the weight shapes of one device, except for weights split by the residual stream's features."""
     local, experts = sharding.local, sharding.config.experts
     width = {kind: _held(sharding, kind).shape[1] for kind in ("mlp",)}
     if experts is not None:

@@ -31,7 +31,7 @@ Stream = list[tuple[int, int]]  # token and bits of its log-probability
 
 
 class Device:
-    """The three programs on the tiny model, and the state behind eight prompts."""
+    """The three programs of the tiny model, and the state after eight prompts."""
 
     def __init__(self, block_size: int | None) -> None:
         config = EngineConfig()
@@ -56,7 +56,7 @@ class Device:
     def start(
         self, sampling: Any, stop_ids: np.ndarray, max_tokens: np.ndarray, min_tokens: np.ndarray
     ) -> Any:
-        """Cache and rows behind the prompts, which repeat themselves, and the first tokens."""
+        """Cache and rows after the prompts, which repeat themselves, and the first tokens."""
         rows: Rows = make_rows(SLOTS, stop_ids.shape[1], POSITIONS, self.pool)
         if self.pool is None:
             cache = make_cache(self.spec, SLOTS, POSITIONS)
@@ -87,7 +87,7 @@ def device(block_size: int | None = None) -> Device:
 
 
 def plainly(here: Device, cache: Any, rows: Rows) -> list[Stream]:
-    """What each row emits, one token a step."""
+    """The tokens of each row, decoded one a step."""
     streams: list[Stream] = [[] for _ in range(SLOTS)]
     for _ in range(TOKENS):
         cache, rows, packed, _ = here.decode(cache, rows, jnp.ones(SLOTS, bool), here.tables)
@@ -100,7 +100,7 @@ def plainly(here: Device, cache: Any, rows: Rows) -> list[Stream]:
 def speculatively(
     here: Device, cache: Any, rows: Rows, propose: Any, draw: np.random.Generator
 ) -> tuple[list[Stream], int]:
-    """The same by verify steps with drafts of `propose(slot, emitted)`: (offset from the next token, tokens)."""
+    """The same with verify steps and the drafts of `propose(slot, emitted)`: (offset from the next token, tokens)."""
     streams: list[Stream] = [[] for _ in range(SLOTS)]
     for steps in range(1, 4 * TOKENS):
         order = draw.permutation(SLOTS)
@@ -150,7 +150,7 @@ def sampling_of(draw: np.random.Generator) -> Any:
 @given(seed=st.integers(0, 10**6), block_size=st.sampled_from([None, 32]))
 @settings(max_examples=12, deadline=None)
 def test_verify_emits_what_decode_emits(seed: int, block_size: int | None) -> None:
-    """Right, wrong and half right drafts, from before and after the row's end, for any sampling."""
+    """Drafts are right, wrong or half right, and lie before or after the row's end; any sampling is possible."""
     draw, here = np.random.default_rng(seed), device(block_size)
     stop_ids = np.where(draw.random((SLOTS, 3)) < 0.5, draw.integers(0, 199, (SLOTS, 3)), -1)
     limits = draw.integers(2, TOKENS + 1, SLOTS), draw.integers(0, 6, SLOTS)

@@ -16,7 +16,7 @@ from tests.support.checkpoints import CONFIG, MakeModel, Tensors, tensors_of, wr
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
-    """Write a model directory: CONFIG with `config` changed, weights that fit or `tensors`, in `shards`."""
+    """Write a model directory: CONFIG with the changes in `config`, and fitting weights, or `tensors`, in `shards`."""
 
     def make(
         name: str = "model",

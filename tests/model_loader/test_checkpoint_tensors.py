@@ -170,7 +170,7 @@ except CheckpointError as error:
 
 @pytest.mark.parametrize("how", ["read", "rows", "fingerprint", "blocks"])
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path, how: str) -> None:
-    """The process died with SIGBUS, without an error message."""
+    """Once, the process died with SIGBUS and without an error message."""
     file = tmp_path / "model.safetensors"
     save_file({"x": np.ones((5000, 64), np.float32)}, file)
     command = [sys.executable, "-c", CUT_WHILE_READ, str(file), how]

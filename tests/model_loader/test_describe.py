@@ -1,4 +1,4 @@
-"""What a model's files say in one record; generation_config.json: eos ids always, sampling defaults unless refused."""
+"""The record that describes a model. generation_config.json always gives eos ids, and sampling defaults if enabled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_description_needs_no_weights_and_weights_no_template(model: Path) -> 
 
 
 def test_a_model_that_recommends_nothing_is_the_same_engine_either_way(model: Path) -> None:
-    """Results of such models can be resumed that were written when "engine" was the default."""
+    """So results of such models that were written when "engine" was the default can be resumed."""
     (model / "generation_config.json").unlink()
     wants = (
         describe(open_model(model), EngineConfig(generation_config=each)) for each in ("model", "engine")

@@ -91,10 +91,10 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(
 
 
 def rounding_noise(checkpoint: Checkpoint, prompt: list[int], logits: np.ndarray) -> float:
-    """How far logits move where each float32 weight moves by half of its last bit, the most of three draws.
+    """The largest change of logits in three draws that move each float32 weight by half of its last bit.
 
-    Two implementations that round in another order differ by about as much: a random smollm3 amplifies rounding by
-    a hundred within 112 positions, so that its logits are known to 1e-4 only.
+    Two implementations that round in another order differ by about as much. A random smollm3 amplifies rounding a
+    hundredfold within 112 positions, so that its logits are only known to 1e-4.
     """
     draw, most = np.random.default_rng(0), 0.0
     for _ in range(3):
@@ -111,7 +111,7 @@ def rounding_noise(checkpoint: Checkpoint, prompt: list[int], logits: np.ndarray
 @pytest.mark.parametrize("attention", ["native", "xla"])
 @pytest.mark.parametrize("name", IN_CI)
 def test_every_backend_keeps_the_law_in_bfloat16(name: str, attention: str) -> None:
-    """Level A under random schedules, behind the start-up check."""
+    """Level A holds under random schedules, after the start-up check."""
     config = replace(CONFIG, attention_backend=attention, prefill_lanes=(2, 8), self_check=True)
     with XlaBatchEngine(load_checkpoint(GOLDEN / name), None, config) as engine:
         report = verify(engine, requests=40, schedules=2, seed=4, lags=(0, 1))
@@ -133,7 +133,7 @@ def test_pure_jax_attention_gives_the_tokens_of_transformers(name: str) -> None:
 
 @pytest.mark.release
 def test_the_command_line_runs_it(name: str, tmp_path: Path) -> None:
-    """`run` in a process of its own, prompts as token ids: the stop ids of the files end a text."""
+    """`run` in a separate process, with prompts of token ids; the stop ids of the files end a text."""
     golden = np.load(GOLDEN / name / "golden.npz")
     lines = [{"prompt": row[row >= 0].tolist(), "max_tokens": 48} for row in golden["prompts"]]
     asked = tmp_path / "in.jsonl"

@@ -164,7 +164,7 @@ def changed(**fields: Any) -> ModelConfig:
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rows_in_rotary_order_turn_as_the_checkpoint_means(interleaved: bool, part: float) -> None:
-    """Scores of rotated and reordered heads are those of the checkpoint's own pairs, rotated in its own order."""
+    """Rotated and reordered heads give the scores that the checkpoint's own pairs give in its own order."""
     model = changed(rope_interleaved=interleaved, partial_rotary_factor=part)
     order, turned = rotary_order(model), model.rotary_dim
     assert sorted(order) == list(range(model.head_dim))
@@ -233,7 +233,7 @@ def test_flags_decide_which_parameters_a_layer_has() -> None:
 
 
 def test_tables_are_the_same_bits_whatever_of_the_processor_numpy_uses() -> None:
-    """NumPy's own `power`, `cos` and `sin` differ between instruction sets; so do libm's between machines."""
+    """NumPy's `power`, `cos` and `sin` differ between instruction sets, and libm's between machines."""
     llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = RopeScaling(rope_type="llama3", original_max_position_embeddings=64, **llama)
     program = f"""if True:

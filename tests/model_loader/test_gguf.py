@@ -70,7 +70,7 @@ KINDS = [Kind[name] for name in ("F32", "F16", "BF16", *quantised_kinds(gguf))]
 
 
 def test_the_usual_kinds_are_read() -> None:
-    """Those that files on the hub have."""
+    """These are the kinds in files on the hub."""
     usual = (
         "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ3_S IQ3_XXS IQ2_S IQ2_XS IQ2_XXS"
     )
@@ -93,7 +93,7 @@ def test_rows_are_cut_as_from_the_whole_tensor(
     places: list[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Of vectors, matrices and stacks: no rows at all, some, rows twice; what a vector's cut takes of a block."""
+    """Read no rows, some rows, and rows twice of vectors, matrices and stacks; a vector may be cut within a block."""
     whole_shape = (*shape, width * gguf.GGML_QUANT_SIZES[kind][0])
     stored = random_blocks(whole_shape, kind, seed=width)
     path = tmp_path_factory.getbasetemp() / f"{kind.name}.gguf"
@@ -118,7 +118,7 @@ def test_rows_are_cut_as_from_the_whole_tensor(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_device_reads_its_part_of_each_leaf(large_blocks: Path, tmp_path: Path, kind: Kind) -> None:
-    """Of three key/value heads four devices have one each, or none."""
+    """With three key/value heads, each of four devices has one or none."""
     checkpoint = load_checkpoint(write_gguf(large_blocks, tmp_path / "m.gguf", kind=kind))
     spec = ModelSpec(checkpoint.config, jnp.dtype(jnp.bfloat16), devices=4)
     empty = 0
@@ -159,7 +159,7 @@ def test_every_device_reads_its_part_of_each_leaf(large_blocks: Path, tmp_path: 
 def test_each_architecture_is_the_family_it_came_from(
     name: str, arch: str, unsaid: str, tmp_path: Path
 ) -> None:
-    """unsaid: fields of the odd golden models that llama.cpp's metadata cannot say or round."""
+    """unsaid: fields of the golden models that llama.cpp's metadata cannot express, or round."""
     model = GOLDEN / "families" / name
     stored, source = (
         load_checkpoint(write_gguf(model, tmp_path / "m.gguf", arch=arch)),
@@ -282,6 +282,6 @@ def test_a_tokenizer_json_beside_the_file_is_taken(tmp_path: Path) -> None:
 
 
 def test_rotary_rows_really_differ_in_the_file(tmp_path: Path) -> None:
-    """The undoing above is of something: the engine's order is not the file's."""
+    """The engine's order differs from the file's, so the tests above do test the reordering."""
     config = load_checkpoint(write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf")).config
     assert not np.array_equal(rotary_order(config), np.arange(config.head_dim))

@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata cut text as the tokenizer.json they came from."""
+"""Tokenizers rebuilt from GGUF metadata tokenise text like the tokenizer.json they came from."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fill_unigram(backend: tokenizers.Tokenizer) -> Callable[[gguf.GGUFWriter], N
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """An original and what its metadata make, by kind."""
+    """The original tokenizer and the one rebuilt from its metadata, by kind."""
     directory = tmp_path_factory.mktemp("gguf")
     originals = {"byte_level": byte_level(), "sentencepiece": sentencepiece(True)}
     originals |= {"sentencepiece_no_prefix": sentencepiece(False), "unigram": metaspace_unigram()}

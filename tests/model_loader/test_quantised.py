@@ -163,7 +163,7 @@ def test_a_dry_run_names_the_method(plain: Path, tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_depends_on_the_configuration(plain: Path, tmp_path: Path) -> None:
-    """The same bytes mean other weights with other zero points."""
+    """With other zero points, the same bytes are other weights."""
     quantised, _ = write_quantised(plain, tmp_path, "gptq_asymmetric")
     before = load_checkpoint(quantised)
     config = json.loads((quantised / "config.json").read_text())

@@ -24,7 +24,7 @@ VERSION = recipe.ffi_version(Path(jax.ffi.include_dir()))
 
 
 def made(folder: Path, **changes: object) -> Path:
-    """A folder of libraries for this machine that are made of words."""
+    """A folder of libraries for this machine that contain only words."""
     folder.mkdir(exist_ok=True)
     digests = {}
     for name in NAMES:
@@ -37,7 +37,7 @@ def made(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """What is loaded, in order; nothing really is."""
+    """The libraries that would be loaded, in order; none is loaded."""
     loaded: list[Path] = []
     monkeypatch.setattr(build, "_BUNDLE", tmp_path / "libraries")
     monkeypatch.setattr(build, "_bind", lambda isa, parts, path: loaded.append(path))
@@ -140,7 +140,7 @@ def test_an_older_interface_of_the_same_major_version_serves(tmp_path: Path, bou
 def test_a_library_that_cannot_be_loaded_gives_way_to_the_compiler(
     tmp_path: Path, bound: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Words are no shared library; nor is one for a newer system."""
+    """A text file is no shared library, and a library of a newer system cannot be loaded."""
     made(tmp_path / "libraries")
     really = build.ctypes.CDLL
 

@@ -34,7 +34,7 @@ def exact(make_engine: MakeEngine, config: EngineConfig, model: ModelConfig = TI
 
 
 def ending_one_by_one(engine: XlaBatchEngine, seed: int, lag: int) -> list[Any]:
-    """Tokens and logprob bits of eight requests that leave after 4, 8, .. 32 tokens; some lose their slots."""
+    """Tokens and logprob bits of eight requests that end after 4, 8, ... 32 tokens; some are preempted."""
     cases = draw_cases(engine, 8, seed, every_field=True)
     engine.lag = lag
     ids = [

@@ -51,7 +51,7 @@ def test_law_1_holds_in_every_instruction_set(
 def test_configurations_change_no_bit_in_any_instruction_set(
     make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
 ) -> None:
-    """Widths, lanes, chunks, lag, and prefill in place of decode: no bit is another."""
+    """Other widths, lanes, chunks, lags, and prefill in place of decode change no bit."""
     engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
     assert engine.runner.has_one_row_code and engine.runner.isa == isa
     results = across_configurations(engine, requests=30, seed=5)
@@ -66,7 +66,7 @@ def test_configurations_change_no_bit_in_any_instruction_set(
 def test_instruction_sets_that_sum_in_one_order_give_the_same_bits(
     make_engine: Callable[..., XlaBatchEngine], quantization: str | None
 ) -> None:
-    """On one machine at least: XLA's part is compiled for the processor (findings/same_bits.md)."""
+    """At least on one machine: XLA compiles its part for the processor (findings/same_bits.md)."""
     results = []
     for isa in (isa for isa in HERE if isa in ONE_ORDER):
         engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
@@ -105,7 +105,7 @@ def test_the_environment_chooses_where_the_option_does_not(
 def test_vectors_serve_models_whose_widths_are_not_whole_tiles(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """On a machine with matrix tiles, which this one need not be: its best instruction set that can serve does."""
+    """On a machine with matrix tiles (pretended here), the best instruction set that fits the model is used."""
     tiles = next(each for each in INSTRUCTION_SETS if each.name == "amx")
     vectors = next(each for each in available() if each.name != "amx")
     monkeypatch.setattr(backends, "available", lambda: (tiles, vectors))

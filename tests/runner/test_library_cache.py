@@ -73,7 +73,7 @@ DAMAGES = [truncate, flip, let_others_write, link, without_digest, give_away, Pa
 def test_a_library_that_is_not_ours_or_not_whole_is_made_again(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    """A truncated library crashed every start with SIGBUS."""
+    """Once, a truncated library crashed every start with SIGBUS."""
     directory, make = tmp_path / "a" / "b", Maker()
     path = library(directory, "x.so", make)
     assert library(directory, "x.so", make) == path and make.calls == 1
@@ -131,7 +131,7 @@ def _first_start(directory: Path, log: Path) -> None:
 
 
 def test_a_directory_its_group_could_write_is_closed_and_used(tmp_path: Path) -> None:
-    """As a umask of 002 makes them."""
+    """A umask of 002 creates such directories."""
     directory = tmp_path / "cache"
     directory.mkdir()
     directory.chmod(0o775)

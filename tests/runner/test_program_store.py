@@ -98,7 +98,7 @@ def test_a_damaged_or_foreign_file_is_compiled_again(tmp_path: Path, damage: str
 def test_programs_that_differ_in_unused_arguments_are_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their lowered text, which has no unused arguments, is the same; a compiled program takes all of them."""
+    """Lowered text has no unused arguments, so theirs is equal; but a compiled program takes all arguments."""
     monkeypatch.setattr(program_key, "_is_ours", lambda _: True)
 
     def function(rows: jax.Array, _: Any) -> jax.Array:

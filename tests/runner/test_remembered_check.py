@@ -1,4 +1,4 @@
-"""A start takes what an earlier one's self-check saw, if it was of exactly the same; else it checks."""
+"""A start reuses an earlier self-check if nothing that its result depends on has changed; else it checks again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xla_engine.runner.self_check.check import SelfCheck, run_self_check
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SelfCheck | None]:
-    """The checks that ran, with an empty place for them."""
+    """The checks that ran; the directory of results is empty at first."""
     found: list[SelfCheck | None] = []
 
     def run(*arguments: Any) -> SelfCheck | None:

@@ -93,7 +93,7 @@ PAGED = replace(TINY_ENGINE, block_size=16, kv_cache_memory_bytes=200_000)
 
 
 def test_memory_for_pages_becomes_their_number() -> None:
-    """An engine with this many blocks allocates the memory that it was given, except for less than a block."""
+    """An engine with this many blocks allocates the given memory, up to less than a block."""
     config = resolve_sizes(PAGED, SPEC, 300, Device(None))
     assert config.num_blocks is not None and config.kv_cache_memory_bytes is None and config.uses_blocks
     pool = Pool(config.num_blocks, 16, 32)
@@ -195,7 +195,7 @@ def test_the_length_that_nobody_asked_for_takes_a_quarter_of_the_memory_at_most(
 
 @pytest.mark.parametrize("in_use", [0, 10**8, 9 * 10**8])
 def test_the_length_depends_on_the_machine_and_not_on_what_is_free(in_use: int) -> None:
-    """It entered the fingerprint, and 3 GB taken by another program kept a run from being resumed."""
+    """Once, free memory entered the fingerprint, and a run could not be resumed after another program took 3 GB."""
     config = replace(TINY_ENGINE, max_model_len=None)
     found = resolve_length(config, LONG, "bfloat16", Device(10**9, in_use))
     assert found == resolve_length(config, LONG, "bfloat16", Device(10**9)) and found.max_model_len

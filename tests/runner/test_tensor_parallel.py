@@ -42,7 +42,7 @@ def check(results: Result) -> None:
 
 @pytest.mark.full
 def test_no_bit_depends_on_the_number_of_devices() -> None:
-    """A model that the C++ products serve; its three key/value heads are padded on two devices and on four."""
+    """The model runs with the C++ products; its three key/value heads are padded on two and on four devices."""
     (results,) = run({"model": "tiny"})
     assert results[1]["products"] == "native"
     check(results)
@@ -53,7 +53,7 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
 
 @pytest.mark.full
 def test_no_bit_depends_on_it_in_float32() -> None:
-    """By XLA's products: of a small model each device has the whole of every weight, and the cache of some heads."""
+    """XLA's products run. Of a small model, each device has every weight completely, and the cache of some heads."""
     (results,) = run({"model": "tiny", "dtype": "float32"}, sizes=(1, 2))
     assert results[1]["products"] == "xla"
     check(results)
@@ -62,7 +62,7 @@ def test_no_bit_depends_on_it_in_float32() -> None:
 
 @pytest.mark.full
 def test_no_bit_depends_on_it_from_a_quantised_file(tmp_path: Path) -> None:
-    """Three key/value heads on four devices, as SmolLM2 has them: one device reads no row of keys."""
+    """With three key/value heads, as SmolLM2 has, one of four devices reads no row of keys."""
     model = replace(TINY, hidden_size=64)
     write_checkpoint(model, random_weights(model, dtype="bfloat16", scale=0.3), tmp_path / "model")
     path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", kind=Kind.Q4_0)
@@ -80,7 +80,7 @@ IN_CI = ("routed", "recurrent")  # the others differ in what the tests of one de
 )
 @pytest.mark.parametrize("sizes", [(1, 4), pytest.param((1, 2), marks=pytest.mark.release)], ids=str)
 def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str, sizes: tuple[int, ...]) -> None:
-    """By the C++ operations: routed experts, recurrent layers, norms over all heads, in bf16 and int8."""
+    """The C++ operations run: routed experts, recurrent layers, and norms over all heads, in bf16 and int8."""
     model, dtypes = MODELS[name], (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8))
     saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.delta is not None else {}
     jobs = {"model": name, "engine": saves}, {"model": name, "engine": {"quantization": "int8"} | saves}
@@ -93,7 +93,7 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(name: str, sizes: tuple[int, 
 
 @pytest.mark.full
 def test_rows_of_an_embedding_in_eight_bits_are_rounded_by_themselves() -> None:
-    """Scales and a multiplier on them: on one device, too, no multiplication is rounded with the sum behind it."""
+    """They have scales and a multiplier. On one device, too, no multiplication is fused with the sum that follows."""
     (results,) = run({"model": "wide_scaled", "engine": {"quantization": "int8"}}, sizes=(1, 4))
     assert results[1]["products"] == "native"
     check(results)
@@ -128,8 +128,8 @@ XLA_INT8 = {"engine": {"isa": "none", "quantization": "int8"}}
 @pytest.mark.release
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str) -> None:
-    """With the odd widths of these models the products are XLA's. They are so small that each device has the whole of
-    every weight but those of experts; heads and their cache are cut."""
+    """The widths of these models are odd, so the products are XLA's. The models are so small that each device has
+    every weight completely, except for experts; heads and their cache are split."""
     forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"engine": {"quantization": "int8"}}]
     if not any(word in name for word in RECURRENT):
         forms.append({"dtype": "float32", "engine": {"num_blocks": 80}})

@@ -1,4 +1,4 @@
-"""Adapters of a model over several devices: the bits of one device; no float is added up between devices."""
+"""Adapters of a model on several devices: the same bits as on one device; no float is summed across devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(results: Result) -> None:
 
 @pytest.mark.full
 def test_no_bit_depends_on_the_number_of_devices() -> None:
-    """Three key/value heads, which are padded on two devices and on four."""
+    """The three key/value heads are padded on two and on four devices."""
     (results,) = run({"model": "tiny"})
     assert results[1]["products"] == "native"
     check(results)
@@ -59,8 +59,8 @@ def test_no_bit_depends_on_the_number_of_devices() -> None:
     ids=str,
 )
 def test_no_bit_depends_on_it_in_other_engines(job: dict[str, Any]) -> None:
-    """Whole tasks of features; biases beside all weights; eight bits; blocks, and a start-up check with an adapter;
-    products of XLA."""
+    """The engines have whole tasks of features, biases, eight bits, blocks, a start-up check with an adapter, or XLA's
+    products."""
     (results,) = run(job)
     assert (results[1]["products"] == "native") is (job.get("dtype") is None)
     check(results)

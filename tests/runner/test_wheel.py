@@ -21,7 +21,7 @@ CHECK = ROOT / ".ci" / "installed.py"
 
 
 def run(words: Sequence[str | Path], *, path: str, cwd: Path, cxx: str = "") -> str:
-    """What a command prints, with this PATH and no other setting of ours."""
+    """The output of a command, with this PATH and without our other settings."""
     kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
     done = subprocess.run(
         list(map(str, words)),
@@ -37,7 +37,7 @@ def run(words: Sequence[str | Path], *, path: str, cwd: Path, cxx: str = "") -> 
 
 
 def checkout(folder: Path) -> Path:
-    """What is built from, without what earlier builds left."""
+    """A copy of the sources, without the remains of earlier builds."""
     for name in ("xla_engine", "graphs", "scheduler"):
         shutil.copytree(
             ROOT / name,
@@ -51,7 +51,7 @@ def checkout(folder: Path) -> Path:
 
 
 def quick_compiler(folder: Path) -> str:
-    """The system's compiler with few of its optimizations, which take minutes: what is tested is that all is there."""
+    """The system's compiler without most optimizations, which take minutes; the tests need only complete wheels."""
     program = folder / "c++"
     program.write_text('#!/bin/sh\nexec c++ "$@" -O1\n')
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Blocks: adversarial sequences of requests that grow, fork, share prefixes, end and come again in a small pool."""
+"""Blocks: adversarial sequences of requests that grow, fork, share prefixes, end and return in a small pool."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Store:
         return True
 
     def grow(self, sequence: Held, token: int) -> bool:
-        """One token more, in a block of one's own; False, with nothing done, when the pool has none."""
+        """Append a token in a private block; False, without any change, if the pool has none."""
         try:
             at, inside = divmod(len(sequence.tokens), self.pool.block_size)
             if not inside:
@@ -171,7 +171,7 @@ def test_a_page_that_is_held_is_never_given_out() -> None:
 
 
 def test_sharing_adds_a_holder_and_releasing_takes_one() -> None:
-    """Sharing once set the count to one, and eviction of one owner freed the block of all."""
+    """Once, sharing set the count to one, and the eviction of one owner freed the block of all."""
     pool = BlockPool(2, 4)
     (block,) = pool.allocate(1)
     pool.share(block)

@@ -1,4 +1,4 @@
-"""Blocks that are shared, grow and run out: who gets which, who gives way, and how long a request waits at most."""
+"""Blocks are shared, grow and run out: which request gets them, which is preempted, and how long one waits at most."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def held(driven: Loop) -> int:
 
 
 def lasting(length: int, tokens: int, first: int = 0) -> tuple[int, ...]:
-    """A prompt of `length` tokens, that begins with `first`, after which so many come before one cannot be chosen."""
+    """A prompt of `length` tokens that begins with `first`; after so many more tokens, none can be chosen."""
     draw = random.Random(first)
     while True:
         prompt = (first, *(draw.randrange(13) for _ in range(length - 1)))
@@ -52,8 +52,8 @@ STEM = lasting(10, 8, first=3)
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_samples_of_one_prompt_share_its_pages(exact: bool) -> None:
-    """Ten tokens are two blocks and a half: the first sequence computes them, the others hold the two and copy the
-    half, where a last chunk of one token is exact; elsewhere they run the chunk that holds the last token."""
+    """Ten tokens are two and a half blocks. The first sequence computes them. The others share the two blocks, and
+    copy the half if a last chunk of one token is exact; otherwise they compute the chunk with the last token."""
     driven = loop(4, 40, cut_invariant=exact)
     for index in range(4):
         driven.submit(request(f"r{index}", STEM, max_tokens=6))
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_known_computes_its_last_token_in_a_copy() -> None:
 
 @pytest.mark.parametrize("ends", ["in its slot", "when its slot is another's"])
 def test_what_a_request_generated_is_found_by_the_next_turn_of_a_conversation(ends: str) -> None:
-    """By a stop token it ends with its blocks, by its cap after it gave them up: they have names while untouched."""
+    """A stop token ends it while it has blocks, its limit after it released them. Both stay cached until reused."""
     sampled = [found.token_id for found in expected(request("x", STEM, 5))[0]]
     stops = frozenset({sampled[4]} if ends == "in its slot" else ())
     assert sampled.index(sampled[4]) == 4
@@ -137,7 +137,7 @@ def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_u
 
 
 def test_the_last_in_line_gives_way_and_nobody_computes_for_nothing() -> None:
-    """Two requests of six blocks in a pool of eight: the second is parked once, and comes back when the first ends."""
+    """Of two requests of six blocks in a pool of eight, the second is parked once and resumes when the first ends."""
     prompts = [lasting(4, 20, first) for first in (1, 5)]
     driven = loop(2, 8)
     for name, prompt in zip("ab", prompts, strict=True):
@@ -149,7 +149,7 @@ def test_the_last_in_line_gives_way_and_nobody_computes_for_nothing() -> None:
 
 
 def test_a_request_that_began_again_for_want_of_pages_waits_until_it_has_what_it_had() -> None:
-    """Else it would get its prompt's blocks at once, run to the same position and lose them again, time after time."""
+    """Otherwise it would get its prompt's blocks at once, run to the same position, and lose them again and again."""
     prompts = [lasting(4, 20, first) for first in (1, 5)]
     driven = loop(2, 8, swap_tokens=0)
     for name, prompt in zip("ab", prompts, strict=True):
@@ -177,8 +177,8 @@ def test_the_next_in_line_takes_the_pages_of_a_later_one_where_it_may() -> None:
 
 
 def test_nobody_waits_longer_than_those_before_it_run() -> None:
-    """Arrivals without end and a pool of little more than one request: each of k requests before one in line, and of
-    those that had blocks when it came, runs from beginning to end at most once before it ends."""
+    """Requests arrive without end, and the pool holds little more than one. Each of the k requests before one in line,
+    and of those that had blocks when it arrived, runs from beginning to end at most once before it ends."""
     slots, longest = 3, 6 + 10 + 3  # chunks, tokens, lag and a step to be read
     for seed in range(25):
         draw = random.Random(seed)
@@ -247,18 +247,18 @@ def test_a_plan_that_moves_pages_wrongly_is_caught(
 
 
 def share_as_if_alone(self: BlockPool, block: int) -> None:
-    """The count of holders was set to one: the first to end freed the block of all."""
+    """The fault: sharing sets the count of holders to one, and the first to end frees the block of all."""
     if not self._holders[block]:
         del self._kept[block]
     self._holders[block] = 1
 
 
 def evict_without_removing_keys(self: BlockPool, block: int) -> None:
-    """A block that was allocated again was still found by its old content."""
+    """The fault: a block that is allocated again is still found by its old content."""
 
 
 def name_ahead(self: BlockManager, state: object, length: int) -> int:
-    """A block was named before all of it was written."""
+    """The fault: a block is cached before all of it is written."""
     return self.pool.blocks_for(length)
 
 
@@ -278,7 +278,7 @@ def test_a_pool_that_forgets_or_remembers_wrongly_is_caught(
 
 
 def assert_caught() -> None:
-    """At least one of a few hundred adversarial runs finds it."""
+    """At least one of a few hundred adversarial runs detects the fault."""
     for seed in range(300):
         try:
             adversary(random.Random(seed)).drain()

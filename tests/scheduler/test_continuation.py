@@ -1,4 +1,4 @@
-"""Requests that go on after their end, in the slot they left, from their tokens, or sampled again: the same stream."""
+"""Requests that continue after their end, in their slot, from their tokens, or sampled again: the same stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ seen: Counter[str] = Counter()
 
 
 class ContinuingLoop(PolicyLoop):
-    """The loop of the fake engine, in which requests go on after their end."""
+    """The loop of the fake engine, with requests that continue after their end."""
 
     def go_on(self, old: Life, more: int) -> None:
         had = [sample.token_id for sample in old.samples]

@@ -1,4 +1,4 @@
-"""A look at the next plan: it is the one that comes, and looking changes nothing."""
+"""`peek` predicts the next plan and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from xla_engine.scheduler.peek import peek
 
 @pytest.fixture(autouse=True)
 def looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each plan of a `Loop` is looked at before it is made; the loop compares the two."""
+    """A `Loop` that peeks before each plan and compares the two."""
     monkeypatch.setattr(Loop, "peeks", True)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_foreseen_is_what_comes(seed: int) -> None:
-    """Over preemption, blocks, prefix caches, speculation, priorities, deadlines, aborts and restarts."""
+    """This holds with preemption, blocks, prefix caches, speculation, priorities, deadlines, aborts and restarts."""
     storm(random.Random(seed)).drain()
     adversary(random.Random(seed)).drain()
 
@@ -81,7 +81,7 @@ def test_what_is_left_of_a_turn() -> None:
 
 
 def test_a_long_queue_costs_little() -> None:
-    """Microseconds for each request that waits; a copy of every prompt would take seconds."""
+    """It takes microseconds for each waiting request; a copy of every prompt would take seconds."""
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, chunk_size=16, max_num_batched_tokens=64))
     for number in range(2000):
         scheduler.submit(request(f"r{number}", tuple(range(2000)), max_tokens=4))

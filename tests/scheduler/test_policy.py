@@ -58,7 +58,7 @@ def draw_config(draw: random.Random, name: str) -> SchedulerConfig:
     ids=["few", "some", "many"],
 )
 def test_every_request_gets_what_it_gets_alone_under_each_policy(name: str, seeds: range) -> None:
-    """Seeded storms of arrivals, aborts and deadlines, at a lag of 0 to 2."""
+    """Seeded random arrivals, aborts and deadlines, with a lag of 0 to 2."""
     for seed in seeds:
         draw = random.Random(f"{name}/{seed}")
         loop = PolicyLoop(draw_config(draw, name))
@@ -162,7 +162,7 @@ def test_longest_prefix_takes_who_has_most_in_the_cache() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(policy.UNBOUNDED)), st.integers(1, 4), st.data())
 def test_nobody_is_passed_by_more_than_the_bound(name: str, aging: int, data: st.DataObject) -> None:
-    """One with k before it in the queue gets a slot within (k + 1) * (aging + 1) requests taken."""
+    """A request with k before it in the queue gets a slot within (k + 1) * (aging + 1) admissions."""
     scheduler = Scheduler(config_of(name, priority_aging=aging, enable_prefix_caching=True, block_size=4))
     submitted, taken, limit = 0, 0, {}
     for _ in range(60):
@@ -190,8 +190,8 @@ def test_nobody_is_passed_by_more_than_the_bound(name: str, aging: int, data: st
 def test_round_robin_serves_everybody_again_within_its_bound(
     slots: int, requests: int, quantum: int, lag: int, data: st.DataObject
 ) -> None:
-    """Of R requests on B slots each is served again within ceil(R / B) turns of `quantum` steps and the steps of the
-    prompts among them; nothing is prefilled twice."""
+    """With R requests on B slots, each runs again within ceil(R / B) turns of `quantum` steps and the steps of the
+    prompts in between; nothing is prefilled twice."""
     loop = PolicyLoop(config_of("round_robin", max_num_seqs=slots, quantum=quantum, max_num_batched_tokens=8))
     served: dict[str, list[int]] = {}
     for index in range(requests):
@@ -273,7 +273,7 @@ def test_live_rows_stall_for_one_budget_and_prompts_start_within_the_chunks_befo
 
 
 def test_tokens_and_logprobs_are_those_of_alone_under_each_policy_on_the_device(tiny: XlaBatchEngine) -> None:
-    """More requests than slots, arriving in between, at a quantum of 3."""
+    """There are more requests than slots, some arrive later, and the quantum is 3."""
     usual = tiny.scheduler
     cases = draw_cases(tiny, 24, seed=11, max_new_tokens=12)
     alone = {case.request_id: run_alone(tiny, case) for case in cases}

@@ -26,7 +26,7 @@ def recurrent(slots: int = 3, **options: object) -> Loop:
 
 
 def reused(driven: Loop, *prompts: tuple[int, ...], **fields: object) -> list[int]:
-    """How many tokens each of these prompts reuses, one after the other."""
+    """How many tokens each of these prompts reuses when they run one after the other."""
     found = []
     for at, prompt in enumerate(prompts):
         before = driven.scheduler.counters().cached_tokens
@@ -38,7 +38,7 @@ def reused(driven: Loop, *prompts: tuple[int, ...], **fields: object) -> list[in
 
 
 def test_a_prompt_begins_after_the_last_saved_state_of_its_prefix() -> None:
-    """Keys and values are there for more, and the last token of a prompt always runs."""
+    """Keys and values of more tokens are cached, and the last token of a prompt is always computed."""
     driven = recurrent()
     assert reused(driven, STEM, STEM[:23], STEM[:16], (*STEM[:15], 0, 0), (*STEM[:7], 0, 0)) == [
         0,

@@ -265,7 +265,7 @@ def test_decode_tuple_is_the_same_object_until_membership_changes() -> None:
 
 
 def test_a_step_has_no_more_chunks_than_a_prefill_call_has_lanes() -> None:
-    """Where nothing decodes, the budget of tokens would allow one more, in a call of its own."""
+    """If nothing decodes, the token budget alone would allow one more chunk, in a separate call."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=8, chunk_size=4, max_num_batched_tokens=8 + 2 * 4, max_chunks=2)
     )

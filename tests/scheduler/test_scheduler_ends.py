@@ -148,7 +148,7 @@ def test_abort_of_an_unknown_or_finished_request_is_false() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_resubmitted_id_never_gets_the_tokens_of_its_former_life(lag: int) -> None:
-    """Credit by id and slot index alone gives the new life the old one's token."""
+    """If tokens were credited by id and slot index alone, the new request would get the old one's token."""
     engine = make(slots=1)
     engine.submit(ask("a", tokens=20))
     old = [engine.plan() for _ in range(lag)]

@@ -1,4 +1,4 @@
-"""What the scheduler tells of itself: decisions, snapshots, and the invariants it checks."""
+"""What the scheduler reports: decisions, snapshots, and the invariants that it checks."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def requests(name: str) -> st.SearchStrategy[Request]:
 
 
 class SpeculatingMachine(RuleBasedStateMachine):
-    """Widths come and go while requests come, go, lose their slots and are read late."""
+    """Widths change while requests arrive, end, lose their slots and are read late."""
 
     @initialize(config=configs())
     def begin(self, config: SchedulerConfig) -> None:
@@ -140,7 +140,7 @@ def test_speculation_brings_the_same_tokens_in_fewer_steps(
 
 
 def test_without_speculation_plans_are_what_they_were() -> None:
-    """No plan mentions it, and the rows are the same tuple from step to step."""
+    """No plan has verify rows, and the decode rows are the same tuple from step to step."""
     loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=16))
     for name in "ab":
         loop.submit(Request(request_id=name, prompt_token_ids=(1, 2, 3), max_tokens=8))
@@ -175,7 +175,7 @@ def test_more_samples_than_planned_are_refused() -> None:
 
 
 def _hammer() -> None:
-    """Much of everything, from one seed."""
+    """Random load of every kind, from one seed."""
     for seed in range(40):
         config = SchedulerConfig(
             max_num_seqs=3,
@@ -205,7 +205,7 @@ def test_the_hammer_finds_nothing() -> None:
 
 @pytest.mark.parametrize("fault", ["upper bound", "room", "late tokens", "low bound"])
 def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The laws can fail: each of these has corrupted an engine somewhere."""
+    """The laws can fail: each of these faults has corrupted some engine."""
     if fault == "upper bound":  # a parked row leaves behind what it got beyond the lower bound
         plain = RequestState.position
 
@@ -234,7 +234,7 @@ def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_first_plan_of_a_prompt_may_verify() -> None:
-    """The row's first token and its first draft come in one step."""
+    """One step samples the row's first token and verifies its first draft."""
     loop = Loop(SchedulerConfig(max_num_seqs=1, chunk_size=4, max_num_batched_tokens=64))
     loop.speculation = Speculation(4, 1)
     loop.submit(Request(request_id="a", prompt_token_ids=(5, 2, 3), max_tokens=9))

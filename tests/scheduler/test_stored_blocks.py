@@ -1,4 +1,4 @@
-"""Blocks are stored and loaded again: requests get their results alone, whichever blocks could be read, and when."""
+"""Stored and reloaded blocks: requests get the same results as alone, whichever blocks can be read, and when."""
 
 from __future__ import annotations
 

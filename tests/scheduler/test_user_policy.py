@@ -1,4 +1,4 @@
-"""A caller's own scheduling policy orders the line; when it fails, one request is refused and no other harmed."""
+"""A caller's own scheduling policy orders the queue. If it fails, one request is refused and no other is affected."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_function_and_a_class_order_the_line() -> None:
 
 
 def test_no_request_waits_for_ever() -> None:
-    """However the policy puts it last, after `priority_aging` others it is next."""
+    """Even if the policy puts it last, it is next after `priority_aging` others."""
     requests = [ask("none")] + [ask(f"gold {n}", salt="gold") for n in range(9)]
     assert order("my_policies:Tenants", requests, priority_aging=4).index("none") == 4
 
