@@ -134,6 +134,7 @@ def read_csv(path: Path | str) -> Iterator[Arrival]:
 
 Row = Mapping[str, str]
 Found = tuple[float, int, int, Row]
+_Length = Callable[[random.Random], int]
 
 
 def _ours(row: Row) -> Found:
@@ -158,42 +159,45 @@ LAYOUTS: tuple[tuple[frozenset[str], Callable[[Row], Found]], ...] = (
 )
 
 
-def heavy_tailed(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
-    """Poisson arrivals, `rate` a second, of log-normal lengths as in the benchmark's `ragged` workload.
-
-    Medians 64 in and 48 out, deviation 1 in the logarithm, cut off at 4..512 and 4..384.
-    """
-    draw = random.Random(f"heavy-tailed/{seed}")
+def _poisson(
+    name: str, requests: int, rate: float, seed: int, prompt: _Length, new: _Length
+) -> Iterator[Arrival]:
+    """Poisson arrivals, `rate` a second, whose lengths `prompt` and `new` draw."""
+    draw = random.Random(f"{name}/{seed}")
     time = 0.0
     for index in range(requests):
-        prompt = min(max(round(draw.lognormvariate(math.log(64), 1.0)), 4), 512)
-        new = min(max(round(draw.lognormvariate(math.log(48), 1.0)), 4), 384)
-        yield Arrival(name=str(index), time=time, prompt_tokens=prompt, new_tokens=new, max_tokens=new)
+        prompt_tokens, new_tokens = prompt(draw), new(draw)
+        yield Arrival(
+            name=str(index),
+            time=time,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            max_tokens=new_tokens,
+        )
         time += draw.expovariate(rate)
+
+
+def _log_normal(median: int, deviation: float, least: int, most: int) -> _Length:
+    """deviation: in the logarithm. least, most: where lengths are cut off."""
+    return lambda draw: min(max(round(draw.lognormvariate(math.log(median), deviation)), least), most)
+
+
+def heavy_tailed(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
+    """Log-normal lengths as in the benchmark's `ragged` workload: medians 64 in and 48 out."""
+    prompt, new = _log_normal(64, 1.0, 4, 512), _log_normal(48, 1.0, 4, 384)
+    return _poisson("heavy-tailed", requests, rate, seed, prompt, new)
 
 
 def uniform(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
-    """Poisson arrivals, `rate` a second, all of 128 tokens in and 128 out."""
-    draw = random.Random(f"uniform/{seed}")
-    time = 0.0
-    for index in range(requests):
-        yield Arrival(name=str(index), time=time, prompt_tokens=128, new_tokens=128, max_tokens=128)
-        time += draw.expovariate(rate)
+    """All of 128 tokens in and 128 out."""
+    return _poisson("uniform", requests, rate, seed, lambda _: 128, lambda _: 128)
 
 
 def azure_like(requests: int, rate: float, seed: int) -> Iterator[Arrival]:
-    """Poisson arrivals, `rate` a second, of log-normal lengths with the medians and means of the public Azure
-    conversation trace: 1020 and 1155 tokens in, 129 and 211 out (Patel et al., "Splitwise", 2024, section 3).
-
-    Cut off at 1..14050 in and 1..1000 out.
-    """
-    draw = random.Random(f"azure-like/{seed}")
-    time = 0.0
-    for index in range(requests):
-        prompt = min(max(round(draw.lognormvariate(math.log(1020), 0.5)), 1), 14_050)
-        new = min(max(round(draw.lognormvariate(math.log(129), 1.0)), 1), 1000)
-        yield Arrival(name=str(index), time=time, prompt_tokens=prompt, new_tokens=new, max_tokens=new)
-        time += draw.expovariate(rate)
+    """Log-normal lengths with the medians and means of the public Azure conversation trace: 1020 and 1155 tokens in,
+    129 and 211 out (Patel et al., "Splitwise", 2024, section 3)."""
+    prompt, new = _log_normal(1020, 0.5, 1, 14_050), _log_normal(129, 1.0, 1, 1000)
+    return _poisson("azure-like", requests, rate, seed, prompt, new)
 
 
 SYNTHETIC: dict[str, Callable[[int, float, int], Iterator[Arrival]]] = {
