@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from xla_engine.scheduler.plan import Plan, Speculation
-from xla_engine.scheduler.restart import restarted
+from xla_engine.scheduler.request import FinishReason, Status
+from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.scheduler import Scheduler
 
 S = TypeVar("S")  # a started step
@@ -49,3 +51,43 @@ class StepPipeline(Generic[S]):
         """Run every live request again from its beginning; `only` and `live` as in `restarted`."""
         self.in_flight.clear()
         self.scheduler = restarted(self.scheduler, only, live)
+
+
+def restarted(old: Scheduler, only: Collection[str] | None = None, live: Collection[str] = ()) -> Scheduler:
+    """A scheduler with the same live requests and totals, in which every request waits.
+
+    For an engine that has lost the device state, or was interrupted in the middle of a call. Requests keep their
+    places in the queue. Their credited tokens count as dropped, because they will be sampled again. A request that had
+    a slot before can no longer end by its queue timeout.
+
+    only: ids of the requests that may get a slot until the next restart; None for all.
+    live: ids of requests whose end the caller has not delivered. Those that have ended run again, too.
+    """
+    fresh = Scheduler(old.config, only)
+    fresh._submitted, fresh._finished = old._submitted, dict(old._finished)
+    fresh._next_step = fresh._committer.steps = old._next_step
+    fresh._waiting.turns, fresh._preemption.count = old._waiting.turns, old._preemption.count
+    fresh._cached_tokens = old._cached_tokens
+    old._settle()
+    untold = [old.untold[name] for name in live if name in old.untold and name not in old._states]
+    for state in untold:
+        state.settle(old._committer.steps)
+        fresh._finished[state.finish_reason or FinishReason.ERROR] -= 1
+        old.ended.pop(state.request_id, None)
+    states = [*old._states.values(), *untold]
+    lost = sum(state.credited for state in states)
+    fresh._committer.credited = old._committer.credited - lost
+    fresh._committer.dropped = old._committer.dropped + lost
+    fresh._waiting.max_waiting, fresh._waiting.strict = None, False  # all of them were accepted before
+    for state in sorted(states, key=lambda state: state.arrival):
+        request = state.request
+        if state.status is not Status.WAITING and (
+            state.finish_reason is None or state.occupancy is not None
+        ):
+            request = replace(request, queue_deadline=None)
+        fresh._queue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
+    fresh._waiting.max_waiting, fresh._waiting.strict = old.config.max_waiting, True
+    fresh.ended = old.ended
+    for ended in old.ended.values():
+        ended.occupancy = None
+    return fresh

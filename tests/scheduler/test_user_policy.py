@@ -16,7 +16,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request, Scheduler, SchedulerConfig
-from xla_engine.scheduler.restart import restarted
+from xla_engine.scheduler.pipeline import restarted
 from xla_engine.scheduler.user_policy import PolicyError, find_policy
 
 SOURCE = '''

@@ -22,8 +22,8 @@ from xla_engine.scheduler import (
     StepResult,
 )
 from xla_engine.scheduler.peek import peek
+from xla_engine.scheduler.pipeline import restarted
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-from xla_engine.scheduler.restart import restarted
 
 
 @dataclass

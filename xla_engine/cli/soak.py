@@ -108,7 +108,7 @@ def soak(
         from xla_engine.tools.soak.faults import FaultyTokenizer
         from xla_engine.tools.soak.http_server import HttpServer
         from xla_engine.tools.soak.soak import soak as run
-        from xla_engine.tools.soak.tiny_model import tiny_model
+        from xla_engine.tools.soak.soak import tiny_model
 
         config = EngineConfig(**options)
         server = stack.enter_context(HttpServer(model, options, seed)) if http and _can_serve() else None

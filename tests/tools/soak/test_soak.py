@@ -22,8 +22,7 @@ from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.tools.soak.faults import FaultyDevice, FaultyTokenizer
 from xla_engine.tools.soak.report import SoakReport
-from xla_engine.tools.soak.soak import soak
-from xla_engine.tools.soak.tiny_model import tiny_model
+from xla_engine.tools.soak.soak import soak, tiny_model
 
 CONFIG = EngineConfig(
     max_num_seqs=4, max_model_len=128, prefill_lanes=(2,), key_buckets=(128,), self_check=False

@@ -17,11 +17,11 @@ from xla_engine.model_loader.quantised.matrix import (
     columns,
     even_groups,
     group_count,
+    group_size,
     packed_kind,
     picked,
     stands_for,
 )
-from xla_engine.model_loader.quantised.options import group_size
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
 _PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in a word, of each of eight columns

@@ -20,13 +20,13 @@ from xla_engine.model_loader.quantised.matrix import (
     columns,
     even_groups,
     group_count,
+    group_size,
     packed_kind,
     picked,
     read_groups,
     stands_for,
     unpacked,
 )
-from xla_engine.model_loader.quantised.options import group_size
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
 _SUFFIX = ".qweight"

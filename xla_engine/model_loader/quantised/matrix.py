@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -138,6 +139,14 @@ def check_shape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> None:
             f"{info.file}: tensor {name} has shape {list(info.shape)}, but {list(shape)} by the tensor of its codes "
             f"and quantization_config. Correct config.json, or download both again"
         )
+
+
+def group_size(fields: Fields, name: str = "group_size") -> int:
+    """How many columns share a scale; -1: all of them. Raises CheckpointError."""
+    size = fields.integer(name, low=-1, high=2**20, default=-1)
+    if size == 0:
+        fields.fail(name, "must be -1 or at least 1. Correct the file or download it again")
+    return size
 
 
 def group_count(info: TensorInfo, name: str, width: int, size: int) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
-from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.tools.soak import memory
 from xla_engine.tools.soak.async_life import AsyncLife
@@ -24,6 +25,7 @@ EVERY = 3  # one in this many lives uses `AsyncLLM`
 WARM_LIVES = 4  # whose memory is not looked at: one of each kind
 _BLOCK = 32
 _PATIENCE_S = 30.0  # for threads to end
+_SCALE = 0.3  # of the weights of a tiny model: logits are far from flat
 _KINDS: dict[str, dict[str, Any]] = {
     "slots": {},
     "blocks": {"block_size": _BLOCK},
@@ -164,3 +166,22 @@ def _remains(others: Counter[str], threads: int) -> Iterator[str]:
         yield f"these live on: {dict(found)}"
     if (waiting := len(memory.threads()) - threads) > 0:
         yield f"{waiting} threads wait for steps"
+
+
+def tiny_model(like: Checkpoint, dtype: str) -> Checkpoint:
+    """Two small layers with random weights, the same in every process, and the vocabulary, positions and end tokens of
+    another model. Steps are so short that the host does most of the work.
+
+    dtype: as in `load_checkpoint`.
+    """
+    shape = ModelConfig(
+        vocab_size=like.config.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=like.config.max_position_embeddings,
+    )
+    return random_checkpoint(shape, dtype=dtype, seed=1, scale=_SCALE, eos_token_ids=like.eos_token_ids)
