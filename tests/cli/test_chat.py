@@ -91,7 +91,7 @@ os.execv(sys.executable, [sys.executable, "-m", "xla_engine", *sys.argv[1:]])
 
 
 class Terminal:
-    """A process on a terminal."""
+    """A process with a terminal."""
 
     def __init__(self, *arguments: str) -> None:
         own, theirs = pty.openpty()
@@ -124,7 +124,7 @@ class Terminal:
         self.wait_for(words, 0)
 
     def wait_for(self, words: str, seconds: float = 300) -> str:
-        """All that is shown up to some words, which is then forgotten."""
+        """Return and forget everything that is shown up to some words."""
         until = time.monotonic() + seconds
         while words not in self.shown:
             assert select.select([self._file], [], [], max(until - time.monotonic(), 0))[0], self.shown

@@ -163,7 +163,7 @@ def test_results_are_never_replaced_unasked(tmp_path: Path, engine: FakeEngine) 
 
 
 def test_the_last_word_of_the_progress_is_that_all_is_done(tmp_path: Path, engine: FakeEngine) -> None:
-    """It stopped at 89 to 99 % above "79 ok", as the last redraw came before the last results."""
+    """Once, it stopped at 89 to 99 % above "79 ok", because the last redraw came before the last results."""
     result, _ = run_file(tmp_path, prompts(40))
     shown = [line for line in result.stderr.splitlines() if " requests, " in line]
     assert result.exit_code == 0 and shown[-1].startswith("40/40 requests"), result.stderr

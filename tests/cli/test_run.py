@@ -63,7 +63,7 @@ def test_another_engine_does_not_go_on(
 def test_a_file_of_another_kind_of_machine_says_what_differs(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cache is elsewhere: all there is here is the digest in the results."""
+    """Its cache is on the other machine; here there is only the digest in the results."""
     native = {"jax": "0.12", "attention": "native", "linear": "native", "isa": "avx2"}
 
     def identity(length: int, **platform: str) -> EngineIdentity:
@@ -93,7 +93,7 @@ def test_a_file_of_another_kind_of_machine_says_what_differs(
 
 
 def test_a_resumed_run_takes_the_recorded_length(tmp_path: Path, engine: FakeEngine) -> None:
-    """The default was another one when less memory was free, and nothing could be resumed then."""
+    """Once, the default was different when less memory was free, and then nothing could be resumed."""
 
     def identity() -> EngineIdentity:
         length = engine.options["max_model_len"] or engine.default_length  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def test_error_file_and_retry(tmp_path: Path, engine: FakeEngine) -> None:
 def test_an_output_deleted_meanwhile_is_a_failure(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said "20 ok", with status 0."""
+    """Once, the run printed "20 ok" and had status 0."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(prompts(20))
     real = BatchRun.run
@@ -283,7 +283,7 @@ def events_until(process: subprocess.Popen[bytes], event: str) -> list[dict[str,
 
 @pytest.mark.full
 def test_a_stream_is_driven_and_interrupted_in_its_own_process(tmp_path: Path) -> None:
-    """One question at a time, a long request cancelled, then Ctrl-C while the input is still open."""
+    """Send requests one at a time, cancel a long one, then press Ctrl-C while the input is still open."""
     status = tmp_path / "status.json"
     process = start("run", "--stream", "--max-num-seqs", "8", "--status-file", str(status))
     assert process.stdin is not None and process.stderr is not None and process.stdout is not None

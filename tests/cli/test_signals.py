@@ -1,4 +1,4 @@
-"""What signals ask of a run, without a run."""
+"""How signals are handled, without a run."""
 
 from __future__ import annotations
 

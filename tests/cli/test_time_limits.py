@@ -1,4 +1,4 @@
-"""How long a device may take, from the command line."""
+"""The time limits of the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cli.main()
 
 
 def test_a_start_that_hangs_ends_with_its_reason(tmp_path: Path) -> None:
-    """For `run` and `serve`, with nothing written."""
+    """This holds for `run` and `serve`, and nothing is written."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}\n')
     for command in (["run", str(source), "-o", str(tmp_path / "out.jsonl")], ["serve", "--port", "0"]):

@@ -1,4 +1,4 @@
-"""Any number of requests that make their steps fail, among any number that do not: only the former end."""
+"""Of any number of requests, any number make their steps fail; only these end with an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Wanted = tuple[Culprit | None, int, int]  # what it does, tokens of its prompt, 
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> list[Wanted]:
-    """From 0 to all of them culprits, in any order."""
+    """Requests in any order, of which none, some or all make their steps fail."""
     bad, good = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     kinds = draw(st.permutations([*draw(st.lists(culprits, min_size=bad, max_size=bad)), *[None] * good]))
     return [(kind, draw(st.integers(1, 14)), draw(st.integers(1, 6))) for kind in kinds]
@@ -32,7 +32,7 @@ def any_requests(draw: st.DrawFn) -> list[Wanted]:
 @settings(max_examples=examples(80, 300), deadline=None, derandomize=True, database=None)
 @given(slots=st.integers(1, 16), lag=st.integers(0, 2), wanted=any_requests())
 def test_any_culprits_among_any_requests_end_alone(slots: int, lag: int, wanted: list[Wanted]) -> None:
-    """None to all, in any order, at the prompt or later, raised by `start` or by `wait`."""
+    """None, some or all of them fail, in any order, at the prompt or later, in `start` or in `wait`."""
     named = {f"{number}": one for number, one in enumerate(wanted)}
     engine = FailingEngine(slots, {name: one[0] for name, one in named.items() if one[0]}, lag=lag)
     for name, (_, prompt, tokens) in named.items():
@@ -54,7 +54,7 @@ def test_any_culprits_among_any_requests_end_alone(slots: int, lag: int, wanted:
 def test_a_device_that_fails_every_step_is_given_up_in_time(
     slots: int, lag: int, requests: int, good: int
 ) -> None:
-    """After any number of good turns; no request is blamed for it."""
+    """The device fails after any number of good turns, and no request is blamed."""
     engine = FailingEngine(slots, {}, lag=lag)
     for number in range(requests):
         engine.submit(str(number), prompt=5, tokens=40)
@@ -73,7 +73,7 @@ def test_a_device_that_fails_every_step_is_given_up_in_time(
 @pytest.mark.parametrize("slots", [8, 16])
 @pytest.mark.parametrize("bad", [8, 9, 17])
 def test_the_search_costs_few_steps(slots: int, bad: int) -> None:
-    """Prompts that fail stand first in line. Each costs a halving of the slots, and twice no more than that."""
+    """Failing prompts are first in the queue; each costs at most two steps more than a binary search of the slots."""
     names = [str(number) for number in range(17)]
     engine = FailingEngine(slots, {name: Culprit() for name in names[:bad]})
     for name in names:
@@ -101,7 +101,7 @@ def test_a_request_is_not_blamed_for_one_that_was_taken_back(lag: int) -> None:
 
 
 def test_a_fault_outside_of_any_step_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host error in every turn: no request waits for a search through all requests."""
+    """The host fails in every turn, so no request has to wait for a search through all requests."""
     engine = FailingEngine(2, {})
     for number in range(100):
         engine.submit(str(number))
@@ -117,7 +117,7 @@ def test_a_fault_outside_of_any_step_closes_the_engine(monkeypatch: pytest.Monke
 def test_prompts_that_fail_first_in_line_end_no_other(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a real engine: half of all requests."""
+    """On a real engine, with half of all requests failing."""
     bad = {case.request_id for case in cases[: len(cases) // 2]}
     poison(monkeypatch, tiny, lambda plan: any(chunk.request_id in bad for chunk in plan.chunks))
     submit_all(tiny, cases)

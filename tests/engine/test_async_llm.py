@@ -1,4 +1,4 @@
-"""One engine for many tasks: each gets its tokens and one end, whatever the others do, at any reading speed."""
+"""One engine for many tasks: each gets its tokens and one end, whatever the others do and however slowly it reads."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_fault_in_a_step_is_survived(
 def test_a_cancelled_loop_tells_every_reader_and_the_next_request_starts_another(
     tiny: XlaBatchEngine, alone: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled while the third step is waited for, when no request can have ended."""
+    """The loop is cancelled while it waits for the third step, when no request can have ended."""
     llm, real = AsyncLLM.from_engine(tiny), tiny.runner.wait
     reached, told, steps = threading.Event(), threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""The engine's loop: every request ends exactly once, bad input harms no other request, failures are said."""
+"""The engine's loop: every request ends exactly once, bad input harms no other request, and failures are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_every_request_ends_exactly_once(tiny: XlaBatchEngine, lag: int) -> None:
-    """Random arrivals and aborts in every state; counts of tokens and reasons reconcile."""
+    """Requests arrive at random and are aborted in every state; the counts of tokens and reasons agree."""
     draw = random.Random(lag)
     tiny.lag = lag
     ends: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Slots that borrow blocks: the bits of slots of their own, more requests in one memory, every block accounted for."""
+"""Slots that borrow blocks: same bits as contiguous slots, more requests in the same memory, no block lost."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_blocks_hold_more_requests_and_change_no_bit(tiny: XlaBatchEngine, paged
 def storm(engine: XlaBatchEngine, seed: int, lag: int, requests: int = 24) -> int:
     """Prompts with a common beginning, aborts, and preemption at random steps; returns the number of preemptions.
 
-    Each request is first run alone, with nothing of it known.
+    Each request is first run alone, with nothing of it cached.
     """
     draw = random.Random(seed)
     drawn = []
@@ -129,7 +129,7 @@ def test_a_storm_over_few_blocks_changes_no_bit(paged: XlaBatchEngine, lag: int)
 
 @contextlib.contextmanager
 def scheduled(engine: XlaBatchEngine, **options: Any) -> Iterator[None]:
-    """Another scheduler, of fewer slots and blocks than there are."""
+    """A second scheduler, with fewer slots and blocks than the engine has."""
     usual = engine.scheduler
     engine.scheduler = Scheduler(replace(usual.config, **options))
     yield
@@ -140,7 +140,7 @@ def scheduled(engine: XlaBatchEngine, **options: Any) -> Iterator[None]:
 
 
 def test_turns_of_one_step_over_fewer_blocks_than_requests_change_no_bit(paged: XlaBatchEngine) -> None:
-    """Everything at once: each request loses its slot after every step, blocks run out, and prefixes come and go."""
+    """Each request loses its slot after every step, blocks run out, and prefixes are cached and evicted."""
     turns = {"scheduling_policy": "round_robin", "quantum": 1, "preemption": False}
     with scheduled(paged, **turns, max_num_seqs=4, num_blocks=10):
         assert storm(paged, seed=7, lag=1, requests=12) > 100
@@ -148,7 +148,7 @@ def test_turns_of_one_step_over_fewer_blocks_than_requests_change_no_bit(paged: 
 
 @pytest.mark.full
 def test_a_storm_with_the_cpp_operations_changes_no_bit() -> None:
-    """There generated tokens are shared as well, and a known prompt computes its last token alone."""
+    """With them, generated tokens are shared as well, and a cached prompt computes only its last token."""
     config = EngineConfig(max_num_seqs=8, max_model_len=400, prefill_lanes=(8,), block_size=32, num_blocks=22)
     with XlaBatchEngine.from_pretrained(config=config) as engine:
         if not engine.runner.has_one_row_code:
@@ -157,7 +157,7 @@ def test_a_storm_with_the_cpp_operations_changes_no_bit() -> None:
 
 
 def test_rows_grow_and_the_last_in_line_gives_way(paged: XlaBatchEngine) -> None:
-    """Sixteen requests of one block at first, four in the end: 64 blocks are wanted of 24."""
+    """Sixteen requests grow from one block to four, so that they need 64 blocks, and there are 24."""
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=100, logprobs=2, ignore_eos=True)
     prompts = [[index, 7, 9] for index in range(16)]
     expected = {}

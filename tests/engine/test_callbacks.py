@@ -40,7 +40,7 @@ def llm(tiny: XlaBatchEngine) -> LLM:
 
 
 def test_each_request_calls_with_its_tokens_and_ends_once(llm: LLM) -> None:
-    """Beside calls of `generate` in this thread, with the tokens that these have."""
+    """Meanwhile this thread calls `generate`, and both get the same tokens."""
     prompts = [[number + 1, 7] for number in range(12)]
     expected = [
         (each.outputs[0].token_ids, "length") for each in llm.generate(prompts, PARAMS, use_tqdm=False)

@@ -90,7 +90,7 @@ def test_other_requests_get_their_own_bits(
     busy: Callable[[int], BusyDevice],
     lag: int,
 ) -> None:
-    """Those that share the step go on when it is read; those that come meanwhile find slot and id free."""
+    """Requests in the same step continue when it is read; later ones find the slot and the id free."""
     tiny.lag = lag
     device = busy(4)
     tiny.submit([1, 2], LONG, request_id="late", deadline_s=SOON)
@@ -124,7 +124,7 @@ def test_llm_and_its_streams_return_while_the_step_runs(
 def test_a_thread_that_waits_for_anothers_turn_ends_its_request_in_time(
     tiny: XlaBatchEngine, busy: Callable[[int], BusyDevice]
 ) -> None:
-    """The other one waits for the device itself: no request of its own has a deadline."""
+    """The other thread waits for the device itself, because none of its own requests has a deadline."""
     llm = LLM.from_engine(tiny)
     device = busy(3)
     slow = threading.Thread(target=lambda: llm.generate([[7]], LONG, use_tqdm=False))
@@ -160,7 +160,7 @@ def test_another_thread_drives_a_turn_that_its_driver_has_left(
 def test_callbacks_hear_of_a_deadline_while_the_step_runs(
     tiny: XlaBatchEngine, busy: Callable[[int], BusyDevice]
 ) -> None:
-    """Submitted while the thread that drives waits for the device, without any deadline until then."""
+    """The request is submitted while the driving thread waits for the device; no earlier request has a deadline."""
     llm = LLM.from_engine(tiny)
     device, told = busy(3), threading.Event()
     ended: list[str | None] = []
@@ -206,7 +206,7 @@ def leave_a_step(engine: XlaBatchEngine) -> BusyDevice:
 def test_asyncio_and_what_needs_an_idle_engine_come_after_a_step_that_was_left(
     make_engine: Callable[..., XlaBatchEngine],
 ) -> None:
-    """The step is read first; `close` does not free memory under it."""
+    """They read the step first, and `close` does not free the memory that it uses."""
     engine = make_engine()
     device = leave_a_step(engine)
     engine.blank()

@@ -1,4 +1,4 @@
-"""Drafts made on the device, by a draft model, an MTP layer or an EAGLE-3 head: no bit changes, and they are right."""
+"""Drafts of a draft model, an MTP layer or an EAGLE-3 head on the device: they are correct and change no bit."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_model(request: pytest.FixtureRequest) -> Iterator[XlaBatchEngine]:
 
 
 def test_a_draft_model_changes_no_bit(tiny: XlaBatchEngine, by_model: XlaBatchEngine) -> None:
-    """All lags, slots that are taken away, and owners that follow one another."""
+    """With all lags, preempted requests, and slots that get new owners."""
     for lag, preempts in ((0, False), (1, True), (2, True)):
         cases = [
             replace(case, params=replace(case.params, n=1))
@@ -83,7 +83,7 @@ def test_a_draft_model_changes_no_bit(tiny: XlaBatchEngine, by_model: XlaBatchEn
 
 
 def test_the_model_itself_drafts_what_it_samples(tiny: XlaBatchEngine, by_model: XlaBatchEngine) -> None:
-    """Its keys are right behind rejected drafts, new owners and prompts of many rounds; its noise is the row's."""
+    """Its keys stay correct after rejected drafts, new owners and prompts of many chunks; its noise is the row's."""
     draw = np.random.default_rng(0)
     cases = []
     for case in draw_cases(tiny, 12, seed=3):
@@ -120,7 +120,7 @@ def test_a_draft_model_must_fit() -> None:
 @pytest.mark.parametrize("tokens", [WIDTH - 1, pytest.param("auto", marks=pytest.mark.release)])
 @pytest.mark.parametrize("itself", [pytest.param(True, marks=pytest.mark.release), False])
 def test_the_embedded_model_has_drafts(embedded: XlaBatchEngine, tokens: Any, itself: bool) -> None:
-    """Of its own draft model, or by its directory of itself."""
+    """They come from its own draft model, or from the model itself if its directory is named."""
     options = {"method": "draft_model", "num_speculative_tokens": tokens}
     if itself:
         options["model"] = str(embedded.checkpoint.path)
@@ -243,8 +243,7 @@ def by_head(
 def test_an_eagle3_head_changes_no_bit(
     tiny: XlaBatchEngine, by_head: tuple[XlaBatchEngine, Path, Seen]
 ) -> None:
-    """All lags, prefixes that are there already, slots that are taken away, and rows that are guessed for elsewhere
-    between its guesses."""
+    """With all lags, cached prefixes, preempted requests, and rows that another proposer drafts for in between."""
     engine, _, _ = by_head
     before = engine.stats()
     for lag, preempts in ((0, False), (1, True), (2, True)):
@@ -269,7 +268,7 @@ def test_an_eagle3_head_changes_no_bit(
 
 
 def test_an_eagle3_head_guesses_as_numpy_does(by_head: tuple[XlaBatchEngine, Path, Seen]) -> None:
-    """From the layers' outputs to the tokens, through prompts of several chunks and steps of several tokens."""
+    """Compare from the layers' outputs to the tokens, for prompts of several chunks and steps of several tokens."""
     engine, path, found = by_head
     right = ByNumpy(model=engine.checkpoint, head=path, taps=TAPS)
     wrong = [

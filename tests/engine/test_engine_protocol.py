@@ -1,4 +1,4 @@
-"""What every engine promises its callers; the real one and the one that other tests use in its place keep it."""
+"""What every engine promises its callers, checked for the real engine and for the fake one of other tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def submit(engine: Engine, count: int, **options: OutputCollector) -> list[str]:
 
 
 def ends(outputs: list[RequestOutput]) -> dict[str, str | None]:
-    """Finish reasons by request, each of which has ended once."""
+    """Finish reasons by request; checks that each request has ended once."""
     finished = [output for output in outputs if output.finished]
     assert len({output.request_id for output in finished}) == len(finished)
     return {output.request_id: output.outputs[0].finish_reason for output in finished}

@@ -70,7 +70,7 @@ def whole(engine: XlaBatchEngine, cases: dict[str, Any], tokens: int) -> dict[st
 def in_pieces(
     engine: XlaBatchEngine, cases: dict[str, Any], pieces: tuple[int, ...], draw: random.Random
 ) -> tuple[dict[str, Any], Counter[str]]:
-    """What requests return that go on again and again, at turns by chance; and the scheduler's decisions."""
+    """The results of requests that are extended again and again at random turns, and the scheduler's decisions."""
     actions: Counter[str] = Counter()
 
     def count(plan: Plan) -> None:
@@ -170,7 +170,7 @@ def make_text_engine() -> Any:
 def test_after_an_abort_a_fault_and_a_blank_cache(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the slot held is gone in these cases, and the stream is the same."""
+    """In these cases the content of the slot is lost; the stream is the same nevertheless."""
     engine = make_engine(KEEPS)
     (expected,) = whole(engine, {"a": (PROMPTS[4], KINDS[3])}, 30).values()
 

@@ -1,4 +1,4 @@
-"""What a fault costs: one in a step costs nothing, one that comes again ends the requests in its step and no more."""
+"""A fault in one step changes nothing; one that repeats ends at most the requests in its step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_fault_in_one_step_changes_no_bit_of_any_request(
     verb: str,
     lag: int,
 ) -> None:
-    """Early, in the middle, late; an error of memory, of the device, of anything."""
+    """The fault comes early, in the middle or late, and is an error of memory, of the device, or any other."""
     tiny.lag = lag
     before, compiles = tiny.stats(), tiny.stats().compiles_after_warmup
     for step in (1, 9, 22):
@@ -65,7 +65,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     verb: str,
 ) -> None:
-    """Ctrl-C in a notebook: the cell ends, and the next one continues with the same bits."""
+    """After Ctrl-C in a notebook the cell ends, and the next one continues with the same bits."""
     fail_at(monkeypatch, tiny, verb, {4, 11, 12}, KeyboardInterrupt())
     submit_all(tiny, cases)
     interrupts, outputs = 0, []
@@ -167,7 +167,7 @@ def test_state_that_cannot_be_made_again_closes_the_engine(
 def test_an_engine_that_has_requests_and_nothing_to_do_ends_them_instead_of_spinning(
     make_engine: Callable[..., XlaBatchEngine],
 ) -> None:
-    """A bug of ours must not become a hang."""
+    """A bug in the scheduler must not become a hang."""
     engine = make_engine()
     engine.submit([1], SamplingParams(max_tokens=4), request_id="lost")
     engine.scheduler.abort("lost")  # behind the engine's back

@@ -1,4 +1,4 @@
-"""A fault that comes again ends the request that causes it, and no other."""
+"""A fault that repeats ends the request that causes it, and no other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_prompt_that_fails_every_time_ends_alone(
 def test_a_request_that_fails_in_the_middle_ends_alone_and_keeps_its_tokens(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that came while suspects run apart wait, are in no step with them, and end by themselves."""
+    """Requests that arrive while suspects run separately wait, share no step with them, and end normally."""
     tiny.lag = 0
     with monkeypatch.context() as patch:
         decoded = 0
@@ -100,7 +100,7 @@ def test_a_request_that_fails_in_the_middle_ends_alone_and_keeps_its_tokens(
 def test_requests_that_fail_together_and_not_apart_all_end_by_themselves(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when there is memory for fewer rows than there are slots."""
+    """For example, memory suffices for fewer rows than there are slots."""
     poison(monkeypatch, tiny, lambda plan: len(plan.decode) > SLOTS // 2)
     submit_all(tiny, cases)
     assert {name: bits(output.outputs[0]) for name, output in ends(tiny.drain()).items()} == alone
@@ -109,7 +109,7 @@ def test_requests_that_fail_together_and_not_apart_all_end_by_themselves(
 def test_an_interrupt_in_the_turn_that_lets_suspects_go_loses_nothing(
     tiny: XlaBatchEngine, cases: list[Case], alone: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That turn begins with a restart, and the step that it starts behind it is as unsettled as any other."""
+    """That turn begins with a restart, and the step that it starts afterwards may be interrupted like any other."""
     tiny.lag, has_passed, interrupts = 0, False, 0
     passed, start = Faults.passed, tiny.runner.start
 
@@ -142,7 +142,7 @@ def test_an_interrupt_in_the_turn_that_lets_suspects_go_loses_nothing(
 def test_a_repeated_request_that_differs_ends_with_an_error(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law 1 is checked, not assumed: tokens that were delivered must come again."""
+    """Law 1 is checked, not assumed: a repeated request must sample the delivered tokens again."""
     real, count = tiny.runner.wait, 0
 
     def wait(step: Any) -> StepResult:

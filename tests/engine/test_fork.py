@@ -1,4 +1,4 @@
-"""Saved requests go on to the bit as they would have, and a fork is the request with the longer prompt."""
+"""Saved requests continue with the bits of the original, and a fork equals the request with the longer prompt."""
 
 from __future__ import annotations
 

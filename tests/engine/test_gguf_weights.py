@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(path: Path | str, config: EngineConfig, loras: Any = (None,)) -> dict[str, bytes]:
-    """What ten requests get that come while others run, some with the beginning of another."""
+    """The results of ten requests that arrive while others run; some begin like another."""
     with XlaBatchEngine.from_pretrained(path, config) as engine:
         found = {}
         for number in range(10):

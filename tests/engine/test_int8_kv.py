@@ -1,4 +1,4 @@
-"""`kv_cache_dtype="int8"` keeps every law, in half the memory; and checks see what breaks one."""
+"""`kv_cache_dtype="int8"` keeps every law in half the memory, and the checks detect planted faults."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_law_1_holds(make_engine: MakeEngine, config: EngineConfig, model: Model
 @FULL
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_configurations_change_no_bit(make_engine: MakeEngine, isa: str) -> None:
-    """Widths, lanes, chunks, lag, and prefill in place of decode."""
+    """Other widths, lanes, chunks, lags, and prefill in place of decode change no bit."""
     engine = make_engine(replace(KV8, isa=isa), model=WIDE)
     results = across_configurations(engine, requests=30, seed=5)
     assert len(results) == 11 and all(result.tokens > 100 for result in results)
@@ -193,7 +193,7 @@ def test_a_wrong_cell_is_caught_by_verify(
 
 
 def test_it_takes_half_the_memory(make_engine: MakeEngine) -> None:
-    """A head of 64: two times 64 bytes and two scales for two times 128. Every table has what a start allocates."""
+    """A head of 64 takes two times 64 bytes and two scales instead of two times 128, and all reports agree."""
     model, dtype = replace(WIDE, head_dim=64), jnp.dtype(jnp.bfloat16)
     small, large = (
         kv_bytes_per_token(make_spec(replace(TINY_ENGINE, kv_cache_dtype=kind), model, dtype))

@@ -58,7 +58,7 @@ def held(engine: XlaBatchEngine) -> set[str]:
 def test_abort_in_every_state_frees_the_slot_and_gives_one_result(
     tiny: XlaBatchEngine, state: str, lag: int
 ) -> None:
-    """The neighbours' bits stay; a slot is free for the very next plan; a second abort does nothing."""
+    """Other requests keep their bits, the slot is free for the next plan, and a second abort does nothing."""
     tiny.lag = lag
     neighbours = {str(n): [n + 1] * 5 for n in range(SLOTS - 1)}
     expected = {name: _alone(tiny, prompt) for name, prompt in neighbours.items()}
@@ -198,7 +198,7 @@ def test_a_stream_submits_when_it_is_read_and_cancels_when_it_is_dropped(tiny: X
 
 
 def test_streams_read_in_turns_lose_nothing(tiny: XlaBatchEngine) -> None:
-    """Each has one end, all tokens, and only its own; requests submitted by hand are untouched."""
+    """Each stream has one end and all of its own tokens; requests that were submitted otherwise are unaffected."""
     expected = {number: _alone(tiny, [number, 1]) for number in range(1, 5)}
     tiny.submit([9, 9], LONG, request_id="by hand")
     llm = LLM.from_engine(tiny)
@@ -301,7 +301,7 @@ def test_snapshot_and_stats_touch_no_device(tiny: XlaBatchEngine, monkeypatch: p
 
 
 def test_a_drain_finishes_what_it_can_and_takes_nothing(tiny: XlaBatchEngine) -> None:
-    """Time passes by the step. The one that was still running says why it ended; a request that comes is refused."""
+    """Time advances with each step. The request that still runs says why it ended; new requests are refused."""
     ticks = iter(range(10**6))
     refused: list[Exception] = []
 

@@ -147,7 +147,7 @@ def test_without_max_tokens_a_request_gets_the_blocks_there_are() -> None:
 
 
 def test_any_number_of_stop_ids_ends_a_request_at_the_first_of_them(llm: LLM) -> None:
-    """Beyond those the device has room for, the host looks."""
+    """The host checks stop ids beyond those that the device has room for."""
     [free] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     tokens, vocabulary = free.outputs[0].token_ids, llm.engine.checkpoint.config.vocab_size
     unused = [token for token in range(vocabulary) if token not in tokens]

@@ -56,7 +56,7 @@ def every(loras: list[LoRARequest]) -> list[tuple[str, list[int], LoRARequest | 
 
 
 def alone(engine: XlaBatchEngine, loras: list[LoRARequest]) -> dict[str, bytes]:
-    """What each request gets by itself, with nothing in the cache."""
+    """The results of each request alone, with an empty cache."""
     found = {}
     for name, prompt, lora in every(loras):
         engine.blank()
@@ -102,7 +102,7 @@ def test_a_mixed_batch_has_the_bits_of_each_request_alone(
 
 @pytest.mark.full
 def test_it_computes_what_the_merged_checkpoint_computes(tmp_path: Path) -> None:
-    """In float32, every module of every layer."""
+    """In float32, with adapters for every module of every layer."""
     checkpoint = llama_checkpoint("float32")
     config = replace(WITH_ADAPTERS, prefill_lanes=(2,), self_check=False)
     params = replace(PARAMS, temperature=0, max_tokens=6, prompt_logprobs=0)
@@ -378,7 +378,7 @@ def in_two_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_gguf_file_takes_adapters_and_weights_as_its_source_does(
     in_two_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """To the bit: two adapters and none in one batch, then new weights for the queries of a layer."""
+    """Results have the same bits with two adapters and none in a batch, and after new weights for some queries."""
     source = load_checkpoint(in_two_files[0])
     loras = adapters(tmp_path, source, 2)
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -404,7 +404,7 @@ ARCHITECTURES = {"qwen2": "qwen2", "gemma2": "gemma2", "phi3_short": "phi3", "co
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_adapters_of_a_gguf_file_lie_as_those_of_its_source(name: str, tmp_path: Path) -> None:
-    """Also where a family stores queries, keys and values in one tensor, or turns a part of each head."""
+    """Also if a family stores queries, keys and values in one tensor, or rotates a part of each head."""
     path = write_gguf(GOLDEN / "families" / name, tmp_path / "m.gguf", arch=ARCHITECTURES[name])
     stored, source = (load_checkpoint(each, dtype="float32") for each in (path, GOLDEN / "families" / name))
     modules = (*MODULES, "qkv_proj", "gate_up_proj")
@@ -421,7 +421,7 @@ def test_adapters_of_a_gguf_file_lie_as_those_of_its_source(name: str, tmp_path:
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Random tensors by the names of the checkpoint's, twice where they stand in several places."""
+    """Random tensors by the checkpoint's names; those that are used in several places are there twice."""
     draw = np.random.default_rng(3)
     shapes = {part.name: part.shape for parts in checkpoint.sources.values() for part in parts}
     return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}

@@ -24,7 +24,7 @@ MakeEngine = Callable[..., XlaBatchEngine]
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
-    """Half of the live requests lose their slot in some step, in every way there is; streams never repeat a token."""
+    """Half of the live requests are preempted in some step, in every way; streams never repeat a token."""
     ways = tiny.ways_to_preempt
     exact = tiny.runner.has_one_row_code  # else nobody knows that a recompute is exact
     assert ways == (WAYS_TO_PREEMPT if exact else ("park", "replay"))
@@ -59,7 +59,7 @@ def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_a_slot_lost_while_a_step_is_read_changes_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
-    """As `AsyncLLM` may have it: the first token, the one behind it and later ones are on their way then."""
+    """This can happen with `AsyncLLM`, while the first token, the second or later ones are in flight."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompt = list(range(3, 30))  # two chunks, in one step
     tiny.submit(prompt, params, request_id="it")
@@ -88,7 +88,7 @@ def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) 
 
 @pytest.mark.full
 def test_by_the_attention_that_stale_values_harm(make_engine: MakeEngine) -> None:
-    """Cold, cached and preempted requests have the same bits, also if slots are cleared behind restored positions."""
+    """Cold, cached and preempted requests have the same bits, also if slots are cleared after restored positions."""
     config = replace(
         TINY_ENGINE, attention_backend="xla", prefill_lanes=(8,), key_buckets=(512,), max_num_seqs=4
     )
@@ -133,7 +133,7 @@ def test_where_the_host_has_no_room_requests_run_again(make_engine: MakeEngine) 
 def test_what_a_text_must_match_begins_anew_with_a_request_that_runs_again(
     embedded: XlaBatchEngine, lag: int
 ) -> None:
-    """In a slot again in the very step, it was prefilled under the mask of the token after its last one."""
+    """Once, a request that got a slot again in the same step was prefilled with the mask of a later token."""
     pytest.importorskip("llguidance")
     params = SamplingParams(seed=4, max_tokens=40, logprobs=0, structured_outputs={"regex": "([a-z] ){9}"})  # type: ignore[arg-type]
     embedded.lag = lag

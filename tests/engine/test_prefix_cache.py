@@ -53,7 +53,7 @@ def bits(output: RequestOutput) -> tuple[tuple[int, ...], bytes]:
 def cold(
     engine: XlaBatchEngine, prompts: list[list[int]], params: SamplingParams = SAMPLED
 ) -> list[RequestOutput]:
-    """Each alone, with nothing in the slots."""
+    """The results of each request alone, with empty slots."""
     outputs = []
     for prompt in prompts:
         engine.reset_prefix_cache()
@@ -83,7 +83,7 @@ def cached(engine: XlaBatchEngine, length: int) -> int:
 
 
 def test_a_prompt_that_is_wholly_cached_computes_its_last_token_only(engine: XlaBatchEngine) -> None:
-    """Or its last chunk, where the bits of a token might depend on its place."""
+    """It computes its last chunk instead if the bits of a token may depend on its place in a chunk."""
     for length in (17, 64, 100):
         prompt = STEM[:length]
         (expected,) = cold(engine, [prompt])
@@ -140,7 +140,7 @@ def test_prompt_logprobs_are_computed_and_not_skipped(engine: XlaBatchEngine) ->
 
 
 def test_penalties_count_the_cached_part_of_the_prompt(engine: XlaBatchEngine) -> None:
-    """In a slot of its own and in a copy: the history comes along."""
+    """The history of tokens is reused with the prefix, in the same slot and in a copy."""
     params = replace(SAMPLED, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3)
     prompts = [[*STEM, at] for at in range(9)]
     assert [bits(a) for a in cold(engine, prompts, params)] == [bits(a) for a in run(engine, prompts, params)]

@@ -88,7 +88,7 @@ def run(engine: XlaBatchEngine, prompt: Any, **fields: Any) -> RequestOutput:
 
 
 def test_sequences_of_one_request(tiny: XlaBatchEngine) -> None:
-    """In order, each with noise of its own, the first as with n = 1, the whole request delivered and ended once."""
+    """They are in order, with different noise, the first as with n = 1; the request is delivered and ends once."""
     fields = {"temperature": 1.5, "seed": 3, "logprobs": 0, "prompt_logprobs": 1}
     many, one = run(tiny, [3, 4], n=5, **fields), run(tiny, [3, 4], **fields)
     assert [choice.index for choice in many.outputs] == list(range(5))
@@ -171,7 +171,7 @@ def test_penalties_follow_the_history_of_the_slot(tiny: XlaBatchEngine) -> None:
 
 
 def test_prompt_logprobs_are_those_of_the_reference(tiny: XlaBatchEngine) -> None:
-    """Over several chunks: the oracle's log-probability of each prompt token, and its most likely tokens."""
+    """They equal the oracle's log-probabilities of prompt tokens and of the most likely ones, over several chunks."""
     prompt = [random.Random(3).randrange(VOCABULARY) for _ in range(45)]
     output = run(tiny, prompt, prompt_logprobs=4, max_tokens=1)
     logits = Reference(tiny.checkpoint).logits(prompt).astype(np.float64)

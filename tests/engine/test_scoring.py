@@ -57,7 +57,7 @@ def bits(output: RequestOutput, start: int) -> list[tuple[int, bytes, int]]:
 
 @pytest.mark.parametrize("start", [0, 1, 2, 16, 17, 64, 119, 120])
 def test_scores_from_a_position_on_are_those_of_the_whole_prompt(engine: XlaBatchEngine, start: int) -> None:
-    """Cold, with a warm cache, and in a batch: the same bits; earlier positions are not returned."""
+    """The bits are the same with a cold cache, a warm one, and in a batch; earlier positions are not returned."""
     prompts = [[*STEM, *end] for end in ENDS]
     engine.reset_prefix_cache()
     whole = [run(engine, [prompt], [WHOLE])[0] for prompt in prompts]
@@ -79,7 +79,7 @@ def test_scores_from_a_position_on_are_those_of_the_whole_prompt(engine: XlaBatc
 
 
 def test_a_request_that_was_stopped_on_the_way_is_scored_as_ever(engine: XlaBatchEngine) -> None:
-    """Preempted after its first token, its prompt runs again."""
+    """It is preempted after its first token, and its prompt runs again."""
     part = replace(WHOLE, logprobs_start=100, max_tokens=20)
     prompts = [[*STEM, *end] for end in ENDS[:8]]
     expected = [run(engine, [prompt], [part])[0] for prompt in prompts]

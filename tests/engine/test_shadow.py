@@ -1,4 +1,4 @@
-"""The shadow parity probe: quiet where the law holds, loud where it is broken, and never in anybody's way."""
+"""The shadow parity probe: it reports broken laws, nothing else, and delays no request."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_it_finds_planted_faults(
 def test_a_probe_that_fails_harms_nobody(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its failure ends it; a fault of the engine begins its request anew."""
+    """A failure of the probe ends the probe; after a fault of the engine, its request starts again."""
     cases = [replace(case, params=replace(case.params, n=1)) for case in draw_cases(tiny, 10, seed=4)]
     expected = run(tiny, cases, 1)
     with XlaBatchEngine(tiny_checkpoint(), None, SHADOWED) as engine:
@@ -192,7 +192,7 @@ def test_without_it_nothing_changes(tiny: XlaBatchEngine) -> None:
 
 
 def test_it_works_while_nobody_asks_for_anything() -> None:
-    """On an idle server; a request that arrives meanwhile gets its bits."""
+    """On an idle server the probe works; a request that arrives meanwhile gets the usual bits."""
 
     async def main() -> None:
         engine = XlaBatchEngine(tiny_checkpoint(), None, SHADOWED)

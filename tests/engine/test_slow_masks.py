@@ -94,7 +94,7 @@ def until_a_mask_is_made(engine: XlaBatchEngine, masks: Masks) -> None:
 def test_other_rows_take_no_step_more_while_a_mask_takes_200_ms(
     embedded: XlaBatchEngine, masks: Masks
 ) -> None:
-    """Nor while it takes for ever: the mask of the one is made when the other has ended."""
+    """Not even if it never ends: here the mask of one request is made only when the other has ended."""
     before = embedded.stats().steps
     alone(embedded, PLAIN, "plain")
     steps = embedded.stats().steps - before

@@ -70,7 +70,7 @@ def run(
 
 
 def seen(outputs: Mapping[str, RequestOutput]) -> dict[str, Any]:
-    """All of the results that a caller may look at, but times."""
+    """Everything in the results that a caller can see, except times."""
     return {name: output.outputs for name, output in outputs.items()}
 
 
@@ -96,7 +96,7 @@ def proposers(outputs: Mapping[str, Sequence[int]]) -> dict[str, Proposer]:
 
 @pytest.mark.parametrize("who", ["oracle", "liar", "corrupted", "suffix"])
 def test_no_proposer_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, who: str) -> None:
-    """Temperatures, penalties, biases, masks, stops, log-probabilities, all lags, and slots that are taken away."""
+    """With temperatures, penalties, biases, masks, stops, log-probabilities, all lags, and preempted requests."""
     for lag, preempts in ((0, False), (1, False), (1, True), (2, True)):
         cases = [
             replace(case, params=replace(case.params, n=1))
@@ -233,7 +233,7 @@ def test_speculation_is_no_part_of_a_result() -> None:
 
 @pytest.mark.full
 def test_a_grammar_s_forced_text_comes_in_few_steps() -> None:
-    """The keys of a schema, each in a step or two; the bits are those of one token a step."""
+    """Each key of a schema takes a step or two; the bits are those of one token a step."""
     pytest.importorskip("llguidance")
     schema = {
         "type": "object",
@@ -284,7 +284,7 @@ def test_without_speculation_programs_and_tables_are_what_they_were(
     ],
 )
 def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong draft that is kept, keys in the wrong place, noise keyed by the step: the comparison sees each."""
+    """The comparison detects accepted wrong drafts, keys in the wrong place, and noise that depends on the step."""
     if fault == "keeps one too many":
         monkeypatch.setattr(verify_module.jnp, "cumprod", _ones_first)
     elif fault == "writes too far":
@@ -330,7 +330,7 @@ _cumprod = jnp.cumprod
 
 
 def _ones_first(values: jax.Array, axis: int | None = None) -> jax.Array:
-    """All drafts are right, where it is asked which are."""
+    """The planted fault: all drafts count as right."""
     return jnp.ones_like(values) if values.ndim == 2 else _cumprod(values, axis=axis)
 
 

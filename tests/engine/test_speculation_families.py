@@ -65,7 +65,7 @@ def cases_of(engine: XlaBatchEngine, seed: int) -> list[Case]:
     ],
 )
 def test_no_family_s_bits_change(name: str) -> None:
-    """Right, wrong, half right and looked-up drafts, all lags, slots that are taken away."""
+    """With right, wrong, half right and looked-up drafts, all lags, and preempted requests."""
     plain, other = engines(name)
     with plain, other:
         if not other.runner.has_one_row_code:

@@ -1,4 +1,4 @@
-"""Guesses are continuations that were seen, of the same group, and memory is bounded."""
+"""Drafts are continuations that were seen in the same group, and memory is bounded."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_every_request_gets_what_its_slot_sampled_while_it_had_it(seed: int) -> 
 
 
 def test_what_was_read_long_ago_is_forgotten_and_no_step_does_much() -> None:
-    """Also while a request that lost its slot waits for another."""
+    """This holds also while a preempted request waits for another slot."""
     buffer, slots = TokenBuffer(), 3 * FLUSH_STEPS
     requests = [live(buffer, str(slot)) for slot in range(slots)]
     for slot, request in enumerate(requests):
@@ -184,7 +184,7 @@ def test_followers_hear_of_every_token_and_others_of_none() -> None:
 
 
 def test_text_that_cannot_be_made_is_told_when_the_request_goes_on() -> None:
-    """A reader in between gets the tokens and the text there is."""
+    """An earlier reader gets the tokens, and the text so far."""
     buffer = TokenBuffer()
     request = live(buffer, "bad")
     buffer.begin(request, 0, 0)

@@ -146,7 +146,7 @@ def test_a_drain_aborts_it_when_the_time_is_over(embedded: XlaBatchEngine, gate:
 def test_another_threads_turns_go_on_while_a_caller_waits_in_submit(
     embedded: XlaBatchEngine, gate: Gate
 ) -> None:
-    """Without `on_refused` the caller waits, but not with the engine's lock."""
+    """Without `on_refused` the caller waits, but without holding the engine's lock."""
     caller = threading.Thread(
         target=embedded.submit, args=("x = ", constrained(350)), kwargs={"request_id": "late"}
     )

@@ -1,4 +1,4 @@
-"""New weights between two steps: the bits of an engine that was started with them, all of it or nothing."""
+"""New weights between two steps: the bits are those of an engine started with them, or an error changes nothing."""
 
 from __future__ import annotations
 

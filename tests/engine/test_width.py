@@ -1,4 +1,4 @@
-"""A step is widened where that promises more tokens a second, and rows do not speculate where it never does."""
+"""Steps are widened if that promises more tokens a second; rows do not speculate if it never does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_guess_among_many_rows_does_not() -> None:
 
 
 def _looks(chooser: WidthChooser, steps: int) -> list[int]:
-    """The steps in which a chooser looks where there is nothing to see."""
+    """The steps in which a chooser searches for drafts although there are none."""
     found = []
     for step in range(steps):
         if chooser.looks:

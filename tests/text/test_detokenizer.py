@@ -64,7 +64,7 @@ def test_encode_then_decode_is_the_text(name: str, text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pushed_text_and_a_peek_are_decode_so_far(name: str, data: st.DataObject) -> None:
-    """At every token, unless the end is a part of a character; and looking changes nothing."""
+    """This holds at every token, unless the text ends within a character; and `peek` changes nothing."""
     tokenizer = made(name)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
     detokenizer, seen = tokenizer.incremental(), ""
@@ -99,7 +99,7 @@ def test_the_byte_alphabet_is_the_librarys() -> None:
 
 
 def test_one_bad_byte_spoils_the_whole_run_as_in_the_library() -> None:
-    """Why nothing of a byte run is final before its end."""
+    """Therefore nothing of a run of bytes is final before its end."""
     tokenizer = made("sentencepiece")
     euro, bad = [3 + byte for byte in "€".encode()], 3 + 0xFF
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]

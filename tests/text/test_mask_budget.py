@@ -39,7 +39,7 @@ def test_a_mask_beyond_its_items_ends_its_row_at_the_same_token_every_time(
 
 
 def test_a_constraint_that_turns_slow_is_known_to_be_in_all_its_rows(embedded: XlaBatchEngine) -> None:
-    """Before one of them exhausts its budget; drafts and resets do not wait for such masks."""
+    """They know it before one of them exhausts its budget; drafts and resets do not wait for such masks."""
     assert embedded.tokenizer is not None
     (token,) = embedded.tokenizer.encode("a", add_special_tokens=False)
     vocabulary = embedded.checkpoint.config.vocab_size

@@ -1,4 +1,4 @@
-"""Stop strings: the same end however the text is cut, nothing shown that is taken back, and which end counts first."""
+"""Stop strings: the same end however the text is cut, no text is taken back, and which end has precedence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Vocabulary:
 
 
 class Pieces(IncrementalDetokenizer):
-    """A stream whose n-th token is the n-th piece."""
+    """A detokenizer whose n-th token is the n-th piece."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
@@ -87,7 +87,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stop: tup
 def test_a_stop_string_may_begin_but_not_end_where_stops_are_not_yet_allowed(
     text: str, stop: tuple[str, ...], cut: int
 ) -> None:
-    """As `min_tokens` asks: the first piece ends nothing, and the search goes on from there."""
+    """With `min_tokens`, the first piece ends nothing, and the search continues from there."""
     head, tail = text[:cut], text[cut:]
     stream = GeneratedText(Pieces([head, tail]), stop)
     assert stream.push(0, may_stop=False) is None
@@ -195,7 +195,7 @@ def run(engine: XlaBatchEngine, params: SamplingParams) -> tuple[str, tuple[int,
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_the_engine_stops_at_the_string_and_frees_the_slot(embedded: XlaBatchEngine, lag: int) -> None:
-    """Every substring of the free text as stop: text, tokens and reason follow from the free run."""
+    """With every substring of the unstopped text as stop string, text, tokens and reason follow from that text."""
     embedded.lag = lag
     text, tokens, _, _ = run(embedded, GREEDY)
     assert embedded.tokenizer is not None

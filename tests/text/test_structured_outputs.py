@@ -96,7 +96,7 @@ def test_constrained_rows_alone_equal_batched(embedded: XlaBatchEngine) -> None:
 
 
 def test_bad_words_do_not_come(embedded: XlaBatchEngine) -> None:
-    """Also if the word takes several tokens; its beginning may appear."""
+    """A bad word may have several tokens; then its beginning may appear."""
     wanted = params(temperature=0, max_tokens=40, ignore_eos=True)
     embedded.submit("import", wanted)
     text = embedded.drain()[0].outputs[0].text
@@ -124,7 +124,7 @@ def test_min_tokens_gives_way_to_a_text_that_is_complete(embedded: XlaBatchEngin
 
 
 def test_a_row_that_may_sample_nothing_ends_alone(embedded: XlaBatchEngine) -> None:
-    """A choice whose only continuation is a bad word: an error with the reason, and the peer is not disturbed."""
+    """The only continuation of its choice is a bad word, so it ends with an error; its peer is unaffected."""
     assert embedded.tokenizer is not None
     first, *rest = embedded.tokenizer.encode("yes", add_special_tokens=False)
     assert rest
@@ -171,7 +171,7 @@ def test_a_bad_constraint_is_refused_by_name(embedded: XlaBatchEngine, constrain
     "regex", ["(.{0,10000}){1000}", "(a?){50000}b", "(((((x{1,99}){1,99}){1,99}){1,99}){1,99})"]
 )
 def test_a_hostile_constraint_ends_in_time(embedded: XlaBatchEngine, regex: str) -> None:
-    """Refused, or run within its bounds: one such request cannot hold the engine."""
+    """It is refused or runs within its limits, so that it cannot block the engine."""
     try:
         embedded.submit("x", params(max_tokens=3, structured_outputs={"regex": regex}))
     except InvalidRequestError as error:
@@ -225,7 +225,7 @@ def test_without_llguidance_the_request_is_refused_with_the_remedy(
 
 
 def test_masks_follow_the_tokens() -> None:
-    """The mask alone, by hand: words of one and of two tokens, a reset, and bits in their places."""
+    """Masks by hand: words of one and of two tokens, a reset, and the positions of bits."""
     mask = TokenMask(70, bad_words=[(3,), (5, 64)], allowed=[3, 5, 64, 69])
     assert mask.constrained and mask.words.shape == (3,)
 

@@ -1,4 +1,4 @@
-"""Every family's kind of tokenizer.json, trained small: streams add up to `decode`, stop strings end them as defined.
+"""Small tokenizers of every family's kind: streams add up to `decode`, and stop strings end them as defined.
 
 The parts and their order are those of the families' own files; only vocabularies are small.
 """
@@ -198,7 +198,7 @@ def test_deltas_add_up_to_decode_and_break_no_character(name: str, data: st.Data
 def test_stop_strings_end_a_stream_where_the_text_so_far_has_one(
     name: str, data: st.DataObject, include: bool
 ) -> None:
-    """Against the definition: after each token all of it is decoded anew and searched."""
+    """Compare with the definition: after each token, decode the whole text again and search it."""
     tokenizer = made(name)
     ids = data.draw(ids_of(name))
     whole = tokenizer.decode(ids)
@@ -221,7 +221,7 @@ def test_stop_strings_end_a_stream_where_the_text_so_far_has_one(
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), max_size=20))
 def test_a_text_comes_back(name: str, text: str) -> None:
-    """Where every character can be spelled, up to normalisation."""
+    """This holds for texts whose characters can all be encoded, up to normalisation."""
     tokenizer = made(name)
     if name == "unigram":
         text = "".join(character for character in text if character in "catmh")

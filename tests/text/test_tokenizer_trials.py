@@ -48,7 +48,7 @@ def test_a_tokenizer_that_would_grow_texts_for_ever_is_refused(
 
 
 def test_what_the_size_does_not_show_a_trial_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is taken away, so the trial meets the forty: it runs out of memory or processor time."""
+    """Without the bound, the trial runs the forty normalisers, and exhausts its memory or processor time."""
     monkeypatch.setattr(tokenizer_json, "MAX_GROWTH", 2**50)
     monkeypatch.setattr(trials, "TOKENIZER_CPU_S", 1.0)
     fields = {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40}}

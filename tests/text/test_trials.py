@@ -67,7 +67,7 @@ def test_a_constraint_that_kills_or_holds_is_refused(
 
 @pytest.mark.full
 def test_a_run_lives_through_such_lines_and_so_does_its_resume(tmp_path: Path) -> None:
-    """Law 4 from the command line: one error record, no death, and `--resume` finds nothing left to do."""
+    """Law 4 on the command line: one error line, the process lives, and `--resume` has nothing left to do."""
     texts = [{"regex": "[ab]{1,5}"}, {"json": {"const": -(2**63)}}, {"choice": ["yes"]}]
     lines = [
         {
@@ -172,7 +172,7 @@ def test_workers_know_no_jax() -> None:
 def test_a_row_whose_masks_take_too_long_ends_alone(
     embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processor time is played: each mask takes a quarter of a second, so the grace is over after a few tokens."""
+    """Processor time is simulated: each mask takes a quarter of a second, so a few tokens exhaust the budget."""
     embedded.submit("def f(", SamplingParams(temperature=0, max_tokens=20))
     (alone,) = embedded.drain()
     now = [0.0]
