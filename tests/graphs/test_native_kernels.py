@@ -77,7 +77,7 @@ def test_kernels_are_sums_in_any_instruction_set(
     compiler: str, isa: InstructionSet, extras: tuple[str, ...], tmp_path: Path
 ) -> None:
     added = tuple(flag for feature, flag in isa.extras if feature in extras)
-    flags = (*(flag for flag in isa.flags if flag != "-mtune=native"), *added)
+    flags = (*isa.flags, *added, *(isa.tuning if HERE[:1] == (isa.name,) else ()))
     arm, own = isa.machines == ARM, platform.machine() in isa.machines
     cross = "aarch64-linux-gnu" if arm else "x86_64-linux-gnu"
     tools = [compiler]
@@ -98,11 +98,3 @@ def test_kernels_are_sums_in_any_instruction_set(
     # bfdot, which multiplies weights and values too, rounds otherwise
     own_bits = isa.name == "neon_bf16"
     assert bits == [PRODUCTS, SMALL, *REST] or (own_bits and bits[3:] == REST[1:])
-
-
-def test_kernels_are_sums_here(tmp_path: Path) -> None:
-    best = next(each for each in available() if each.name in HERE)
-    compiler = shutil.which("g++") or pytest.skip("needs g++")
-    said, bits = run(compiler, best.compiler_flags(), tmp_path)
-    assert said == "ok\n"
-    assert bits == [PRODUCTS, SMALL, *REST] or ("neon_bf16" in HERE and bits[3:] == REST[1:])
