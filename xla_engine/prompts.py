@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
+
+if TYPE_CHECKING:
+    from xla_engine.images.prompt import PlacedPicture
 
 T = TypeVar("T")
 TextOrIds = str | Sequence[int]
@@ -53,8 +56,25 @@ class TextPair:
     second: str
 
 
+@dataclass(frozen=True, slots=True)
+class PicturedPrompt:
+    """A prompt whose pictures have been read (`xla_engine.images.pictures`), and are not decoded yet.
+
+    text: before `<image>` was expanded. token_ids: of the expanded text. pictures: in order.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    pictures: tuple["PlacedPicture", ...]
+    cache_salt: str | None = None
+
+    @property
+    def tiles(self) -> int:
+        return sum(each.grid.tiles for each in self.pictures)
+
+
 Params = SamplingParams | Mapping[str, Any]  # or a dict of their fields
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair | PicturedPrompt
 
 
 class Encoder(Protocol):
@@ -68,13 +88,15 @@ class PromptParts(NamedTuple):
     """The parts of a prompt.
 
     content: what the model reads. text: what the output shows; None if there is none.
-    cache_salt: None if the prompt has none. pictures: in the order of their places in the text.
+    cache_salt: None if the prompt has none. pictures: in the order of their places in the text; placed: the same after
+    they have been read.
     """
 
     content: str | Sequence[int] | TextPair
     text: str | None
     cache_salt: str | None = None
     pictures: tuple[Picture, ...] = ()
+    placed: tuple["PlacedPicture", ...] = ()
 
 
 def prompt_parts(prompt: Prompt) -> PromptParts:
@@ -83,6 +105,8 @@ def prompt_parts(prompt: Prompt) -> PromptParts:
         return PromptParts(prompt, prompt)
     if isinstance(prompt, TextPair):
         return PromptParts(prompt, prompt.first + prompt.second)
+    if isinstance(prompt, PicturedPrompt):
+        return PromptParts(prompt.token_ids, prompt.text, prompt.cache_salt, placed=prompt.pictures)
     if isinstance(prompt, Mapping):
         return _of_mapping({name: value for name, value in prompt.items() if value is not None})
     return PromptParts(token_ids_of(prompt), None)
@@ -93,7 +117,7 @@ def content_of(prompt: Prompt) -> str | Sequence[int]:
     parts = prompt_parts(prompt)
     if isinstance(parts.content, TextPair):
         raise InvalidRequestError("pairs of texts are only for models that score documents; give one text")
-    if parts.pictures:
+    if parts.pictures or parts.placed:
         raise InvalidRequestError("this call takes no pictures; remove multi_modal_data, or use generate")
     return parts.content
 
@@ -105,7 +129,7 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """
     _refuse_table(prompts, "prompts")
     prompts = plain(prompts)
-    if isinstance(prompts, str | Mapping | TextPair):
+    if isinstance(prompts, str | Mapping | TextPair | PicturedPrompt):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
         raise InvalidRequestError(
@@ -233,6 +257,13 @@ _OTHER_PARTS = (
     "input_file",
     "image_embeds",
 )
+
+
+def has_pictures(messages: Sequence[Any]) -> bool:
+    """Whether a conversation has a part that is a picture."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in _PICTURE_PARTS for part in parts)
 
 
 def without_pictures(messages: Any) -> tuple[Any, list[Picture]]:

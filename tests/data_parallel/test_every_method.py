@@ -309,6 +309,7 @@ OF_ENGINE: dict[str, Call] = {
     "num_running": lambda h: h.engine.num_running,
     "num_waiting": lambda h: after(h, lambda engine: engine.num_waiting + engine.num_running),
     "saved": lambda h: h.engine.saved,
+    "read_pictures": lambda h: h.engine.read_pictures("no pictures"),
     "render_chat": lambda h: h.engine.render_chat(CHAT, chat_template=TEMPLATE),
     "submit": lambda h: [submitted(h, quantum=2, deadline_s=60.0), h.engine.drain()],
     "adapter_named": lambda h: [

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.fake_engine import FakeEngine
 from xla_engine import LLM
-from xla_engine.batch.lines import read_lines
+from xla_engine.batch.datasets.rows import RowColumns, row_lines
+from xla_engine.batch.datasets.tables import Table, _arrow_batches
+from xla_engine.batch.lines import LineReader, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, parse_line
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
+from xla_engine.cli._run.tables import TableOptions, open_lines
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import InvalidImageError, InvalidRequestError
 from xla_engine.prompts import Picture, chat_prompt, content_of, prompt_parts
 from xla_engine.text.chat_template import render_chat
 
@@ -144,7 +150,8 @@ def test_lines() -> None:
     for line, message in (
         ({"prompt": "a", "images": DATA}, "images must be a list"),
         ({"prompt": [1], "images": [DATA]}, "images need a prompt that is text"),
-        ({"messages": said("a"), "images": [DATA]}, "pictures are parts of the content"),
+        ({"messages": said("a"), "images": [DATA]}, "1 images for 0 parts"),
+        ({"messages": said("a"), "images": DATA}, "images must be a list"),
         ({"url": "/v1/completions", "body": {"prompt": "a", "images": [DATA]}}, "images"),
     ):
         found = parsed(line)
@@ -174,3 +181,106 @@ def test_an_engine_without_a_tower_refuses_pictures(embedded: XlaBatchEngine) ->
     errors = [json.loads(line)["error"] for line in sink.getvalue().splitlines()]
     assert [error and error["code"] for error in errors] == ["invalid_request"] * 3 + [None]
     assert all(message in error["message"] for error in errors[:3])
+
+
+def test_pictures_that_take_long_stop_no_other_line() -> None:
+    """A batch run reads them in threads; an error is the line's own, and all prompts of the line end."""
+    release, seen = threading.Event(), []
+
+    def read_pictures(prompt: Any, *, add_special_tokens: bool = True) -> str:
+        seen.append(add_special_tokens)
+        (picture,) = prompt_parts(prompt).pictures
+        if picture.source == "slow":
+            assert release.wait(30)
+        if picture.source == "bad":
+            raise InvalidImageError(f"{picture.name}: it is bad")
+        return f"read {picture.source}"
+
+    class Sink:
+        """Lines that were written; when 40 others are, the slow picture comes."""
+
+        def __init__(self) -> None:
+            self.lines: list[dict[str, Any]] = []
+
+        def write(self, data: bytes) -> None:
+            self.lines.append(json.loads(data))
+            if len(self.lines) == 42:
+                release.set()
+
+    engine, sink = FakeEngine(max_num_seqs=2), Sink()
+    engine.read_pictures = read_pictures  # type: ignore[attr-defined]
+    lines = [
+        {"prompt": "<image>", "images": ["slow"], "custom_id": "slow"},
+        {"prompt": "<image>", "images": ["bad"], "custom_id": "bad"},
+        {"messages": [{"role": "user", "content": [url_part("good")]}], "custom_id": "good"},
+        *({"prompt": str(index)} for index in range(40)),
+    ]
+    engine.render_chat = lambda messages, **_: "rendered"  # type: ignore[method-assign]
+    source = io.BytesIO(b"\n".join(json.dumps(line).encode() for line in lines))
+    totals = BatchRun(engine, read_lines(source), sink, header=ResultHeader(created=0, model="m")).run()
+    assert (totals.ok, dict(totals.failed)) == (42, {"invalid_image": 1})
+    found = {line["custom_id"]: line for line in sink.lines}
+    assert sink.lines[-1]["custom_id"] == "slow" and sorted(seen) == [False, True, True]
+    error = found["bad"]["error"]
+    assert (error["code"], error["message"]) == ("invalid_image", "images[0]: it is bad")
+    assert found["good"]["response"]["body"]["choices"][0]["message"]["content"] == "<read good>"
+    assert found["slow"]["response"]["body"]["choices"][0]["text"] == "<read slow>"
+
+
+def rows_of(column: list[Any], prompt: str = "a") -> list[Any]:
+    rows = [{"image": each, "text": prompt} for each in column]
+    lines = list(row_lines(rows, RowColumns(image="image", prompt="text")))
+    reader = LineReader({"chat_system": ""})
+    return [(line, reader.read(line)) for line in lines]
+
+
+def test_rows_hold_pictures_beside_their_line() -> None:
+    face = {"bytes": b"\x89PNG", "path": None}
+    found = rows_of([b"\xff\xd8", "a.png", face, {"bytes": None, "path": "b.png"}, [b"x", "c.png"], None, []])
+    sources = []
+    for line, request in found[:5]:
+        assert isinstance(request, LineRequest), request
+        json.loads(line.raw)
+        sources.append([part["image"] for part in request.prompts[0].messages[0]["content"][:-1]])
+    assert sources == [
+        [b"\xff\xd8"],
+        ["a.png"],
+        [{"bytes": b"\x89PNG"}],
+        [{"path": "b.png"}],
+        [b"x", "c.png"],
+    ]
+    for _, error in found[5:]:
+        assert isinstance(error, LineError) and error.code == "invalid_row"
+        assert error.message == "column 'image' has no picture in this row"
+    # What --resume compares is another line for other bytes.
+    (one, _), (other, _) = rows_of([b"x", b"y"])
+    assert one.raw != other.raw and rows_of([b"x"])[0][0].raw == one.raw
+
+
+def test_pictures_fill_the_parts_of_a_row_s_messages() -> None:
+    messages = said({"type": "image", "text": None}, "a", {"type": "image"})
+    line = parsed({"messages": messages, "images": ["x", "y"]})
+    assert isinstance(line, LineRequest)
+    assert [part.get("image") for part in line.prompts[0].messages[0]["content"]] == ["x", None, "y"]  # type: ignore[union-attr]
+    for images in (["x"], ["x", "y", "z"], []):
+        wrong = parsed({"messages": messages, "images": images})
+        assert isinstance(wrong, LineError) and "they must be as many" in wrong.message
+
+
+def test_columns_of_bytes_are_read_few_at_a_time_and_not_copied(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    face = pa.array([{"bytes": b"x", "path": None}] * 40, kind)
+    pq.write_table(pa.table({"image": face, "name": ["n"] * 40}), tmp_path / "in.parquet")
+    table = Table(str(tmp_path / "in.parquet"))
+    assert table.holds_bytes("image") and not table.holds_bytes("name")
+    assert len(list(table.rows(["image"]))) == 40
+    (file,) = table._files
+    with file.open() as source:
+        assert [batch.num_rows for batch in _arrow_batches(file, source, ["image"])] == [16, 16, 8]
+    options = {"prompt_column": "name", "image_column": "image"}
+    with open_lines(str(tmp_path / "in.parquet"), TableOptions(**options), 1000, keep=True) as opened:
+        assert opened.columns == ("name",)
+    more = TableOptions(**options, keep_columns="image,name")
+    with open_lines(str(tmp_path / "in.parquet"), more, 1000, keep=True) as opened:
+        assert opened.columns == ("image", "name")

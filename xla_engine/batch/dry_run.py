@@ -11,8 +11,7 @@ from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig
-from xla_engine.engine.requests.validation import NO_PICTURES, RequestValidator
-from xla_engine.errors import InvalidRequestError
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
@@ -147,7 +146,5 @@ class DryRun:
             options = dict(prompt.options)
             template = chosen_template(self._template, options.pop("chat_template", None))
             prompt = chat_prompt(partial(render_chat, template=template), prompt.messages, **options)
-        parts = prompt_parts(prompt)
-        if parts.pictures:
-            raise InvalidRequestError(NO_PICTURES)
+        parts = prompt_parts(self._validator.placed(prompt, add_special_tokens=not is_chat))
         return self._validator.token_ids(parts.content, request.params, add_special_tokens=not is_chat)

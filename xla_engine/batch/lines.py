@@ -20,12 +20,14 @@ class Line:
     """One input line: its number from 1, its size in bytes, and its bytes, or None if it was too long.
 
     problem: for a table row that is not a valid request, the reason; None for every other line.
+    images: the pictures of a table row, which `raw` names by their digests; None for every other line.
     """
 
     number: int
     size: int
     raw: bytes | None
     problem: str | None = None
+    images: tuple[object, ...] | None = None
 
 
 def read_lines(source: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
@@ -80,7 +82,7 @@ class LineReader:
         if line.raw is None:
             message = f"the line has {line.size} bytes, more than the limit; raise --max-line-bytes"
             return line_error(line.number, "line_too_long", message)
-        request = parse_line(line.raw, line.number, self._defaults)
+        request = parse_line(line.raw, line.number, self._defaults, line.images)
         if line.problem is not None:
             request = line_error(line.number, "invalid_row", line.problem, request.custom_id)
         first = self._first_line(request.custom_id, line.number)

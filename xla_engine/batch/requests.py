@@ -118,10 +118,15 @@ def explain(error: Exception) -> tuple[str, str]:
     return XlaEngineError.code, f"{type(error).__name__}: {error}"
 
 
-def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None) -> LineRequest | LineError:
+def parse_line(
+    raw: bytes,
+    line: int,
+    defaults: Mapping[str, Any] | None = None,
+    images: tuple[object, ...] | None = None,
+) -> LineRequest | LineError:
     """Read one non-blank input line.
 
-    line: its number from 1.
+    line: its number from 1. images: replaces the line's own.
     defaults: sampling fields that apply if the line does not set them, and also
         `chat_template`: source of a template that replaces the checkpoint's;
         `tool_parser`, `reasoning_parser`: names of the formats in which the model writes tool calls and reasoning;
@@ -132,7 +137,11 @@ def parse_line(raw: bytes, line: int, defaults: Mapping[str, Any] | None = None)
     instead. The engine later checks prompt length and token ids against the model.
     """
     record = parse_object(raw, line)
-    return record if isinstance(record, LineError) else parse_record(record, line, defaults)
+    if isinstance(record, LineError):
+        return record
+    if images is not None:
+        record["images"] = list(images)
+    return parse_record(record, line, defaults)
 
 
 def parse_object(raw: bytes, line: int) -> dict[str, Any] | LineError:
@@ -275,10 +284,8 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
         return (prompt if images is None else _with_images(prompt, images),), None, body, None
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
-    if "images" in body:
-        raise InvalidRequestError(
-            '"images" is for a "prompt"; in "messages", pictures are parts of the content'
-        )
+    if (images := body.pop("images", None)) is not None:
+        body["messages"] = _filled(body["messages"], images)
     chat, reading = take_chat(body, dialect)
     return (chat,), None, body, reading
 
@@ -326,6 +333,32 @@ def _with_images(prompt: str | tuple[int, ...], images: object) -> TextPrompt:
         raise InvalidRequestError("images need a prompt that is text, with one <image> for each")
     pictures = [Picture(each, f"images[{n}]") for n, each in enumerate(images)]
     return {"prompt": prompt, "multi_modal_data": {"image": pictures}}
+
+
+def _filled(messages: object, images: object) -> object:
+    """The messages of a plain line with its pictures in their {"type": "image"} parts, in order."""
+    if not isinstance(images, list):
+        raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
+    left, places = iter(images), 0
+
+    def with_picture(part: object) -> object:
+        nonlocal places
+        if not isinstance(part, Mapping) or part.get("type") != "image" or part.get("image") is not None:
+            return part
+        places += 1
+        return {"type": "image", "image": next(left, None)}
+
+    def with_pictures(message: object) -> object:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": list(map(with_picture, message["content"]))}
+
+    filled = list(map(with_pictures, messages)) if isinstance(messages, list) else messages
+    if places != len(images):
+        raise InvalidRequestError(
+            f'{len(images)} images for {places} parts {{"type": "image"}} of the messages; they must be as many'
+        )
+    return filled
 
 
 def _check_prompt_is_there(body: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ does not affect other lines.
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,13 +26,16 @@ from xla_engine.batch.results import (
     salt_of,
 )
 from xla_engine.batch.resume import FinishedLines
-from xla_engine.batch.submit import submit_prompt, whole_request
+from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, submit_ready, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
+from xla_engine.text.parsers.chats import Chat
 
 SHOWN_ERRORS = 5  # line errors shown in the summary; the output file has all of them
+READERS = 32  # threads that wait for pictures, so that slow hosts do not stop the others
+READ_S = 0.1  # seconds to wait for pictures while nothing else runs
 ORDERED_WINDOW = 16  # ordered output: lines read but not yet written, per request in flight
 
 
@@ -96,6 +100,10 @@ class BatchRun:
         self._order: deque[int] = deque()  # ordered output: lines read but not yet written
         # ordered output: results waiting for an earlier line
         self._held: dict[int, tuple[Writer, bytes]] = {}
+        self._pictures: dict[str, Future[Any]] = {}  # prompts whose pictures are being read
+        self._readers = ThreadPoolExecutor(
+            READERS, thread_name_prefix="pictures"
+        )  # starts no thread until then
         self._exhausted = self._reading = self._draining = False
 
     def run(self) -> RunTotals:
@@ -112,6 +120,7 @@ class BatchRun:
         except KeyboardInterrupt:
             self.totals.interrupted = True
         finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
             self._abort_live()
         return self.totals
 
@@ -136,6 +145,7 @@ class BatchRun:
 
         A call reads a bounded number of lines, so that a run of bad lines does not delay live requests.
         """
+        self._submit_read()
         for _ in range(self._max_in_flight):
             if self._exhausted or len(self._jobs) >= self._max_in_flight:
                 break
@@ -204,11 +214,34 @@ class BatchRun:
                 # submit still aborts the request.
                 request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
                 self._live[request_id] = (job, index)
+                if reads_pictures(prompt):
+                    self._pictures[request_id] = self._readers.submit(ready_prompt, self._engine, prompt)
+                    continue
                 submit_prompt(self._engine, request, prompt, request_id, partial(self._refused, request_id))
         except EngineClosedError as error:
             self._engine_died(error)
         except Exception as error:  # a bad request fails alone
             self._refused(request_id, error)
+
+    def _submit_read(self) -> None:
+        """Submit the prompts whose pictures have been read."""
+        for request_id, ready in list(self._pictures.items()):
+            if not ready.done():
+                continue
+            del self._pictures[request_id]
+            if request_id not in self._live:  # another prompt of its line has failed
+                continue
+            job, index = self._live[request_id]
+            special = not isinstance(job.request.prompts[index], Chat)
+            refused = partial(self._refused, request_id)
+            try:
+                submit_ready(
+                    self._engine, job.request, ready.result(), request_id, refused, add_special_tokens=special
+                )
+            except EngineClosedError as error:
+                self._engine_died(error)
+            except Exception as error:  # a bad request fails alone
+                self._refused(request_id, error)
 
     def _refused(self, request_id: str, error: Exception) -> None:
         """Fail a line after the engine rejects one of its prompts, in `submit` or later."""
@@ -217,7 +250,10 @@ class BatchRun:
             self._fail(job, line_error(job.request.line, *explain(error), job.request.custom_id))
 
     def _turn(self) -> None:
-        """Run one engine step and take its results."""
+        """Run one engine step and take its results; or wait for pictures, if there is nothing else."""
+        if self._pictures and not self._live.keys() - self._pictures.keys():
+            wait(self._pictures.values(), READ_S, FIRST_COMPLETED)
+            return
         try:
             outputs = self._engine.step(only_finished=True)
             if self._live and not outputs and not self._engine.has_unfinished:
@@ -264,6 +300,7 @@ class BatchRun:
         self.totals.failure = error
         self._exhausted = True
         self._live.clear()
+        self._pictures.clear()
         for job in list(self._jobs.values()):
             line, custom_id = job.request.line, job.request.custom_id
             self._fail(job, line_error(line, *explain(error), custom_id))

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from xla_engine import prompts
 from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.prompts import chat_prompt
+from xla_engine.prompts import chat_prompt, has_pictures
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat
 
@@ -25,20 +26,54 @@ def submit_prompt(
 
     params: replaces the line's sampling parameters. collector: as in `LineEngine.submit`.
     """
+    submit_ready(
+        engine,
+        request,
+        ready_prompt(engine, prompt),
+        request_id,
+        on_refused,
+        params=params,
+        collector=collector,
+        add_special_tokens=not isinstance(prompt, Chat),
+    )
+
+
+def reads_pictures(prompt: Prompt) -> bool:
+    """Whether making the prompt ready may wait for hosts."""
+    return has_pictures(prompt.messages) if isinstance(prompt, Chat) else isinstance(prompt, Mapping)
+
+
+def ready_prompt(engine: LineEngine, prompt: Prompt) -> prompts.Prompt:
+    """Render a chat, and read pictures. In any thread. Raises what `render_chat` and `read_pictures` raise."""
+    if isinstance(prompt, Chat):
+        ready = chat_prompt(engine.render_chat, prompt.messages, **prompt.options)
+        return engine.read_pictures(ready, add_special_tokens=False) if isinstance(ready, Mapping) else ready
+    return engine.read_pictures(prompt) if isinstance(prompt, Mapping) else prompt
+
+
+def submit_ready(
+    engine: LineEngine,
+    request: LineRequest,
+    prompt: prompts.Prompt,
+    request_id: str,
+    on_refused: Callable[[Exception], object] | None = None,
+    *,
+    add_special_tokens: bool,
+    params: SamplingParams | None = None,
+    collector: OutputCollector | None = None,
+) -> None:
+    """`submit_prompt` for what `ready_prompt` returned. add_special_tokens: false for a chat, whose template does."""
     adapter = engine.adapter_named(request.model)
     options: Mapping[str, Any] = request.options
     if adapter is not None:
         options = {**options, "lora_request": adapter}
-    is_chat = isinstance(prompt, Chat)
-    if isinstance(prompt, Chat):
-        prompt = chat_prompt(engine.render_chat, prompt.messages, **prompt.options)
     engine.submit(
         prompt,
         params or request.params,
         request_id=request_id,
         on_refused=on_refused,
         collector=collector,
-        add_special_tokens=not is_chat,  # a chat template writes special tokens itself
+        add_special_tokens=add_special_tokens,
         **options,
     )
 

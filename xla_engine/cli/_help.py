@@ -38,6 +38,7 @@ SECTIONS = {  # sections of help: titles, and the options in each
     "Tables": (
         "prompt_column",
         "prompt_template",
+        "image_column",
         "id_column",
         "sampling_columns",
         "keep_columns",

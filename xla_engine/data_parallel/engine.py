@@ -151,6 +151,10 @@ class DataParallelEngine:
         """As `XlaBatchEngine.render_chat`."""
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
+    def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
+        """As `XlaBatchEngine.read_pictures`; several engines take no pictures."""
+        return self.validator.placed(prompt, add_special_tokens=add_special_tokens)
+
     @locked
     def submit(
         self,
@@ -173,7 +177,7 @@ class DataParallelEngine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
-        text, token_ids, params, stop_ids = self.validator.checked(
+        text, token_ids, params, stop_ids, _ = self.validator.checked(
             prompt, params, options, add_special_tokens=add_special_tokens
         )
         if self.config.max_waiting is not None:

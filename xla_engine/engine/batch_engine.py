@@ -243,12 +243,21 @@ class XlaBatchEngine:
         self.check_open()
         if on_refused is None:
             self.validator.try_constraint(wanted)  # without the lock, so that other threads can run turns
+        prompt = self.read_pictures(prompt, add_special_tokens=add_special_tokens)
         reader = self._reader(collector)
         with self.lock:
             self._intake.check_open()
             return self._intake.submit(
                 prompt, wanted, request_id, reader, on_refused, options, add_special_tokens=add_special_tokens
             )
+
+    def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
+        """Read the pictures of a prompt, which may wait for hosts; `submit` takes the result, and waits for nothing.
+
+        A prompt without pictures is returned as it is. Thread-safe, and needs no lock. Raises InvalidRequestError,
+        whose subclasses for pictures name the picture.
+        """
+        return self.validator.placed(prompt, add_special_tokens=add_special_tokens)
 
     @locked
     def check_open(self) -> None:

@@ -33,6 +33,22 @@ class ImagePrompt:
     spans: tuple[Span, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPicture:
+    """A picture in a prompt, not decoded yet.
+
+    file: its bytes. grid: how it is cut. digest: of file and processor; with equal digests, tiles are equal.
+    starts: where each tile's tokens begin in the prompt; each has as many as the tower makes of a tile.
+    name: its place in the request, for errors.
+    """
+
+    file: bytes
+    grid: Grid
+    digest: str
+    starts: tuple[int, ...]
+    name: str
+
+
 def image_prompt(
     text: str,
     grids: Sequence[Grid],

@@ -56,6 +56,7 @@ def make_app(service: Service) -> Starlette:
             if batches is not None:
                 await batches.close()
             service.rendering.close()
+            service.pictures.close()
             service.constraints.close()
             await service.llm.close()
             if service.tracing is not None:

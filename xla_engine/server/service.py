@@ -22,11 +22,11 @@ from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import (
+    PicturedPrompt,
     TextPair,
     TextPrompt,
     TokensPrompt,
     prompt_parts,
-    with_pictures,
     without_pictures,
 )
 from xla_engine.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ from xla_engine.server.constraints import Constraints
 from xla_engine.server.errors import ApiError
 from xla_engine.server.history import History
 from xla_engine.server.metrics import RequestTimes
+from xla_engine.server.pictures import Pictures
 from xla_engine.server.rendering import Rendering
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
@@ -59,7 +60,7 @@ class ReadyPrompt:
     thinking: whether it ends with the opening tag of reasoning.
     """
 
-    value: str | tuple[int, ...] | TokensPrompt | TextPrompt | TextPair
+    value: str | tuple[int, ...] | TokensPrompt | TextPrompt | TextPair | PicturedPrompt
     add_special_tokens: bool
     thinking: bool = False
 
@@ -100,6 +101,7 @@ class Service:
         self.bodies = Bodies(settings)
         self.turns = Turns()
         self.rendering = Rendering(self.engine.render_chat)
+        self.pictures = Pictures(self.engine.validator)
         self.constraints = Constraints(self.compile, self.engine.validator.knows_constraint)
         self.batches: Background | None = None
         self.draining = self.refusing = False
@@ -196,7 +198,10 @@ class Service:
             text = await self.rendering.render(replace(prompt, messages=messages), key)
             # a rendered chat already has its special tokens
             thinking = text[-32:].rstrip().endswith("<think>")
-            ready = ReadyPrompt(with_pictures(text, pictures), False, thinking)
+            ready = ReadyPrompt(text, False, thinking)
+            if pictures:
+                placed = await self.pictures.placed(text, pictures, key, add_special_tokens=False)
+                return replace(ready, value=placed)
         else:
             ready = ReadyPrompt(prompt, True)
         if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):

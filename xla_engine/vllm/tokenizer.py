@@ -130,8 +130,8 @@ def tokenised(
     special, side = left.pop("add_special_tokens", True), left.pop("truncation_side", side)
     found: list[Prompt] = []
     for prompt in prompts:
-        content, text, salt, pictures = prompt_parts(prompt)
-        if pictures:
+        content, text, salt, pictures, placed = prompt_parts(prompt)
+        if pictures or placed:
             raise InvalidRequestError("tokenization_kwargs are for texts without pictures; leave them out")
         if isinstance(content, str):
             if own is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ class RowColumns:
 
     prompt: holds text, token ids, or the messages of a chat. template: text with {column} in it, used instead of
     `prompt`; {{ is a literal brace. id: becomes the custom_id, as text. sampling: sampling fields; nulls are ignored.
+    image: holds a picture or a list of pictures: bytes of a file, a path, an address, or {"bytes", "path"}.
 
     A column `sampling_params` (an object, or JSON text of one) holds further fields of the row's request.
     """
@@ -30,6 +32,7 @@ class RowColumns:
     template: str | None = None
     id: str | None = None
     sampling: tuple[str, ...] = ()
+    image: str | None = None
 
     def of(self, names: Sequence[str]) -> RowColumns:
         """Resolve the columns against the column `names` of a table.
@@ -38,7 +41,7 @@ class RowColumns:
         """
         if self.prompt is not None and self.template is not None:
             raise ConfigError("--prompt-column and --prompt-template exclude each other; give one")
-        for name in (self.prompt, self.id, *self.sampling, *template_columns(self.template)):
+        for name in (self.prompt, self.id, self.image, *self.sampling, *template_columns(self.template)):
             if name is not None and name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
                 raise ConfigError(f"the input has no column {name!r}{hint}")
@@ -77,6 +80,12 @@ def row_lines(
     """Yield one line for each row, numbered from 1. An invalid row has its error in `problem`."""
     for number, row in enumerate(rows, 1):
         record, problem = ({}, row) if isinstance(row, str) else row_record(row, columns)
+        images = None
+        if columns.image is not None and not isinstance(row, str):
+            if images := row_images(row.get(columns.image)):
+                record["images"] = list(map(_digest, images))
+            else:
+                problem = problem or f"column {columns.image!r} has no picture in this row"
         try:
             raw = dump_line(record).removesuffix(b"\n")
         except (TypeError, ValueError) as error:
@@ -85,7 +94,7 @@ def row_lines(
         if len(raw) > max_line_bytes:
             yield Line(number, len(raw), None)
         else:
-            yield Line(number, len(raw), raw, problem)
+            yield Line(number, len(raw), raw, problem, images)
 
 
 def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, Any], str | None]:
@@ -123,6 +132,19 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
     if twice := sorted(given.keys() & {"custom_id", "id", "prompt", "messages"}):
         return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is not a sampling field"
     return {**record, **given}, problem
+
+
+def row_images(value: Any) -> tuple[object, ...]:
+    """The pictures in a value of a table."""
+    many = value if isinstance(value, list) else [value]
+    return tuple(without_nulls(each) for each in many if each is not None and each != "")
+
+
+def _digest(image: object) -> str:
+    """Stands for a picture in the line of a row, which is JSON, and of which a resumed run compares the bytes."""
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    return hashlib.sha256(image).hexdigest() if isinstance(image, bytes) else str(image)
 
 
 def _field(value: Any) -> Any:

@@ -19,6 +19,7 @@ from xla_engine.utils.extras import install
 from xla_engine.utils.json_line import load_object
 
 BATCH = 1024  # rows read at a time
+PICTURES = 16  # the same of columns of bytes, which are pictures
 
 
 class Table:
@@ -43,6 +44,13 @@ class Table:
         for file in self._files:
             for row in _rows(file, wanted):
                 yield row if isinstance(row, str) else {name: row.get(name) for name in wanted}
+
+    def holds_bytes(self, name: str) -> bool:
+        """Whether a column holds bytes; text files have none."""
+        return any(
+            file.kind in ("parquet", "arrow") and holds_bytes(_types(file, [name])[name])
+            for file in self._files
+        )
 
     @property
     def num_rows(self) -> int | None:
@@ -198,12 +206,25 @@ def _arrow_batches(file: TableFile, source: BinaryIO, columns: Sequence[str]) ->
     if file.kind == "parquet":
         opened = _parquet(file, source)
         names = [name for name in columns if name in opened.schema_arrow.names]
-        yield from opened.iter_batches(batch_size=BATCH, columns=names)
+        yield from opened.iter_batches(batch_size=_rows_at_once(opened.schema_arrow, names), columns=names)
         return
     schema, batches = _ipc(file, source)
     names = [name for name in columns if name in schema.names]
     for batch in batches:
-        yield from (batch.select(names).slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
+        step = _rows_at_once(schema, names)
+        yield from (batch.select(names).slice(start, step) for start in range(0, batch.num_rows, step))
+
+
+def _rows_at_once(schema: Any, names: Sequence[str]) -> int:
+    return PICTURES if any(holds_bytes(schema.field(name).type) for name in names) else BATCH
+
+
+def holds_bytes(kind: Any) -> bool:
+    """Whether values of an Arrow type are bytes, or lists or objects with bytes."""
+    pa = arrow()
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        return True
+    return any(holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def _text(source: BinaryIO) -> io.TextIOWrapper:

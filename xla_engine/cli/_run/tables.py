@@ -31,6 +31,7 @@ class TableOptions:
 
     prompt_column: str | None = None
     prompt_template: str | None = None
+    image_column: str | None = None
     id_column: str | None = None
     sampling_columns: str | None = None
     keep_columns: str | None = None
@@ -38,7 +39,7 @@ class TableOptions:
 
     @property
     def asks_for_columns(self) -> bool:
-        return (self.prompt_column, self.prompt_template, self.id_column) != (None, None, None)
+        return any((self.prompt_column, self.prompt_template, self.image_column, self.id_column))
 
 
 # Options that become `TableOptions`.
@@ -48,6 +49,11 @@ table_options = together(
     ),
     click.option(
         "--prompt-template", metavar="TEXT", help="The prompt of each row: text with {column} in it."
+    ),
+    click.option(
+        "--image-column",
+        metavar="NAME",
+        help="The column of a table that holds pictures: bytes, paths or lists of them.",
     ),
     click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
     click.option(
@@ -120,12 +126,16 @@ def _table_lines(
         prompt=options.prompt_column,
         template=options.prompt_template,
         id=options.id_column,
+        image=options.image_column,
         sampling=tuple(_names(options.sampling_columns) or ()),
     ).of(table.names)
     wanted = _names(options.keep_columns)
+    if keep and wanted is None and columns.image is not None and table.holds_bytes(columns.image):
+        wanted = [name for name in table.names if name != columns.image]
     read = [
         columns.prompt,
         columns.id,
+        columns.image,
         "sampling_params",
         *columns.sampling,
         *template_columns(columns.template),

@@ -6,7 +6,7 @@ An engine calls it before it queues a request; a dry run calls it without an eng
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.pooling import params_for
@@ -21,6 +21,10 @@ from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from xla_engine.images.pictures import PictureReader
+    from xla_engine.images.prompt import PlacedPicture
+
 LONGEST_PATIENCE_S = 10**9
 NO_PICTURES = "this engine reads no pictures, whatever the model; remove them from the request"
 _NORMALISER_SLACK = 4  # a tokenizer's normaliser shortens text by less than this factor
@@ -30,12 +34,14 @@ class CheckedRequest(NamedTuple):
     """A valid request.
 
     text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
+    pictures: those of the prompt, in order.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
+    pictures: tuple["PlacedPicture", ...] = ()
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
@@ -56,6 +62,7 @@ class RequestValidator:
     max_waiting: the most sequences that may wait, beyond those that fit into free slots; None: unbounded.
     max_num_seqs: slots.
     takes_turns: whether the scheduling policy is "round_robin".
+    pictures: reads the pictures of prompts; None if the engine takes none.
     has_dry: whether `dry_multiplier` and `penalty_last_n` are enabled.
     pooler: how requests pool; None if they generate. hidden_size: the length of a pooled vector.
     never_fits: called with a number of prompt tokens and of new tokens; says why they can never fit into memory, or
@@ -72,6 +79,7 @@ class RequestValidator:
     has_dry: bool = False
     pooler: PoolingForm | None = None
     hidden_size: int = 0
+    pictures: "PictureReader | None" = None
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
@@ -87,15 +95,34 @@ class RequestValidator:
 
         Raises InvalidRequestError; TokenLimitError if it does not fit.
         """
-        content, text, salt, pictures = prompt_parts(prompt)
-        if pictures:
-            raise InvalidRequestError(NO_PICTURES)
+        content, text, salt, _, placed = prompt_parts(
+            self.placed(prompt, add_special_tokens=add_special_tokens)
+        )
         if salt is not None:
             options["cache_salt"] = salt
         self.check_options(**options)
         token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
         params = self.with_limit(params, len(token_ids))
-        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params))
+        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), placed)
+
+    def placed(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
+        """Read the pictures of a prompt, if it has any, and tokenise it. This takes a while, so hold no lock.
+
+        Raises InvalidRequestError, whose subclasses for pictures name the picture.
+        """
+        parts = prompt_parts(prompt)
+        if self.pictures is None:
+            if parts.pictures or parts.placed:
+                raise InvalidRequestError(NO_PICTURES)
+            return prompt
+        if not isinstance(parts.content, str) or not (parts.pictures or self.pictures.marks(parts.content)):
+            return prompt
+        return self.pictures.prompt(
+            parts.content,
+            parts.pictures,
+            add_special_tokens=add_special_tokens,
+            cache_salt=parts.cache_salt,
+        )
 
     def token_ids(
         self,

@@ -66,6 +66,9 @@ class EngineView:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self._engine.render_chat(messages, **options)
 
+    def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
+        return self._engine.read_pictures(prompt, add_special_tokens=add_special_tokens)
+
     def submit(
         self,
         prompt: Prompt,
