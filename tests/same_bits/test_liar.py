@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def test_a_planted_fault_happens_and_is_named(fault: str, where: str, words: str
     assert_named(report, fault, where, words)
     if fault == "noise in all batches":
         assert report.causes == {"rounding", "unclear"}
+        counted = [row.remarks() for row in report.rows if row.name == where]
+        assert re.match(r"\d+ unclear; \d+ rounding; overlap", counted[0])
     if fault == "noise above 44":
         assert {row.name for row in report.rows if row.findings} == {where}
         assert report.causes == {"rounding"}
@@ -97,6 +100,8 @@ def test_an_honest_server_is_the_same_and_the_report_says_what_was_seen(tmp_path
     batch = next(row for row in report.rows if row.name == "co-batch, 48 others")
     assert batch.overlap is not None and batch.overlap[1] > 8 and "(95 %)" in batch.remarks()
     assert "same answers" in report.markdown() and '"exit_status": 0' in report.json()
+    assert "offers             streams, prompts of token ids, log-probabilities of prompts" in report.text()
+    assert "checked by         xla-engine " in report.text()
     assert next(row for row in again.rows if row.name == "restart").compared == 7
 
 

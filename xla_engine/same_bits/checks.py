@@ -9,7 +9,9 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ class _Checks:
         progress: Callable[[str], None],
     ) -> None:
         self._target, self._among, self._progress = target, among, progress
+        self._checked_by = f"xla-engine {_version()}, {requests} requests, seed {seed}"
         self._draw = random.Random(seed)
         self._fresh = random.Random()  # prompts that no cache may contain are new in every run
         self._stream = "stream" in target.features
@@ -115,9 +118,9 @@ class _Checks:
         }
         stopped: str | None = None
         for name, step in steps.items():
-            self._progress(name)
             if name == "restart" and earlier is None:
                 continue
+            self._progress(name)
             row = self._row = Row(name=name)
             if name != "alone":
                 self.report.rows.append(row)
@@ -172,7 +175,8 @@ class _Checks:
 
     def _conclude(self) -> None:
         report = self.report
-        report.target, report.digits, report.errors = self._target.describe(), self._digits, self._errors
+        report.target = self._target.describe() | {"checked by": self._checked_by}
+        report.digits, report.errors = self._digits, self._errors
         for row in report.rows:
             row.largest = max((each.difference.delta or 0.0 for each in row.findings), default=0.0)
             # A draw can follow a small change of probabilities, however far its token was from the likeliest one.
@@ -356,6 +360,12 @@ class _Checks:
 def _one_begins_the_other(one: Choice, two: Choice) -> bool:
     short, long = sorted((one, two), key=lambda each: (len(each.tokens), len(each.text)))
     return max(len(short.tokens), len(short.text)) > 8 and compare(short, long, begins=True) is None
+
+
+def _version() -> str:
+    with suppress(PackageNotFoundError):
+        return version("xla-engine")
+    return "(not installed)"
 
 
 def compare_answers(left: Answer, right: Answer) -> Difference | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,8 @@ class Finding:
         if found.position is not None:
             parts.append(f"first other token at {found.position}: {found.left} and {found.right}")
         if found.delta is not None:
-            parts.append(f"log-probabilities before it differ by {found.delta:.3g}")
+            where = "" if found.position is None else "before it "
+            parts.append(f"log-probabilities {where}differ by up to {found.delta:.3g}")
         if found.gap is not None:
             parts.append(f"gap between the two most likely tokens {found.gap:.3g}")
         return "; ".join(parts)
@@ -65,7 +67,10 @@ class Row:
         )
 
     def remarks(self) -> str:
-        parts = [self.findings[0].cause] if self.findings else []
+        causes = Counter(each.cause.partition(":")[0] for each in self.findings)
+        parts = [f"{count} {cause}" for cause, count in causes.items()]
+        if len(causes) == 1:
+            parts = [self.findings[0].cause]
         if self.overlap is not None:
             parts.append(f"overlap {self.overlap[0]} (median), {self.overlap[1]} (most)")
         if self.verdict == SAME and self.proven:
@@ -168,7 +173,7 @@ class Report:
 
 
 def _value(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value)) or "none seen" if isinstance(value, list) else str(value)
 
 
 def _finite(value: Any) -> Any:

@@ -21,6 +21,11 @@ from xla_engine.same_bits.target import Answer, Ask, LimitReached, TargetError
 
 ANSWER_S = 120.0  # that a server may be silent
 MOST_BYTES = 4 << 20  # of one answer
+_FEATURES = {  # that are found by trying, in words of a report
+    "stream": "streams",
+    "ids": "prompts of token ids",
+    "score": "log-probabilities of prompts",
+}
 _HEADERS = {"content-type": "application/json", "accept-encoding": "identity", "connection": "close"}
 
 
@@ -140,6 +145,7 @@ class HttpTarget:
             "model": self.model,
             "server": sorted(self._served_by),
             "system_fingerprint": sorted(self._fingerprints),
+            "offers": [words for feature, words in _FEATURES.items() if feature in self.features],
             "sent": f"{spent.requests} requests, {spent.tokens} tokens, {time.monotonic() - spent.began:.1f} s",
             "limits": str(spent.limits),
         } | ({} if self._no_stream is None else {"streams": f"not usable: {self._no_stream}"})
@@ -293,7 +299,8 @@ class HttpTarget:
         data = None if body is None else json.dumps(body).encode()
         connection.request(method, self._path + path, data, headers)
         response = stack.enter_context(connection.getresponse())
-        self._served_by.add(self._safe(str(response.headers.get("server", "")))[:80])
+        if name := response.headers.get("server"):
+            self._served_by.add(self._safe(name)[:80])
         return response
 
     def _fail(self, response: http.client.HTTPResponse) -> NoReturn:
