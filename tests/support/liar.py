@@ -25,7 +25,8 @@ Made = tuple[list[int], list[float], list[float]]  # ids, log-probabilities, gap
 
 @dataclass
 class Liar:
-    """fault: "" is honest. fired: how often it changed an answer. beside: requests live at the same time."""
+    """fault: "" is honest. fired: how often it changed an answer. beside: requests live at the same time. chance: of
+    noise, the same in every run."""
 
     fault: str = ""
     fired: int = 0
@@ -34,6 +35,7 @@ class Liar:
     seen: list[tuple[int, ...]] = field(default_factory=list)
     last: dict[str, Made] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    chance: random.Random = field(default_factory=lambda: random.Random(1))
 
     def has(self, fault: str, when: bool = True) -> bool:
         """Whether this fault is planted and happens now, which is counted."""
@@ -60,7 +62,7 @@ class Liar:
             "noise in batches": greedy and live > 1,
             "noise above 44": greedy and live > 44,
             "noise in all batches": live > 1,
-            "noise alone": greedy and random.random() < 0.5,
+            "noise alone": greedy and self.chance.random() < 0.5,
             "noise at first": greedy and not self.seen,
             "other bits after a restart": self.restarts > 0,
             "other bits unstreamed": not body.get("stream"),
@@ -74,13 +76,13 @@ class Liar:
             ids, scores = _candidates(context)
             if noisy:
                 size = 0.1 if self.fault == "noise in all batches" else 0.01
-                scores = [each + random.uniform(-size, size) for each in scores]
+                scores = [each + self.chance.uniform(-size, size) for each in scores]
             norm = log(sum(exp(each) for each in scores))
             order = sorted(range(CANDIDATES), key=scores.__getitem__, reverse=True)
             chosen = order[0]
             if not greedy:
                 chosen = draw.choices(range(CANDIDATES), [exp(each / temperature) for each in scores])[0]
-            if self.has("swapped tokens", live > 1 and place == 5 and greedy and random.random() < 0.3):
+            if self.has("swapped tokens", live > 1 and place == 5 and greedy and self.chance.random() < 0.3):
                 chosen = order[-1]
             context.append(ids[chosen])
             value = scores[chosen] - norm
