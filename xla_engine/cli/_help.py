@@ -18,52 +18,23 @@ SHARE = click.FloatRange(0, 1, min_open=True)
 DTYPE = click.Choice(["auto", "bfloat16", "float32"])
 QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"])
 SECTIONS = {  # sections of help: titles, and the options in each
-    "Model": (
-        "model",
-        "dtype",
-        "quantization",
-        "bits",
-        "chat_template_path",
-        "tensor_parallel_size",
-        "attention_backend",
-        "isa",
-        *("enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
-        *("runner", "pooler_config", "hf_overrides"),
-    ),
-    "Input and output": (
-        *("output_path", "errors_path", "resume", "retry_failed", "overwrite", "ordered", "created"),
-        *("fingerprint", "max_line_bytes", "no_progress"),
-    ),
-    "While it runs": ("status_path", "metrics_path", "step_log_path", "phase_timers", "verbose"),
-    "Tables": (
-        "prompt_column",
-        "prompt_template",
-        "image_column",
-        "id_column",
-        "sampling_columns",
-        "keep_columns",
-        "journal",
-    ),
-    "More than one engine": ("shard", "data_parallel_size"),
-    "Defaults of requests": ("max_tokens", "temperature", "seed", "generation_config", "chat", "system"),
-    "Slots and memory": (
-        *("max_num_seqs", "max_model_len", "memory_utilization", "num_blocks", "kv_cache_memory_bytes"),
-        *(
-            "kv_cache_dtype",
-            "swap_space",
-            "enable_prefix_caching",
-            "mamba_cache_mode",
-            "mamba_block_size",
-            "mamba_cache_states",
-            "prefix_cache_dir",
-            "prefix_cache_bytes",
-            "keep_finished",
-        ),
-    ),
-    "Scheduling": (
-        *("scheduling_policy", "quantum", "priority_aging", "preemption", "max_num_batched_tokens", "lag"),
-        *("speculative_config", "shadow_rate", "step_timeout_s", "start_timeout_s"),
-    ),
+    "Model": """
+        model dtype quantization bits chat_template_path tensor_parallel_size attention_backend isa
+        enable_lora lora_modules max_loras max_lora_rank runner pooler_config hf_overrides""",
+    "Input and output": """
+        output_path errors_path resume retry_failed overwrite ordered created fingerprint max_line_bytes
+        no_progress""",
+    "While it runs": "status_path metrics_path step_log_path phase_timers verbose",
+    "Tables": "prompt_column prompt_template image_column id_column sampling_columns keep_columns journal",
+    "More than one engine": "shard data_parallel_size",
+    "Defaults of requests": "max_tokens temperature seed generation_config chat system",
+    "Slots and memory": """
+        max_num_seqs max_model_len memory_utilization num_blocks kv_cache_memory_bytes kv_cache_dtype
+        swap_space enable_prefix_caching mamba_cache_mode mamba_block_size mamba_cache_states
+        prefix_cache_dir prefix_cache_bytes keep_finished""",
+    "Scheduling": """
+        scheduling_policy quantum priority_aging preemption max_num_batched_tokens lag speculative_config
+        shadow_rate step_timeout_s start_timeout_s""",
 }
 
 
@@ -98,7 +69,7 @@ class Sectioned(click.Command):
     """A command whose help groups its options under the headings of `SECTIONS`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        heading = {name: title for title, names in SECTIONS.items() for name in names}
+        heading = {name: title for title, names in SECTIONS.items() for name in names.split()}
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
