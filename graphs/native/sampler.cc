@@ -129,46 +129,80 @@ void Restrict(const float* logits, int64_t count, float peak, float least, const
   });
 }
 
-// logits [V, N], or [N, V] by row; words [N, W], the rows (`RowFields`), of which `stops` are stop ids; the tables of all slots
-// (`SlotTables`), which are read where `adjusts` -> token [N], log-probability [N] and the most likely tokens
-// [1 + 2 kMostLogprobs, N]; zeros for rows that are not live.
+// The rows of a call: words [N, W] (`RowFields`), of which `stops` are stop ids, and the tables of all slots.
+class GivenRows {
+ public:
+  std::vector<RowFields> fields;
+
+  // adjusts: whether the tables are read; otherwise they may be empty.
+  GivenRows(const Unsigned& words, const Integers& history, const Integers& blocks, const Integers& bias_ids, const Floats& bias,
+            const Unsigned& mask, const Unsigned& draft_masks, bool adjusts, int64_t stops)
+      : fields(words.dimensions()[0]),
+        words_(words.typed_data()),
+        width_(words.dimensions()[1]),
+        stops_(stops),
+        breakers_(width_ - kFixed - stops),
+        adjusts_(adjusts) {
+    if (breakers_ < 0) return;
+    for (size_t row = 0; row < fields.size(); ++row) std::memcpy(&fields[row], words_ + row * width_, sizeof(RowFields));
+    if (!adjusts) return;
+    const bool has_blocks = blocks.element_count(), has_drafts = draft_masks.element_count();
+    tables_ = {history.typed_data(),
+               has_blocks ? blocks.typed_data() : nullptr,
+               history.dimensions()[1],
+               has_blocks ? blocks.dimensions()[1] : 1,
+               history.dimensions()[0],
+               bias_ids.typed_data(),
+               bias.typed_data(),
+               bias.dimensions()[1],
+               mask.typed_data(),
+               has_drafts ? draft_masks.typed_data() : nullptr,
+               mask.dimensions()[1],
+               has_drafts ? draft_masks.dimensions()[1] : 0};
+  }
+
+  bool Fit() const { return breakers_ >= 0; }
+
+  bool IsAdjusted(int64_t row) const { return adjusts_ && Of(row).Wanted(); }
+
+  // A row's logits before its temperature: `raw`, or those in `kept`.
+  const float* Adjusted(int64_t row, const float* raw, int64_t count, std::vector<float>& kept) const {
+    if (!IsAdjusted(row)) return raw;
+    kept.assign(raw, raw + count);
+    Of(row).Apply(kept.data(), count);
+    return kept.data();
+  }
+
+ private:
+  static constexpr int64_t kFixed = sizeof(RowFields) / sizeof(uint32_t);
+
+  Adjustment Of(int64_t row) const { return {fields[row], words_ + row * width_ + kFixed, stops_, breakers_, tables_}; }
+
+  const uint32_t* words_;
+  int64_t width_, stops_, breakers_;
+  bool adjusts_;
+  SlotTables tables_ = {};
+};
+
+ffi::Error TooFewWords() { return ffi::Error::InvalidArgument("a row has too few words"); }
+
+// logits [V, N], or [N, V] by row; the rows, of which tables are read where `adjusts` -> token [N], log-probability [N] and the most
+// likely tokens [1 + 2 kMostLogprobs, N]; zeros for rows that are not live.
 ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
                   Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::S32> token,
                   ffi::ResultBuffer<ffi::F32> logprob, ffi::ResultBuffer<ffi::S32> top, bool processed, bool adjusts,
                   int64_t stops, bool by_row) {
   const Logits logits(given, by_row);
-  const int64_t count = logits.count, rows = logits.rows, width = words.dimensions()[1];
-  const int64_t of_task = logits.RowsOfTask(pool.num_threads()), fixed = sizeof(RowFields) / sizeof(uint32_t);
-  const int64_t breakers = width - fixed - stops;
-  if (breakers < 0) return ffi::Error::InvalidArgument("a row has too few words");
-  SlotTables tables = {};
-  if (adjusts) {
-    const bool has_blocks = blocks.element_count(), has_drafts = draft_masks.element_count();
-    tables = {history.typed_data(),
-              has_blocks ? blocks.typed_data() : nullptr,
-              history.dimensions()[1],
-              has_blocks ? blocks.dimensions()[1] : 1,
-              history.dimensions()[0],
-              bias_ids.typed_data(),
-              bias.typed_data(),
-              bias.dimensions()[1],
-              mask.typed_data(),
-              has_drafts ? draft_masks.typed_data() : nullptr,
-              mask.dimensions()[1],
-              has_drafts ? draft_masks.dimensions()[1] : 0};
-  }
-  std::vector<RowFields> fields(rows);
-  for (int64_t row = 0; row < rows; ++row) std::memcpy(&fields[row], words.typed_data() + row * width, sizeof(RowFields));
-  const auto adjustment = [&](int64_t row) {
-    return Adjustment(fields[row], words.typed_data() + row * width + fixed, stops, breakers, tables);
-  };
+  const int64_t count = logits.count, rows = logits.rows, of_task = logits.RowsOfTask(pool.num_threads());
+  const GivenRows all(words, history, blocks, bias_ids, bias, mask, draft_masks, adjusts, stops);
+  if (!all.Fit()) return TooFewWords();
+  const std::vector<RowFields>& fields = all.fields;
   std::memset(token->untyped_data(), 0, token->size_bytes());
   std::memset(logprob->untyped_data(), 0, logprob->size_bytes());
   std::memset(top->untyped_data(), 0, top->size_bytes());
   bool is_greedy = by_row || kVector % rows == 0 || rows % kVector == 0;  // and nothing but the token is asked for
   for (int64_t row = 0; row < rows; ++row)
-    is_greedy &= !fields[row].live || (fields[row].temperature <= 0 && fields[row].num_logprobs < 0 &&
-                                       !(adjusts && adjustment(row).Wanted()));
+    is_greedy &= !fields[row].live || (fields[row].temperature <= 0 && fields[row].num_logprobs < 0 && !all.IsAdjusted(row));
   if (is_greedy) {
     ChooseGreedily(pool, logits, fields, token->typed_data());
     return ffi::Error::Success();
@@ -178,12 +212,7 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers h
     thread_local std::vector<float> adjusted, restricted;
     const int32_t wanted = fields[row].num_logprobs;
     const RowFields params = fields[row];  // a copy: stores to weights cannot change it
-    const float* shifted = raw;
-    if (const Adjustment adjust = adjustment(row); adjusts && adjust.Wanted()) {
-      adjusted.assign(raw, raw + count);
-      adjust.Apply(adjusted.data(), count);
-      shifted = adjusted.data();
-    }
+    const float* shifted = all.Adjusted(row, raw, count, adjusted);
     Peak peak = PeakOf(shifted, count);
     int32_t& chosen = token->typed_data()[row];
     chosen = Greedy(peak);
@@ -211,6 +240,37 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats given, Unsigned words, Integers h
   return ffi::Error::Success();
 }
 
+// logits and rows as for `Sample` -> the logits of the distributions that the rows are sampled from, [N, V]: adjusted, divided by
+// temperatures and cut, as processed log-probabilities have them; zeros for rows that are not live.
+ffi::Error Process(ffi::ThreadPool pool, Floats given, Unsigned words, Integers history, Integers blocks, Integers bias_ids,
+                   Floats bias, Unsigned mask, Unsigned draft_masks, ffi::ResultBuffer<ffi::F32> processed, int64_t stops,
+                   bool by_row) {
+  const Logits logits(given, by_row);
+  const int64_t count = logits.count, of_task = logits.RowsOfTask(pool.num_threads());
+  const GivenRows all(words, history, blocks, bias_ids, bias, mask, draft_masks, true, stops);
+  if (!all.Fit()) return TooFewWords();
+  const auto one = [&](int64_t row, const float* raw) {
+    thread_local Weights weights;
+    thread_local std::vector<float> adjusted, restricted;
+    const RowFields params = all.fields[row];
+    const float* found = all.Adjusted(row, raw, count, adjusted);
+    const float peak = PeakOf(found, count).value;
+    if (params.temperature > 0 && std::isfinite(peak)) {
+      weights.Weigh(found, count, peak, params);
+      Restrict(found, count, peak, weights.least, params, restricted);
+      found = restricted.data();
+    }
+    std::copy(found, found + count, processed->typed_data() + row * count);
+  };
+  std::memset(processed->untyped_data(), 0, processed->size_bytes());
+  ParallelFor(pool, logits.rows / of_task, [&](int64_t task) {
+    logits.Each(task * of_task, of_task, [&](int64_t row, const float* raw) {
+      if (all.fields[row].live) one(row, raw);
+    });
+  });
+  return ffi::Error::Success();
+}
+
 // logits as above, token [N], wanted [N] -> log-probability [N] and the most likely tokens, as above.
 ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats given, Integers token, Integers wanted, ffi::ResultBuffer<ffi::F32> logprob,
                       ffi::ResultBuffer<ffi::S32> top, bool by_row) {
@@ -230,6 +290,7 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats given, Integers token, Intege
 }  // namespace
 
 XLA_ENGINE_HANDLER(XlaEngineSample, Sample, "processed", "adjusts", "stops", "by_row")
+XLA_ENGINE_HANDLER(XlaEngineProcess, Process, "stops", "by_row")
 XLA_ENGINE_HANDLER(XlaEngineLogprobs, LogprobsOf, "by_row")
 
 }  // namespace xla_engine

@@ -20,7 +20,7 @@ from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampled import Sampled, shapes
 
-SAMPLE, LOGPROBS = "xla_engine_sample", "xla_engine_logprobs"
+SAMPLE, PROCESS, LOGPROBS = "xla_engine_sample", "xla_engine_process", "xla_engine_logprobs"
 
 # The fields of `SamplingContext` that C++ gets for each row, in addition to the sampling table.
 _PLACES: dict[str, type[np.generic]] = {
@@ -58,8 +58,33 @@ def native_sample(
     isa: str,
 ) -> Sampled:
     """As `graphs.sampling.sampler.sample`; rows that are not live get zeros. isa: selects the library."""
-    count, by_row = position.shape[0], isinstance(logits, ByRow)
-    call = jax.ffi.ffi_call(f"{SAMPLE}_{isa}", tuple(shapes(count)))
+    call = jax.ffi.ffi_call(f"{SAMPLE}_{isa}", tuple(shapes(position.shape[0])))
+    found = call(
+        *_inputs(logits, rows, position, context),
+        processed=processed_logprobs,
+        adjusts=context is not None,
+        stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
+        by_row=isinstance(logits, ByRow),
+    )
+    return Sampled(*found)
+
+
+def native_processed(logits: Logits, rows: SamplingRows, context: SamplingContext, isa: str) -> ByRow:
+    """The logits whose log-probabilities are the processed ones: -inf for tokens that cannot be sampled.
+
+    Rows that are not live get zeros.
+    """
+    count, values = context.live.shape[0], logits.values if isinstance(logits, ByRow) else logits
+    shape = jax.ShapeDtypeStruct((count, values.shape[isinstance(logits, ByRow)]), jnp.float32)
+    call = jax.ffi.ffi_call(f"{PROCESS}_{isa}", shape)
+    given = _inputs(logits, rows, jnp.zeros(count, jnp.int32), context)
+    return ByRow(call(*given, stops=np.int64(context.stop_ids.shape[1]), by_row=isinstance(logits, ByRow)))
+
+
+def _inputs(
+    logits: Logits, rows: SamplingRows, position: jax.Array, context: SamplingContext | None
+) -> list[jax.Array]:
+    """Logits, rows, and the tables of all slots, which are empty without a context."""
     none, no_words = jnp.zeros(0, jnp.int32), jnp.zeros(0, WORD)
     wide = [none, none, none, jnp.zeros(0, jnp.float32), no_words, no_words]
     if context is not None:
@@ -72,16 +97,8 @@ def native_sample(
             tables.mask,
             no_words if context.draft is None or tables.draft_masks is None else tables.draft_masks,
         ]
-    found = call(
-        logits.values if isinstance(logits, ByRow) else logits,
-        _words(rows, position, context),
-        *wide,
-        processed=processed_logprobs,
-        adjusts=context is not None,
-        stops=np.int64(0 if context is None else context.stop_ids.shape[1]),
-        by_row=by_row,
-    )
-    return Sampled(*found)
+    values = logits.values if isinstance(logits, ByRow) else logits
+    return [values, _words(rows, position, context), *wide]
 
 
 def _words(rows: SamplingRows, position: jax.Array, context: SamplingContext | None) -> jax.Array:

@@ -78,7 +78,7 @@ def sample(
         return _if_any(greedy, logits, greedy)
 
     token = lax.cond(jnp.any(random | is_adjusted), choose, choose_greedily)
-    scored = _restricted(adjusted(), rows, random) if processed_logprobs else logits
+    scored = restricted(adjusted(), rows, random) if processed_logprobs else logits
     return Sampled(token, *logprobs(scored, token, jnp.where(live, rows.num_logprobs, -1)))
 
 
@@ -116,7 +116,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, random: jax.Array, position: ja
     return _invert(_weights(logits, rows, random), _uniform(rows.seed, position))
 
 
-def _restricted(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
+def restricted(logits: jax.Array, rows: SamplingRows, random: jax.Array) -> jax.Array:
     """The logits `[V, N]` of the sampled distribution; those of greedy rows do not change."""
     scaled = logits / jnp.where(random, rows.temperature, 1.0)
     return jnp.where(random & (_weights(logits, rows, random) == 0), -jnp.inf, scaled)

@@ -16,13 +16,18 @@ from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.training import Batch, Policy
+from xla_engine.training.batch import make_processing
 from xla_engine.training.logps import xla_logps
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="a policy needs the C++ kernels")
@@ -43,6 +48,18 @@ def policy(llm: LLM) -> Policy:
     return Policy(llm)
 
 
+@pytest.fixture(scope="module")
+def processing_llm() -> Iterator[LLM]:
+    config = replace(CONFIG, logprobs_mode="processed_logprobs", enable_dry=True)
+    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+        yield LLM.from_engine(engine)
+
+
+@pytest.fixture(scope="module")
+def processing_policy(processing_llm: LLM) -> Policy:
+    return Policy(processing_llm)
+
+
 def rolled_out(llm: LLM, params: SamplingParams = PARAMS) -> list[Any]:
     return list(llm.generate(PROMPTS, params, use_tqdm=False))
 
@@ -58,10 +75,16 @@ def same_bits(found: Any, expected: Any) -> bool:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(replace(CONFIG, logprobs_mode="processed_logprobs"), id="processed"),
+        pytest.param(CONFIG, id="raw"),
         pytest.param(
-            replace(CONFIG, num_blocks=32, block_size=32, speculative_config=LOOKUP),
-            id="speculation in blocks",
+            replace(
+                CONFIG,
+                num_blocks=32,
+                block_size=32,
+                speculative_config=LOOKUP,
+                logprobs_mode="processed_logprobs",
+            ),
+            id="processed with speculation in blocks",
         ),
     ],
 )
@@ -102,7 +125,7 @@ def test_the_gradient_is_that_of_the_model(llm: LLM, policy: Policy) -> None:
         return jnp.sum(policy.logps(params, batch) * weight)
 
     def of_xla(params: Any) -> jax.Array:
-        found = xla_logps(TINY, rope, params, batch, processed=False, dtype=jnp.float32)
+        found = xla_logps(TINY, rope, params, batch, dtype=jnp.float32)
         return jnp.sum(found * weight)
 
     gradient = jax.jit(jax.grad(of_policy))
@@ -174,17 +197,75 @@ def test_planted_faults_are_seen(llm: LLM, policy: Policy) -> None:
     assert mismatch(policy, before, shifted) > 0
 
 
-def test_a_forgotten_temperature_is_seen() -> None:
-    config = replace(CONFIG, logprobs_mode="processed_logprobs")
-    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
-        llm = LLM.from_engine(engine)
-        policy = Policy(llm)
-        batch = policy.batch(rolled_out(llm), PARAMS)
-        assert mismatch(policy, policy.params(), batch) == 0
-        forgotten = replace(batch, temperature=np.ones_like(batch.temperature))
-        assert mismatch(policy, policy.params(), forgotten) > 0.1
-        with pytest.raises(InvalidRequestError, match="top_p changes the processed"):
-            policy.batch(rolled_out(llm), replace(PARAMS, top_p=0.5))
+def test_a_forgotten_temperature_is_seen(processing_llm: LLM, processing_policy: Policy) -> None:
+    policy, params = processing_policy, processing_policy.params()
+    outputs = rolled_out(processing_llm)
+    assert mismatch(policy, params, policy.batch(outputs, PARAMS)) == 0
+    assert mismatch(policy, params, policy.batch(outputs, replace(PARAMS, temperature=1.0))) > 0.1
+
+
+PROCESSED = {
+    "truncation": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "a nucleus of one token": {"top_p": 1e-6},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+    "penalties of the last tokens": {"repetition_penalty": 0.8, "penalty_last_n": 6, "top_p": 0.8},
+    "DRY": {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": (7,)},
+    "bias and allowed tokens": {
+        "logit_bias": {3: 4.0, 150: -2.0},
+        "allowed_token_ids": list(range(0, 190, 3)),
+    },
+    "stop ids that are held back": {"min_tokens": 9, "stop_token_ids": list(range(0, 199, 25)), "top_k": 50},
+    "greedy": {"n": 1, "temperature": 0.0, "frequency_penalty": 1.5, "min_p": 0.5},
+}
+
+
+@pytest.mark.parametrize("changed", PROCESSED.values(), ids=PROCESSED)
+def test_processed_ones_are_the_sampled_bits(
+    processing_llm: LLM, processing_policy: Policy, changed: dict[str, Any]
+) -> None:
+    """Whatever made the distribution from the model's logits; without it, they would be others."""
+    policy, params = processing_policy, replace(PARAMS, **changed)
+    outputs, weights = rolled_out(processing_llm, params), policy.params()
+    batch = policy.batch(outputs, params)
+    assert same_bits(policy.logps(weights, batch), batch.sampled)
+    plain = policy.batch(outputs, SamplingParams(temperature=params.temperature))
+    assert mismatch(policy, weights, plain) > 1e-3
+
+
+def test_processed_ones_that_need_the_host_are_refused() -> None:
+    tokenizer = Tokenizer.from_pretrained(embedded_model_directory())
+    validator = RequestValidator(
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=(0,),
+        max_model_len=64,
+        tokenizer=tokenizer,
+        max_num_seqs=1,
+    )
+    one_token = SamplingParams(bad_words=["("])
+    assert (np.asarray(make_processing(one_token, [3], validator).tables.mask) != 0xFFFFFFFF).any()
+    with pytest.raises(InvalidRequestError, match="does not support bad_words of more than one token"):
+        make_processing(SamplingParams(bad_words=["isinstance(value"]), [3], validator)
+    constraint = StructuredOutputsParams(choice=["a", "b"])
+    with pytest.raises(InvalidRequestError, match="does not support structured_outputs"):
+        make_processing(SamplingParams(structured_outputs=constraint), [3], validator)
+
+
+@pytest.mark.full
+def test_the_gradient_of_processed_ones_is_that_of_the_model(
+    processing_llm: LLM, processing_policy: Policy
+) -> None:
+    """Beside XLA's own in float32. The tokens that could be sampled are constants of both."""
+    policy, params = processing_policy, replace(PARAMS, **PROCESSED["penalties"], **PROCESSED["truncation"])
+    batch = policy.batch(rolled_out(processing_llm, params), params)
+    rope, weights = jnp.asarray(rope_tables(TINY, 128)), policy.params()
+
+    def of_xla(params: Any) -> jax.Array:
+        return jnp.sum(xla_logps(TINY, rope, params, batch, dtype=jnp.float32))
+
+    found = jax.jit(jax.grad(lambda params: policy.logps(params, batch).sum()))(weights)
+    for name, leaf in jax.jit(jax.grad(of_xla))(weights).items():
+        one, other = np.asarray(found[name], np.float64).ravel(), np.asarray(leaf, np.float64).ravel()
+        assert np.isfinite(one).all() and one @ other > 0.99 * np.sqrt((one @ one) * (other @ other)), name
 
 
 def test_bad_parameters_and_outputs_are_refused(llm: LLM, policy: Policy) -> None:

@@ -7,17 +7,31 @@ from typing import Any
 import jax
 import numpy as np
 
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.errors import InvalidRequestError
+from xla_engine.graphs.row_state.rows import Tables
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.outputs import RequestOutput
+from xla_engine.runner.row_settings import HostTables, RowSettings, sampling_rows
 from xla_engine.sampling_params import SamplingParams
 
 _MULTIPLE = 32  # of the width of a batch, so that few shapes compile
-# What changes the distribution that processed log-probabilities refer to. Only temperatures can be followed.
-_NEUTRAL = SamplingParams()
-_REFUSED = (
-    *("top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "structured_outputs", "dry_multiplier"),
-)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processing:
+    """How the sampler made the distribution of each of B sequences from the model's logits.
+
+    sampling, tables: as the engine has them for its rows. stop_ids: i32 `[B, E]`, as in `Rows`.
+    prompt_length: i32 `[B]`. min_tokens: i32 `[B]`, response tokens before stop ids may be sampled.
+    """
+
+    sampling: SamplingRows
+    tables: Tables
+    stop_ids: Any
+    prompt_length: Any
+    min_tokens: Any
 
 
 @jax.tree_util.register_dataclass
@@ -29,29 +43,65 @@ class Batch:
     length: i32 `[B]`, tokens that are not padding.
     response_mask: bool `[B, T]`, the tokens that were sampled. Never the first of a sequence.
     sampled: f32 `[B, T]`, their log-probabilities as they were sampled; 0 elsewhere.
-    temperature: f32 `[B]`, that they were sampled at; read only with processed log-probabilities.
+    processing: what processed log-probabilities refer to; None: log-probabilities are raw.
     """
 
     tokens: Any
     length: Any
     response_mask: Any
     sampled: Any
-    temperature: Any
+    processing: Processing | None
+
+
+def make_processing(
+    params: SamplingParams, prompt_lengths: Sequence[int], validator: RequestValidator
+) -> Processing:
+    """The processing of sequences with these parameters and prompts. Raises InvalidRequestError."""
+    stop_ids = validator.stop_token_ids(params)
+    mask = validator.token_mask(params, stop_ids)
+    if mask is not None and mask.constrained:
+        name = (
+            "bad_words of more than one token" if params.structured_outputs is None else "structured_outputs"
+        )
+        raise InvalidRequestError(
+            f"a policy does not support {name} with processed log-probabilities: which tokens are allowed is decided "
+            "on the host, token by token. Sample without, or start the engine with logprobs_mode 'raw_logprobs'"
+        )
+    count = len(prompt_lengths)
+    settings = RowSettings(
+        max_tokens=1,
+        stop_token_ids=stop_ids,
+        params=params,
+        seed=0,
+        mask=mask,
+        dry_breakers=validator.dry_breakers(params),
+    )
+    tables = HostTables(count, validator.vocab_size)
+    for row in range(count):
+        tables.set_bias(row, params.logit_bias or {})
+        if mask is not None:
+            tables.set_mask(row, mask.words)
+    arrays: dict[str, Any] = tables.take_stale()
+    return Processing(
+        sampling=sampling_rows(count, dict.fromkeys(range(count), settings), dry=validator.has_dry),
+        tables=Tables(**arrays),
+        stop_ids=np.tile(np.asarray(stop_ids, np.int32), (count, 1)),
+        prompt_length=np.asarray(prompt_lengths, np.int32),
+        min_tokens=np.full(count, settings.min_tokens, np.int32),
+    )
 
 
 def make_batch(
-    outputs: Sequence[RequestOutput], params: SamplingParams, *, processed: bool, width: int | None = None
+    outputs: Sequence[RequestOutput],
+    params: SamplingParams,
+    validator: RequestValidator | None,
+    width: int | None = None,
 ) -> Batch:
     """The answers of `outputs` in order, all of them if a request has several.
 
-    params: that all were sampled with. processed: whether log-probabilities are processed. width: T; None takes the
-    longest sequence, rounded up to a multiple of 32. Raises InvalidRequestError.
+    params: that all were sampled with. validator: the engine's, if log-probabilities are processed. width: T; None
+    takes the longest sequence, rounded up to a multiple of 32. Raises InvalidRequestError.
     """
-    if processed and (changed := [name for name in _REFUSED if _changes(params, name)]):
-        raise InvalidRequestError(
-            f"{changed[0]} changes the processed log-probabilities in a way that a policy cannot follow. Sample "
-            "without it, or start the engine with logprobs_mode 'raw_logprobs'"
-        )
     rows = [(output, answer) for output in outputs for answer in output.outputs]
     longest = max(
         (len(output.prompt_token_ids) + len(answer.token_ids) for output, answer in rows), default=1
@@ -74,10 +124,8 @@ def make_batch(
         )
         tokens[row, :end] = (*output.prompt_token_ids, *answer.token_ids)
         length[row], mask[row, first:end], sampled[row, first:end] = end, True, answer.logprobs
-    temperature = np.full(len(rows), params.temperature, np.float32)
-    return Batch(tokens=tokens, length=length, response_mask=mask, sampled=sampled, temperature=temperature)
-
-
-def _changes(params: SamplingParams, name: str) -> bool:
-    value = getattr(params, name)
-    return bool(value != getattr(_NEUTRAL, name)) and bool(value) and not (name == "top_k" and value < 0)
+    processing = None
+    if validator is not None:
+        lengths = [len(output.prompt_token_ids) for output, _ in rows]
+        processing = make_processing(params, lengths, validator)
+    return Batch(tokens=tokens, length=length, response_mask=mask, sampled=sampled, processing=processing)

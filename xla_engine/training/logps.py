@@ -24,10 +24,13 @@ from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.lanes import Extents
 from xla_engine.graphs.row_state.rows import make_rows
+from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow
-from xla_engine.graphs.sampling.native import native_logprobs
+from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust
+from xla_engine.graphs.sampling.native import native_logprobs, native_processed
+from xla_engine.graphs.sampling.sampler import restricted
 from xla_engine.graphs.steps.prefill import through_layers
-from xla_engine.training.batch import Batch
+from xla_engine.training.batch import Batch, Processing
 
 Params = Mapping[str, jax.Array]  # float32, by leaf
 Logps = Callable[[dict[str, jax.Array], Batch], jax.Array]
@@ -36,15 +39,15 @@ _HEAD_ROWS = 256  # rows of logits that exist at once
 
 
 def native_logps(
-    spec: ModelSpec, rope: jax.Array, params: Params, batch: Batch, *, processed: bool
+    spec: ModelSpec, rope: jax.Array, params: Params, batch: Batch
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Log-probabilities f32 `[B, T]` of the response's tokens, 0 elsewhere, and the stream before each layer and after
     the last, f32 `[B T, D]`.
 
-    Static: `spec`, of kernels whose caches keep all positions; `processed`, of logits divided by temperatures.
+    Static: `spec`, of kernels whose caches keep all positions.
     """
-    products, isa = spec.products, spec.isa
-    assert isinstance(products, NativeProducts) and isa is not None
+    isa = spec.isa
+    assert isa is not None
     rows, width = batch.tokens.shape
     model = spec.merge([_held(spec, name, params[name]) for name in spec.leaves])
     length = whole_spans(width)
@@ -65,34 +68,43 @@ def native_logps(
     )
 
     def group(each: tuple[jax.Array, ...]) -> jax.Array:
-        x, target, temperature = each
+        x, target, index = each
         asked = target >= 0
-        found = model.logits(x, products.for_rows(asked))
-        assert isinstance(found, ByRow)
-        logits = found.values
-        if processed:  # the barrier keeps XLA from multiplying by a reciprocal
-            logits = logits / lax.optimization_barrier(jnp.broadcast_to(temperature[:, None], logits.shape))
-        return native_logprobs(ByRow(logits), jnp.maximum(target, 0), jnp.where(asked, 0, -1), isa)[0]
+        logits = _native_logits(spec, model, batch, x, target, index)
+        return native_logprobs(logits, jnp.maximum(target, 0), jnp.where(asked, 0, -1), isa)[0]
 
-    found = lax.map(group, _grouped(streams[-1], target, _temperatures(batch)))
+    found = lax.map(group, _grouped(streams[-1], target, jnp.arange(len(target))))
     return _placed(found.reshape(-1), rows, width), streams
 
 
-def differentiable_logps(spec: ModelSpec, rope: jax.Array, *, processed: bool) -> Logps:
+def _native_logits(
+    spec: ModelSpec, model: Any, batch: Batch, x: jax.Array, target: jax.Array, index: jax.Array
+) -> ByRow:
+    """The logits `[N, V]` whose log-probabilities are those of sampling, of the streams `x [N, D]` of positions
+    `index [N]`; arbitrary where nothing is predicted."""
+    products, asked = spec.products, target >= 0
+    assert isinstance(products, NativeProducts) and spec.isa is not None
+    found = model.logits(x, products.for_rows(asked))
+    if batch.processing is not None:
+        found = native_processed(found, *_sampling(batch, batch.processing, target, index), spec.isa)
+    assert isinstance(found, ByRow)
+    return found
+
+
+def differentiable_logps(spec: ModelSpec, rope: jax.Array) -> Logps:
     """`native_logps` as a function of parameters and batch, with a gradient for the parameters."""
-    plain = ModelSpec(spec.config, jnp.dtype(jnp.float32))
 
     @jax.custom_vjp
     def logps(params: dict[str, jax.Array], batch: Batch) -> jax.Array:
-        return native_logps(spec, rope, params, batch, processed=processed)[0]
+        return native_logps(spec, rope, params, batch)[0]
 
     def forward(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, Any]:
-        found, streams = native_logps(spec, rope, params, batch, processed=processed)
+        found, streams = native_logps(spec, rope, params, batch)
         return found, (params, batch, streams)
 
     def backward(kept: Any, given: jax.Array) -> tuple[dict[str, jax.Array], None]:
         params, batch, streams = kept
-        return _gradient(plain, rope, params, batch, streams, given, processed=processed), None
+        return _gradient(spec, rope, params, batch, streams, given), None
 
     logps.defvjp(forward, backward)
     return logps
@@ -104,39 +116,53 @@ def xla_logps(
     params: Params,
     batch: Batch,
     *,
-    processed: bool,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
     """The same log-probabilities by XLA alone, with products of `dtype` and sums in float32.
 
     What a trainer has that does not share the sampler's kernels: close, and not the same.
     """
-    spec = ModelSpec(config, jnp.dtype(dtype))
-    model = spec.merge([params[name].astype(leaf.dtype) for name, leaf in spec.leaves.items()])
-    tokens = jnp.asarray(batch.tokens, jnp.int32)
-    *_, x = model.hidden(tokens.reshape(-1), _dense_call(config, rope, *tokens.shape))
+    model, x = _by_xla(config, rope, params, batch.tokens, dtype)
     target = _targets(batch)
 
     def group(each: tuple[jax.Array, ...]) -> jax.Array:
-        x, target, temperature = each
+        x, target, index = each
         logits = cast("jax.Array", model.logits(x, ROWS_LEFT))
-        return _chosen(logits, target, temperature if processed else None)
+        return _chosen(_processed(logits, batch, target, index), target)
 
-    found = lax.map(group, _grouped(x, target, _temperatures(batch)))
-    return _placed(found.reshape(-1), *tokens.shape)
+    found = lax.map(group, _grouped(x, target, jnp.arange(len(target))))
+    return _placed(found.reshape(-1), *batch.tokens.shape)
+
+
+def xla_logits(
+    config: ModelConfig, rope: jax.Array, params: Params, tokens: jax.Array, dtype: DTypeLike = jnp.bfloat16
+) -> jax.Array:
+    """The logits of `tokens [B, T]` by XLA alone, f32 `[B, T, V]`."""
+    model, x = _by_xla(config, rope, params, tokens, dtype)
+    return cast("jax.Array", model.logits(x, ROWS_LEFT)).T.reshape(*tokens.shape, -1)
+
+
+def _by_xla(
+    config: ModelConfig, rope: jax.Array, params: Params, tokens: jax.Array, dtype: DTypeLike
+) -> tuple[Any, jax.Array]:
+    """The model with products of `dtype`, and its last stream, f32 `[B T, D]`."""
+    spec = ModelSpec(config, jnp.dtype(dtype))
+    model = spec.merge([params[name].astype(leaf.dtype) for name, leaf in spec.leaves.items()])
+    call = _dense_call(config, rope, *tokens.shape)
+    *_, x = model.hidden(jnp.asarray(tokens, jnp.int32).reshape(-1), call)
+    return model, x
 
 
 def _gradient(
-    spec: ModelSpec,
+    native: ModelSpec,
     rope: jax.Array,
     params: Params,
     batch: Batch,
     streams: list[jax.Array],
     given: jax.Array,
-    *,
-    processed: bool,
 ) -> dict[str, jax.Array]:
     """The gradient for the parameters of cotangents `given [B, T]` of the log-probabilities."""
+    spec = ModelSpec(native.config, jnp.dtype(jnp.float32))
     rows, width = batch.tokens.shape
     tokens, target = jnp.asarray(batch.tokens, jnp.int32).reshape(-1), _targets(batch)
     used = (jnp.arange(width) < jnp.asarray(batch.length)[:, None]).reshape(-1)
@@ -155,15 +181,22 @@ def _gradient(
     cotangent = jnp.where(target >= 0, shifted, 0.0)
     outer = [name for name in spec.leaves if not name.startswith("layers.")]
     own = {name: weights[name] for name in outer}
+    sampler = None  # the model whose head says which tokens could be sampled
+    if batch.processing is not None:
+        sampler = native.merge([_held(native, name, params[name]) for name in native.leaves])
 
     def group(
         total: dict[str, jax.Array], each: tuple[jax.Array, ...]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        x, target, temperature, cotangent = each
+        x, target, index, cotangent = each
+        possible = None
+        if sampler is not None:
+            found = _native_logits(native, sampler, batch, x, target, index)
+            possible = ~jnp.isneginf(found.values.T)
 
         def of_head(own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
             logits = cast("jax.Array", model(own).logits(x, ROWS_LEFT))
-            return _chosen(logits, target, temperature if processed else None)
+            return _chosen(_processed(logits, batch, target, index, possible), target)
 
         _, derive = jax.vjp(of_head, own, x)
         leaves, dx = derive(cotangent)
@@ -173,7 +206,7 @@ def _gradient(
     outside, dx = lax.scan(
         group,
         {name: total[name] for name in outer},
-        _grouped(last, target, _temperatures(batch), cotangent),
+        _grouped(last, target, jnp.arange(len(target)), cotangent),
     )
     dx = dx.reshape(-1, dx.shape[-1])[: len(target)]
     for index in reversed(range(spec.config.num_hidden_layers)):
@@ -217,9 +250,45 @@ def _dense_call(config: ModelConfig, rope: jax.Array, rows: int, width: int) -> 
     return Call(attend, ROWS_LEFT)
 
 
-def _chosen(logits: jax.Array, target: jax.Array, temperature: jax.Array | None) -> jax.Array:
+def _sampling(
+    batch: Batch, processing: Processing, target: jax.Array, index: jax.Array
+) -> tuple[SamplingRows, SamplingContext]:
+    """What the sampler knew at positions `index [N]` of the batch, with sequences in place of slots."""
+    rows, width = batch.tokens.shape
+    slot, length = jnp.minimum(index // width, rows - 1), index % width + 1
+    prompt = jnp.asarray(processing.prompt_length)[slot]
+    sampled = jnp.maximum(length - prompt, 0)
+    return jax.tree.map(lambda each: jnp.asarray(each)[slot], processing.sampling), SamplingContext(
+        live=target >= 0,
+        slot=slot,
+        length=length,
+        prompt_length=prompt,
+        min_remaining=jnp.maximum(jnp.asarray(processing.min_tokens)[slot] - sampled, 0),
+        stop_ids=jnp.asarray(processing.stop_ids)[slot],
+        history=jnp.asarray(batch.tokens, jnp.int32),
+        tables=jax.tree.map(jnp.asarray, processing.tables),
+    )
+
+
+def _processed(
+    logits: jax.Array, batch: Batch, target: jax.Array, index: jax.Array, possible: jax.Array | None = None
+) -> jax.Array:
+    """`logits [V, N]` of positions `index [N]` as the sampler processes them, by XLA.
+
+    possible: bool `[V, N]`, the tokens that could be sampled; None: as XLA's sampler has them.
+    """
+    if batch.processing is None:
+        return logits
+    rows, context = _sampling(batch, batch.processing, target, index)
+    random = context.live & (rows.temperature > 0)
+    adjusted = adjust(logits, rows, context)
+    if possible is None:
+        possible = ~jnp.isneginf(restricted(lax.stop_gradient(adjusted), rows, random))
+    return jnp.where(possible, adjusted / jnp.where(random, rows.temperature, 1.0), -jnp.inf)
+
+
+def _chosen(logits: jax.Array, target: jax.Array) -> jax.Array:
     """Log-probabilities `[N]` of `target [N]` under `logits [V, N]`; 0 where the target is -1."""
-    logits = logits if temperature is None else logits / temperature
     found = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=0), jnp.maximum(target, 0)[None], axis=0)[0]
     return jnp.where(target >= 0, found, 0.0)
 
@@ -228,12 +297,6 @@ def _targets(batch: Batch) -> jax.Array:
     """The token that each position predicts, i32 `[B T]`; -1 where it is not of the response."""
     wanted = jnp.where(jnp.asarray(batch.response_mask), jnp.asarray(batch.tokens, jnp.int32), -1)
     return jnp.pad(wanted[:, 1:], ((0, 0), (0, 1)), constant_values=-1).reshape(-1)
-
-
-def _temperatures(batch: Batch) -> jax.Array:
-    """What the logits of each position are divided by, f32 `[B T]`: greedy rows are scored as they are."""
-    given = jnp.asarray(batch.temperature, jnp.float32)
-    return jnp.repeat(jnp.where(given > 0, given, 1.0), batch.tokens.shape[1])
 
 
 def _grouped(x: jax.Array, target: jax.Array, *more: jax.Array) -> tuple[jax.Array, ...]:

@@ -22,7 +22,7 @@ from xla_engine.llm import LLM
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.training.batch import Batch, make_batch
-from xla_engine.training.logps import differentiable_logps, native_logps, xla_logps
+from xla_engine.training.logps import differentiable_logps, native_logps, xla_logits, xla_logps
 
 State = nnx.State[Any, Any]
 Trained = Mapping[str, jax.Array] | State
@@ -51,12 +51,11 @@ class Policy:
             raise ConfigError("a Policy needs an engine in this process: leave out data_parallel_size")
         self._engine = engine
         self._spec = spec = _spec_of(engine)
-        self._processed = engine.config.logprobs_mode == "processed_logprobs"
+        processed = engine.config.logprobs_mode == "processed_logprobs"
+        self._validator = engine.validator if processed else None
         self._rope = jnp.asarray(rope_tables(spec.config, engine.runner.context_length))
-        self._logps = jax.jit(differentiable_logps(spec, self._rope, processed=self._processed))
-        self._xla_logps = jax.jit(
-            lambda params, batch: xla_logps(spec.config, self._rope, params, batch, processed=self._processed)
-        )
+        self._logps = jax.jit(differentiable_logps(spec, self._rope))
+        self._xla_logps = jax.jit(lambda params, batch: xla_logps(spec.config, self._rope, params, batch))
 
     def params(self) -> dict[str, jax.Array]:
         """What the engine computes with at present, in float32: `{leaf: array}`.
@@ -88,12 +87,13 @@ class Policy:
 
         Arguments:
             outputs: sampled with `logprobs=0` or more.
-            params: that they were sampled with.
+            params: that they were sampled with. Processed log-probabilities refer to what these make of the model's
+                logits.
             width: tokens of a row; None: the longest sequence, rounded up to a multiple of 32. Each width compiles.
 
         Raises InvalidRequestError.
         """
-        return make_batch(outputs, params, processed=self._processed, width=width)
+        return make_batch(outputs, params, self._validator, width)
 
     def logps(self, params: Trained, batch: Batch) -> jax.Array:
         """Log-probabilities of the response's tokens, f32 `[B, T]`; 0 elsewhere. The gradient is for `params`.
@@ -107,6 +107,15 @@ class Policy:
         """The same by XLA alone, in bfloat16: what a trainer without the sampler's kernels has, for comparison."""
         self._check(batch)
         return self._xla_logps(self._by_name(params), batch)
+
+    def xla_logits(self, params: Trained, tokens: jax.Array) -> jax.Array:
+        """The logits of `tokens [B, T]` by XLA alone, in bfloat16: f32 `[B, T, V]`."""
+        return xla_logits(self._spec.config, self._rope, self._by_name(params), tokens)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether log-probabilities are those of the distribution that was sampled from."""
+        return self._validator is not None
 
     def publish(self, params: Trained) -> None:
         """Let the engine compute with `params`, rounded as `logps` rounds them; it forgets all cached prefixes.
@@ -193,11 +202,11 @@ def _refuse_other_arithmetic(spec: ModelSpec) -> None:
         length=row,
         response_mask=jax.ShapeDtypeStruct((2, 32), jnp.bool_),
         sampled=jax.ShapeDtypeStruct((2, 32), jnp.float32),
-        temperature=jax.ShapeDtypeStruct((2,), jnp.float32),
+        processing=None,
     )
-    program = jax.make_jaxpr(
-        lambda rope, params, batch: native_logps(spec, rope, params, batch, processed=False)[0]
-    )(rope, params, batch)
+    program = jax.make_jaxpr(lambda rope, params, batch: native_logps(spec, rope, params, batch)[0])(
+        rope, params, batch
+    )
     if found := refusals(program.jaxpr):
         raise ConfigError(
             f"a Policy does not support this model, of which XLA computes a part ({found[0]}): its bits in a trainer "

@@ -25,7 +25,7 @@ from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
-from xla_engine.graphs.sampling.native import LOGPROBS, SAMPLE
+from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library import cache as library_cache
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
@@ -37,7 +37,7 @@ _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
     "attention": (TARGET, ZEROS),
-    "sampler": (SAMPLE, LOGPROBS),
+    "sampler": (SAMPLE, PROCESS, LOGPROBS),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
     **{
         f"experts_{kind}": tuple(f"{each}_{kind}" for each in (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS))
