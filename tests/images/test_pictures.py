@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 from PIL import Image
 
 from tests.images.test_features import model
-from xla_engine.errors import ImageTooLargeError, InvalidImageError, InvalidRequestError
+from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.errors import ImageTooLargeError, InvalidImageError, InvalidRequestError, TokenLimitError
 from xla_engine.images.decoder import ImageLimits
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import MAX_PICTURES, PictureReader, tiles_sha256
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.prompts import Picture, PicturedPrompt
+from xla_engine.sampling_params import SamplingParams
 
 __all__ = ["model"]
 
@@ -119,7 +123,8 @@ def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
     """Bytes changed, cut, doubled and joined, in every format: tiles or an error that names the picture."""
     draw = random.Random(0)
     whole = [picture(37, 23, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")]
-    results = {"tiles": 0, "error": 0}
+    results, workers = Counter[str](), set()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(COUNT):
         data = bytearray(draw.choice(whole))
         match draw.randrange(5):
@@ -140,6 +145,39 @@ def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
             results["tiles"] += 1
         except InvalidImageError as error:
             assert str(error).startswith("images[0]: ")
-            results["error"] += 1
-    assert sum(results.values()) == COUNT and min(results.values()) > COUNT // 10, results
+            results[error.code] += 1
+        workers.add(reader.decoder._process._process)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{dict(results)}, {len(workers)} workers, peak memory {before >> 10} then {after >> 10} MiB")
+    assert sum(results.values()) == COUNT, results
+    assert min(results["tiles"], results["invalid_image"]) > COUNT // 10, results
     assert read(reader, whole[0]).tiles == 7  # the reader goes on
+
+
+def test_a_validator_reads_pictures_once_and_leaves_other_prompts_alone(reader: PictureReader) -> None:
+    limits = {"vocab_size": 300, "eos_token_ids": (), "max_model_len": 400, "tokenizer": None}
+    takes, refuses = RequestValidator(**limits, pictures=reader), RequestValidator(**limits)
+    prompt = {"prompt": "a<image>", "multi_modal_data": {"image": picture()}, "cache_salt": "s"}
+    placed = takes.placed(prompt, add_special_tokens=False)
+    assert isinstance(placed, PicturedPrompt) and takes.placed(placed, add_special_tokens=False) is placed
+    assert (placed.text, placed.cache_salt, len(placed.pictures)) == ("a<image>", "s", 1)
+    checked = takes.checked(placed, SamplingParams(max_tokens=3), {}, add_special_tokens=False)
+    assert (checked.token_ids, checked.pictures) == (placed.token_ids, placed.pictures)
+    for given in (
+        "a",
+        [1, 2],
+        {"prompt": "a"},
+        {"prompt": "a", "multi_modal_data": {}},
+        {"prompt_token_ids": [1]},
+    ):
+        assert takes.placed(given, add_special_tokens=True) is given
+        assert refuses.placed(given, add_special_tokens=True) is given
+    for given in ("<image>", {"prompt": "<image>"}):  # a place without a picture, which some user wrote
+        with pytest.raises(InvalidRequestError, match="1 <image> and 0 pictures"):
+            takes.placed(given, add_special_tokens=True)
+        assert refuses.placed(given, add_special_tokens=True) is given
+    for given in (prompt, placed):
+        with pytest.raises(InvalidRequestError, match="reads no pictures"):
+            refuses.placed(given, add_special_tokens=True)
+    with pytest.raises(TokenLimitError):
+        takes.checked(placed, SamplingParams(max_tokens=390), {}, add_special_tokens=False)

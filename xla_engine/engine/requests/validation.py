@@ -4,7 +4,7 @@ An engine calls it before it queues a request; a dry run calls it without an eng
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,7 @@ from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimit
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
-from xla_engine.prompts import Prompt, TextPair, prompt_parts
+from xla_engine.prompts import PicturedPrompt, Prompt, TextPair, prompt_parts
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES, QueueFullError
 from xla_engine.text.grammar import Grammars
@@ -110,12 +110,15 @@ class RequestValidator:
 
         Raises InvalidRequestError, whose subclasses for pictures name the picture.
         """
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        marked = isinstance(text, str) and self.pictures is not None and self.pictures.marks(text)
+        has_data = isinstance(prompt, Mapping) and prompt.get("multi_modal_data") is not None
+        if not (marked or has_data or isinstance(prompt, PicturedPrompt)):
+            return prompt  # nearly every prompt; token ids are not looked at
         parts = prompt_parts(prompt)
-        if self.pictures is None:
-            if parts.pictures or parts.placed:
-                raise InvalidRequestError(NO_PICTURES)
-            return prompt
-        if not isinstance(parts.content, str) or not (parts.pictures or self.pictures.marks(parts.content)):
+        if self.pictures is None and (parts.pictures or parts.placed):
+            raise InvalidRequestError(NO_PICTURES)
+        if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):
             return prompt
         return self.pictures.prompt(
             parts.content,
