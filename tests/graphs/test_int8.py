@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_a_weight_is_within_half_a_step_of_its_int8_values() -> None:
     assert scale[7, 0] == 1 and not values[7, :GROUP].any()
     steps = np.repeat(scale.astype(np.float32), GROUP, axis=1)[:, : weight.shape[1]]
     assert np.all(np.abs(values * steps - rotated(weight, 1)) <= 0.5001 * steps)
-    assert np.abs(np.asarray(dequantized(*map(jnp.asarray, (values, scale)))) - weight).max() < 0.05
+    assert np.abs(np.asarray(jax.jit(dequantized)(*map(jnp.asarray, (values, scale)))) - weight).max() < 0.05
     several = quantize_weight(weight.reshape(5, 1000, -1))
     np.testing.assert_array_equal(several[0].reshape(values.shape), values)
     np.testing.assert_array_equal(several[1].reshape(scale.shape), scale)
@@ -41,14 +42,15 @@ def test_a_weight_is_within_half_a_step_of_its_int8_values() -> None:
 def test_groups_of_rows_are_quantised_by_their_own_largest_value() -> None:
     factors = np.repeat([[1e-6, 1], [1, 1e6], [0, 3], [np.nan, 1]], GROUP, axis=1)
     x = DRAW.standard_normal((4, 2 * GROUP)).astype(np.float32) * factors
-    values, scale = (np.asarray(each) for each in quantize_rows(jnp.asarray(x, jnp.float32), 1))
-    turned = np.asarray(rotated(jnp.asarray(x, jnp.float32), 1))
+    quantise = jax.jit(quantize_rows, static_argnums=1)
+    values, scale = (np.asarray(each) for each in quantise(jnp.asarray(x, jnp.float32), 1))
+    turned = np.asarray(jax.jit(rotated, static_argnums=1)(jnp.asarray(x, jnp.float32), 1))
     largest = np.abs(turned).reshape(4, 2, GROUP).max(2)
     assert np.isnan(scale[3, 0]) and not values[2, :GROUP].any() and 0 < scale[2, 0] < 1e-30
     np.testing.assert_allclose(scale[largest > 0], largest[largest > 0] / 127, rtol=1e-4)
     steps = np.repeat(scale, GROUP, axis=1)
     assert np.all(np.abs(values[:3] * steps[:3] - turned[:3]) <= 0.505 * steps[:3])
-    columns = quantize_rows(jnp.asarray(x[:3].T, jnp.float32), 0)
+    columns = quantise(jnp.asarray(x[:3].T, jnp.float32), 0)
     np.testing.assert_array_equal(columns[0].T, values[:3])
     np.testing.assert_array_equal(columns[1].T, scale[:3])
 
@@ -58,12 +60,12 @@ def test_both_operand_orders_give_the_same_bits_near_the_product() -> None:
     kept = Quantized(*map(jnp.asarray, quantize_weight(weight)))
     x = jnp.asarray(DRAW.standard_normal((24, 72)), jnp.float32)
     norm = Norm(jnp.ones(72), 1e-5)
-    left, right = (np.asarray(form.linear(kept, x, norm=norm)) for form in (WEIGHT_LEFT, ROWS_LEFT))
+    left, right = (np.asarray(jax.jit(form.linear)(kept, x, norm=norm)) for form in (WEIGHT_LEFT, ROWS_LEFT))
     np.testing.assert_array_equal(left.view(np.int32), right.view(np.int32))
     normed = np.asarray(x) / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True))
     assert np.abs(left - normed @ weight.T).max() < 0.01 * np.abs(normed @ weight.T).max()
-    np.testing.assert_array_equal(WEIGHT_LEFT.head(kept, norm, x), left.T)
-    gated = WEIGHT_LEFT.gated(kept, x), ROWS_LEFT.gated(kept, x)
+    np.testing.assert_array_equal(jax.jit(WEIGHT_LEFT.head)(kept, norm, x), left.T)
+    gated = jax.jit(WEIGHT_LEFT.gated)(kept, x), jax.jit(ROWS_LEFT.gated)(kept, x)
     assert isinstance(gated[0], FeatureMajor) and not isinstance(gated[1], FeatureMajor)
     np.testing.assert_allclose(gated[0].values.T, gated[1], rtol=1e-5, atol=1e-5)
 

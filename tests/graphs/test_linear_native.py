@@ -166,8 +166,8 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(products.pack_scales(scale)))
     plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
     for rounded in (jnp.asarray(x), jnp.asarray(x, jnp.bfloat16)):
-        found = np.asarray(products.linear(packed, rounded))
-        expected = np.asarray(WEIGHT_LEFT.linear(plain, rounded))
+        found = np.asarray(jax.jit(products.linear)(packed, rounded))
+        expected = np.asarray(jax.jit(WEIGHT_LEFT.linear)(plain, rounded))
         np.testing.assert_array_equal(found, expected)
         assert found.any(axis=1).tolist() == [index not in (3, 6) for index in range(21)]
 
@@ -183,7 +183,7 @@ def test_the_rows_of_the_head_are_those_of_the_embedding(isa: str, dtype: Any, c
         kept, scale = quantize_weight(values)
         plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
         packed = Quantized(jnp.asarray(products.pack_head(kept)), jnp.asarray(products.pack_scales(scale)))
-    found, expected = products.embedded(packed, tokens), WEIGHT_LEFT.embedded(plain, tokens)
+    found, expected = jax.jit(products.embedded)(packed, tokens), jax.jit(WEIGHT_LEFT.embedded)(plain, tokens)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 

@@ -16,7 +16,10 @@ MOST_WORKERS = 8  # more only import the tests more often
 MEMORY = 3 << 30  # bytes a worker may come to need
 FEW_FILES = 4
 # Folders whose tests compile or take long go first: a worker that begins one at the end keeps the others waiting.
-LONG = ("perplexity", "security", "trained", "runner", "graphs", "laws", "engine", "equivalence", "docs")
+LONG = (
+    *("perplexity", "security", "trained", "runner", "graphs", "laws", "engine", "training", "equivalence"),
+    *("prefix_cache", "model_loader", "vllm", "docs"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
