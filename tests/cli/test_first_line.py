@@ -67,6 +67,21 @@ def test_text_for_a_model_without_a_tokenizer_stops_before_it_is_loaded(
     assert result.exit_code == 0 and len(records) == 1
 
 
+def test_pictures_for_an_engine_that_reads_none_stop(tmp_path: Path, engine: FakeEngine) -> None:
+    part = b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}'
+    chat = b'{"messages": [{"role": "user", "content": [' + part + b"]}]}\n"
+    for data in (b'{"prompt": "<image>", "images": ["a.png"]}\n' * 500, chat * 500):
+        result, records = run_file(tmp_path, data)
+        assert_not_started(
+            result, "no_pictures: the first request has pictures, which this engine does not read"
+        )
+        assert not records and result.stderr.count("\n") == 1
+    table = tmp_path / "in.csv"
+    table.write_text("file\na.png\nb.png\n")
+    options = ("--prompt-template", "<image>What is this?", "--image-column", "file")
+    assert_not_started(invoke("run", table, "-o", tmp_path / "out.csv", *options), "no_pictures: ")
+
+
 def test_chats_for_a_model_without_a_template_stop(tmp_path: Path, engine: FakeEngine) -> None:
     engine.chat_template = None
     result, records = run_file(tmp_path, CHAT * 500)

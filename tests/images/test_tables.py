@@ -36,7 +36,7 @@ def test_a_table_of_pictures_goes_on_to_the_same_bytes(
         decoded.extend(hashes)
         return "-".join(hashes)
 
-    engine.read_pictures = read_pictures  # type: ignore[attr-defined]
+    engine.read_pictures, engine.validator.pictures = read_pictures, reader  # type: ignore[attr-defined]
     files = [picture(8 + row % 7, 8 + row % 5) for row in range(40)]
     files[3], files[11], files[17] = files[3][:-30], b"no picture", b""
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.batch.requests import LineRequest, parse_line
+from xla_engine.batch.submit import reads_pictures
 from xla_engine.cli._common import NotStarted
 from xla_engine.text.parsers.chats import Chat
 
@@ -43,7 +44,8 @@ def check_first_line(
 
 
 def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
-    """Raise NotStarted if the first request is a chat, and neither it nor the model has a chat template.
+    """Raise NotStarted if the first request is a chat, and neither it nor the model has a chat template; or if it has
+    pictures, which the engine does not read.
 
     If it is text and the model has a chat template, print how prompts can become chats (except for the embedded
     model, which completes code).
@@ -53,6 +55,11 @@ def check_template(request: LineRequest | None, engine: EngineClient, model: str
         raise NotStarted(
             f"no_chat_template: {model or 'the embedded model'} has no chat template, and the first request is a "
             "chat; give one with --chat-template FILE, or write a prompt in place of messages"
+        )
+    if chat is not None and reads_pictures(chat) and engine.validator.pictures is None:
+        raise NotStarted(
+            "no_pictures: the first request has pictures, which this engine does not read; remove them. "
+            "examples/pictures.py counts their tiles and tokens"
         )
     if isinstance(chat, str) and engine.chat_template is not None and model is not None:
         click.echo(
