@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 
 from tests.support.odd_tokenizers import HELD_BACK, STREAMING, made, stream
+from tests.support.profiles import examples
 from tests.support.tokenizers import byte_level
 from xla_engine.text.detokenizer import _byte_alphabet
 
 
 @pytest.mark.parametrize("name", [*STREAMING, *HELD_BACK])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, 120), deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_add_up_to_decode_for_any_ids(name: str, data: st.DataObject) -> None:
     tokenizer = made(name)
@@ -29,7 +30,7 @@ def test_pushes_and_flush_add_up_to_decode_for_any_ids(name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "sentencepiece_no_strip"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 @given(text=st.binary(max_size=12), tail=st.lists(st.integers(0, 329), max_size=3), skip=st.booleans())
 def test_runs_of_byte_tokens_add_up_to_decode(name: str, text: bytes, tail: list[int], skip: bool) -> None:
     tokenizer = made(name)
@@ -38,7 +39,7 @@ def test_runs_of_byte_tokens_add_up_to_decode(name: str, text: bytes, tail: list
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_no_strip"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(text=st.text(max_size=30))
 def test_streamed_text_is_always_a_prefix_without_broken_characters(name: str, text: str) -> None:
     tokenizer = made(name)

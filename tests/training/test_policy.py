@@ -288,7 +288,9 @@ def test_bad_parameters_and_outputs_are_refused(llm: LLM, policy: Policy) -> Non
 @pytest.mark.parametrize(
     ("options", "model", "named"),
     [
-        ({"quantization": "int8"}, TINY, "quantization 'int8'"),
+        pytest.param(
+            {"quantization": "int8"}, TINY, "quantization 'int8'", marks=pytest.mark.full, id="int8"
+        ),
         pytest.param(
             {"kv_cache_dtype": "int8"}, TINY, "kv_cache_dtype 'int8'", marks=pytest.mark.full, id="int8-kv"
         ),

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tests.support.simulation import COST, record
 from tests.tools.simulator.test_replicas import stated_machine
 from xla_engine.cli import main
@@ -135,7 +136,7 @@ def simulate(
     return report
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40, 100), deadline=None)
 @given(
     arrivals,
     st.sampled_from((1, 2, 5)),
