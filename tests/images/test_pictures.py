@@ -116,7 +116,7 @@ def test_images_of_the_caller_may_have_more_bytes_than_files(model: Path) -> Non
     small.close()
 
 
-COUNT = int(os.environ.get("XLA_ENGINE_BROKEN_PICTURES", "300"))  # findings/archive/091 has a larger one
+COUNT = int(os.environ.get("XLA_ENGINE_BROKEN_PICTURES", "300"))  # findings/images.md tells of a larger one
 
 
 def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
