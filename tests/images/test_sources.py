@@ -212,14 +212,13 @@ def test_a_slow_host_delays_only_its_own_pictures() -> None:
     def reply(asked: bytes) -> bytes | None:
         return None if b"/slow" in asked else answer(b"abc")
 
-    with site(reply, resolve=resolve, timeout_s=1.0) as (_, fetcher):
-        begun = time.monotonic()
+    with site(reply, resolve=resolve, timeout_s=2.0) as (_, fetcher):
         hung = [fetcher.start("http://other.example/") for _ in range(50)]
         slow = [fetcher.start("http://pictures.example/slow") for _ in range(4)]
         assert fetcher.start("http://pictures.example/").result(10) == b"abc"
-        assert time.monotonic() - begun < 0.9
+        assert not any(each.done() for each in (*hung, *slow))
         for each in (*hung, *slow):
-            with pytest.raises(ImageUnreachableError, match="within 1 s"):
+            with pytest.raises(ImageUnreachableError, match="within 2 s"):
                 each.result(10)
         release.append(True)
 
@@ -228,9 +227,9 @@ def test_nothing_outside_of_a_request_is_read_by_default(tmp_path: Path) -> None
     sources = ImageSources()
     (tmp_path / "a.png").write_bytes(b"abc")
     for place in (str(tmp_path / "a.png"), tmp_path / "a.png", f"file://{tmp_path}/a.png", {"path": "a.png"}):
-        with pytest.raises(ImageNotAllowedError, match="--allowed-local-media-path"):
+        with pytest.raises(ImageNotAllowedError, match="allowed_local_media_path"):
             sources.read(place)
-    with pytest.raises(ImageNotAllowedError, match="--allowed-media-domains"):
+    with pytest.raises(ImageNotAllowedError, match="allowed_media_domains"):
         sources.read("https://pictures.example/a.png")
     with pytest.raises(ImageNotAllowedError, match="s3:// is not supported"):
         sources.read("s3://bucket/a.png")

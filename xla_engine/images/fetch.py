@@ -83,8 +83,8 @@ def media_url(url: str, domains: Sequence[str]) -> MediaUrl:
     """Read an address. domains: the allowed hosts. Raises ImageNotAllowedError."""
     if not domains:
         raise ImageNotAllowedError(
-            "pictures are not fetched over http: allow hosts with --allowed-media-domains "
-            "(allowed_media_domains), or send the picture itself as a data: URI"
+            "pictures are not fetched over http: allow hosts with allowed_media_domains, or send the picture itself "
+            "as a data: URI"
         )
     if (
         len(url) > _MOST_URL
@@ -106,8 +106,7 @@ def media_url(url: str, domains: Sequence[str]) -> MediaUrl:
         raise ImageNotAllowedError(f"port {port} is not allowed; only 80 of http and 443 of https are")
     if not host or host not in {name.lower() for name in domains}:
         raise ImageNotAllowedError(
-            f"the host {host or ''!r} is not allowed; --allowed-media-domains (allowed_media_domains) names those "
-            "that are"
+            f"the host {host or ''!r} is not allowed; allowed_media_domains names those that are"
         )
     query = f"?{parts.query}" if parts.query else ""
     return MediaUrl(scheme, host, f"{parts.path or '/'}{query}")

@@ -136,8 +136,7 @@ class ImageSources:
         folder = self._folder
         if folder is None:
             raise ImageNotAllowedError(
-                "files are not read: allow a folder with --allowed-local-media-path (allowed_local_media_path), or "
-                f"send {FORMS}"
+                f"files are not read: allow a folder with allowed_local_media_path, or send {FORMS}"
             )
         try:
             place = (folder / name).resolve(strict=True)
