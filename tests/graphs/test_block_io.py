@@ -54,7 +54,7 @@ class Device:
 
     def __init__(self, backend: Attention, num_blocks: int | None = None) -> None:
         if backend.name == "native":
-            register()  # the sampler, too
+            register(parts={"sampler"})
         spec = ModelSpec(MODEL, jnp.dtype(jnp.bfloat16), backend)
         weights = tiny_checkpoint(model=MODEL).weights
         self.weights = [weights[name] for name in spec.leaves]

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from xla_engine.environment import requested_isa
-from xla_engine.runner.native_library.build import PARTS, NativeBuildError, register
+from xla_engine.runner.native_library.build import NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
 NAMES = [each.name for each in available()]
@@ -19,8 +19,8 @@ HAS_KERNELS = bool(NATIVE_ISAS) and requested_isa() != "none"
 
 
 def registered(isa: str | None, *parts: str) -> str | None:
-    """The instruction set, these parts of its kernels registered, or all; None is what JAX does."""
+    """The instruction set, with these parts of its kernels registered; None is what JAX does."""
     try:
-        return isa and register(isa, parts or PARTS)
+        return isa and register(isa, parts)
     except NativeBuildError as error:
         pytest.skip(str(error))
