@@ -33,6 +33,7 @@ from xla_engine.scheduler.queue.waiting import QueueFullError as QueueFullError
 from xla_engine.scheduler.queue.waiting import WaitingQueue as WaitingQueue
 from xla_engine.scheduler.request import PRIORITIES as PRIORITIES
 from xla_engine.scheduler.request import FinishReason as FinishReason
+from xla_engine.scheduler.request import PromptImage as PromptImage
 from xla_engine.scheduler.request import Request as Request
 from xla_engine.scheduler.request import Status as Status
 from xla_engine.scheduler.scheduler import Scheduler as Scheduler

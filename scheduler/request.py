@@ -2,11 +2,13 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from xla_engine.scheduler.immutable import Immutable
 
 PRIORITIES = range(-10, 11)
+_HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 class FinishReason(enum.StrEnum):
@@ -31,6 +33,33 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptImage(Immutable):
+    """A picture in a prompt. Raises ValueError, naming the field, if a field is invalid.
+
+    digest: sha256, in hexadecimal, of everything that its tiles depend on: the source's bytes and the processor's
+        options. Features and cached prefixes are shared between pictures of the same digest.
+    tiles: uint8 `[side, side, 3]` each, or one array of them; the scheduler does not read them.
+    spans: (start, length) for each tile: the prompt's positions that its features replace, in ascending order.
+    """
+
+    digest: str
+    tiles: Sequence[Any] = field(repr=False, compare=False)
+    spans: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != 64 or not set(self.digest) <= _HEXADECIMAL:
+            raise ValueError(
+                f"a picture's digest is {self.digest!r}; give a sha256 in 64 lower-case hexadecimal digits"
+            )
+        if not self.spans or len(self.spans) != len(self.tiles):
+            raise ValueError(
+                f"a picture has {len(self.tiles)} tiles and {len(self.spans)} spans; give each tile one span"
+            )
+        if any(length < 1 for _, length in self.spans):
+            raise ValueError(f"a picture has spans {self.spans}; each covers at least one position")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Immutable):
     """One prompt to continue. Raises ValueError, naming the field, if a field is invalid.
 
@@ -48,6 +77,7 @@ class Request(Immutable):
     quantum: steps before it gives up its slot under "round_robin"; None: the value of `SchedulerConfig`.
     stored_blocks: how many full blocks at the beginning of the prompt can be loaded from outside of the pool. Next in
         line, the request waits for `Scheduler.load`, unless the pool has them by then.
+    images: its pictures, in the order of their spans, which do not overlap.
     """
 
     request_id: str
@@ -63,6 +93,7 @@ class Request(Immutable):
     quantum: int | None = None
     adapter: str = ""
     stored_blocks: int = 0
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def group(self) -> str:
@@ -83,3 +114,18 @@ class Request(Immutable):
                 f"request {self.request_id!r} has priority {self.priority}; give one from {PRIORITIES[0]} (soonest) "
                 f"to {PRIORITIES[-1]}"
             )
+        if (why := misplaced(self.images, len(self.prompt_token_ids))) is not None:
+            raise ValueError(f"request {self.request_id!r}: {why}")
+
+
+def misplaced(images: Sequence[PromptImage], prompt_tokens: int) -> str | None:
+    """Why the spans of a prompt's pictures cannot be its own; None if they can."""
+    free = 0
+    for start, length in (span for image in images for span in image.spans):
+        if start < free or start + length > prompt_tokens:
+            return (
+                f"a picture's features go to positions {start} to {start + length - 1} of {prompt_tokens}; give spans "
+                "in ascending order that lie in the prompt and do not overlap"
+            )
+        free = start + length
+    return None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedD
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PromptImage
 from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
@@ -58,19 +59,21 @@ class TextPair:
 
 @dataclass(frozen=True, slots=True)
 class PicturedPrompt:
-    """A prompt whose pictures have been read (`xla_engine.images.pictures`), and are not decoded yet.
+    """A prompt whose pictures have been read (`xla_engine.images.pictures`), and may be decoded.
 
     text: before `<image>` was expanded. token_ids: of the expanded text. pictures: in order.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    pictures: tuple["PlacedPicture", ...]
+    pictures: tuple["PlacedPicture | PromptImage", ...]
     cache_salt: str | None = None
 
     @property
     def tiles(self) -> int:
-        return sum(each.grid.tiles for each in self.pictures)
+        return sum(
+            len(each.tiles) if isinstance(each, PromptImage) else each.grid.tiles for each in self.pictures
+        )
 
 
 Params = SamplingParams | Mapping[str, Any]  # or a dict of their fields
@@ -96,7 +99,7 @@ class PromptParts(NamedTuple):
     text: str | None
     cache_salt: str | None = None
     pictures: tuple[Picture, ...] = ()
-    placed: tuple["PlacedPicture", ...] = ()
+    placed: tuple["PlacedPicture | PromptImage", ...] = ()
 
 
 def prompt_parts(prompt: Prompt) -> PromptParts:

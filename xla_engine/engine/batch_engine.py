@@ -244,6 +244,7 @@ class XlaBatchEngine:
         if on_refused is None:
             self.validator.try_constraint(wanted)  # without the lock, so that other threads can run turns
         prompt = self.read_pictures(prompt, add_special_tokens=add_special_tokens)
+        prompt = self.validator.decoded(prompt, add_special_tokens=add_special_tokens)
         reader = self._reader(collector)
         with self.lock:
             self._intake.check_open()

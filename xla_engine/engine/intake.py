@@ -10,7 +10,7 @@ from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.pending import PendingRequest
 from xla_engine.engine.requests.seeds import noise_key
-from xla_engine.engine.requests.validation import NO_PICTURES, RequestValidator, check_takes
+from xla_engine.engine.requests.validation import RequestValidator, check_takes
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.waiter import Waiter
 from xla_engine.errors import InvalidRequestError
@@ -70,11 +70,9 @@ class Intake:
         state.ready.set()
         request_id = table.free_id(params.n) if request_id is None else request_id
         table.check_free(request_id, params.n)
-        text, token_ids, params, stop_ids, pictures = validator.checked(
+        text, token_ids, params, stop_ids, images = validator.checked(
             prompt, params, options, add_special_tokens=add_special_tokens
         )
-        if pictures:
-            raise InvalidRequestError(NO_PICTURES)
         adapter = self._adapter_of(options.get("lora_request"))
         waits = on_refused is not None and not validator.knows_constraint(params)
         if params.n > 1 or waits or state.pending:  # otherwise the scheduler checks
@@ -95,6 +93,7 @@ class Intake:
             collector=collector,
             now=now,
             options=options,
+            images=images,
         )
         if on_refused is None or not waits:
             self.queue(request_id, take(mask=make_mask()))

@@ -19,7 +19,7 @@ from xla_engine.runner.in_flight import PromptScores
 from xla_engine.runner.pooling.pooled import PooledChunk
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.scheduler import FinishReason, Request
+from xla_engine.scheduler import FinishReason, PromptImage, Request
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -128,6 +128,7 @@ class RequestTable:
         collector: OutputCollector,
         now: float,
         options: RequestOptions,
+        images: tuple[PromptImage, ...] = (),
     ) -> list[Request]:
         """Enter a request of `params.n` sequences, each with its own copy of the mask. The id must be free.
 
@@ -184,6 +185,7 @@ class RequestTable:
                 queue_deadline=None if queue_timeout is None else now + queue_timeout,
                 quantum=options.get("quantum"),
                 adapter=adapter.key,
+                images=images,
             )
             for part in parts
         ]

@@ -16,7 +16,8 @@ from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import PicturedPrompt, Prompt, TextPair, prompt_parts
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from xla_engine.scheduler import PRIORITIES, QueueFullError
+from xla_engine.scheduler import PRIORITIES, PromptImage, QueueFullError
+from xla_engine.scheduler.request import misplaced
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
@@ -34,14 +35,14 @@ class CheckedRequest(NamedTuple):
     """A valid request.
 
     text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
-    pictures: those of the prompt, in order.
+    images: its pictures.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
-    pictures: tuple["PlacedPicture", ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
@@ -50,6 +51,17 @@ def check_takes(closed: str | None, *, draining: bool) -> None:
         raise EngineClosedError(f"the engine is closed ({closed}); make a new one")
     if draining:
         raise EngineClosedError("the engine is draining and accepts no more requests")
+
+
+class ImageForm(NamedTuple):
+    """What pictures must be like.
+
+    shape: of a tile. tokens: of a tile in the prompt. max_tiles: of all pictures of a prompt.
+    """
+
+    shape: tuple[int, int, int]
+    tokens: int
+    max_tiles: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,7 @@ class RequestValidator:
     pooler: how requests pool; None if they generate. hidden_size: the length of a pooled vector.
     never_fits: called with a number of prompt tokens and of new tokens; says why they can never fit into memory, or
         returns None if they can.
+    images: what decoded pictures must be like; or why there can be none, and what to do.
     """
 
     vocab_size: int
@@ -81,6 +94,7 @@ class RequestValidator:
     hidden_size: int = 0
     pictures: "PictureReader | None" = None
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
+    images: ImageForm | str = NO_PICTURES
     _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
     @property
@@ -103,7 +117,29 @@ class RequestValidator:
         self.check_options(**options)
         token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
         params = self.with_limit(params, len(token_ids))
-        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), placed)
+        images = self.images_of(placed)
+        if images:
+            self._check_images(images, len(token_ids), params)
+        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), images)
+
+    def decoded(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
+        """`placed`, with the pictures decoded. This takes a while, so hold no lock. Raises what `placed` raises."""
+        prompt = self.placed(prompt, add_special_tokens=add_special_tokens)
+        if not isinstance(prompt, PicturedPrompt):
+            return prompt
+        return replace(prompt, pictures=self.images_of(prompt.pictures))
+
+    def images_of(self, pictures: Sequence["PlacedPicture | PromptImage"]) -> tuple[PromptImage, ...]:
+        """Pictures as a request has them. Raises InvalidRequestError, which names the picture."""
+        if pictures and isinstance(self.images, str):
+            raise InvalidRequestError(self.images)
+        return tuple(each if isinstance(each, PromptImage) else self._image(each) for each in pictures)
+
+    def _image(self, picture: "PlacedPicture") -> PromptImage:
+        assert self.pictures is not None, "a picture was placed without a reader"
+        length = self.pictures.image_seq_len
+        spans = tuple((start, length) for start in picture.starts)
+        return PromptImage(digest=picture.digest, tiles=self.pictures.tiles(picture), spans=spans)
 
     def placed(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
         """Read the pictures of a prompt, if it has any, and tokenise it. This takes a while, so hold no lock.
@@ -116,7 +152,7 @@ class RequestValidator:
         if not (marked or has_data or isinstance(prompt, PicturedPrompt)):
             return prompt  # nearly every prompt; token ids are not looked at
         parts = prompt_parts(prompt)
-        if self.pictures is None and (parts.pictures or parts.placed):
+        if parts.pictures and self.pictures is None or parts.placed and isinstance(self.images, str):
             raise InvalidRequestError(NO_PICTURES)
         if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):
             return prompt
@@ -368,6 +404,35 @@ class RequestValidator:
             raise TokenLimitError(
                 f"the prompt has {length} characters; no text of more than {bound} can fit into max_model_len "
                 f"{self.max_model_len} tokens: shorten it or raise max_model_len"
+            )
+
+    def _check_images(
+        self, images: Sequence[PromptImage], prompt_tokens: int, params: SamplingParams
+    ) -> None:
+        assert not isinstance(self.images, str)
+        if (why := misplaced(images, prompt_tokens)) is not None:
+            raise InvalidRequestError(why)
+        if params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs are not supported for prompts with pictures; leave prompt_logprobs out"
+            )
+        form = self.images
+        for number, image in enumerate(images):
+            for tile, (_, length) in zip(image.tiles, image.spans, strict=True):
+                if getattr(tile, "shape", None) != form.shape or str(getattr(tile, "dtype", "")) != "uint8":
+                    raise InvalidRequestError(
+                        f"picture {number} has a tile that is not uint8 {list(form.shape)}; cut it as the "
+                        "checkpoint's processor does"
+                    )
+                if length != form.tokens:
+                    raise InvalidRequestError(
+                        f"picture {number} has a span of {length} positions, and a tile has {form.tokens} tokens"
+                    )
+        tiles = sum(len(image.tiles) for image in images)
+        if tiles > form.max_tiles:
+            raise TokenLimitError(
+                f"the prompt's pictures have {tiles} tiles; the engine has room for {form.max_tiles}: raise "
+                "image_cache_bytes, or send fewer or smaller pictures"
             )
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
