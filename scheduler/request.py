@@ -38,12 +38,12 @@ class PromptImage(Immutable):
 
     digest: sha256, in hexadecimal, of everything that its tiles depend on: the source's bytes and the processor's
         options. Features and cached prefixes are shared between pictures of the same digest.
-    tiles: uint8 `[side, side, 3]` each, or one array of them; the scheduler does not read them.
+    tiles: uint8 `[tiles, side, side, 3]`; the scheduler does not read them.
     spans: (start, length) for each tile: the prompt's positions that its features replace, in ascending order.
     """
 
     digest: str
-    tiles: Sequence[Any] = field(repr=False, compare=False)
+    tiles: Any = field(repr=False, compare=False)
     spans: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:

@@ -152,8 +152,10 @@ class RequestValidator:
         if not (marked or has_data or isinstance(prompt, PicturedPrompt)):
             return prompt  # nearly every prompt; token ids are not looked at
         parts = prompt_parts(prompt)
-        if parts.pictures and self.pictures is None or parts.placed and isinstance(self.images, str):
+        if parts.pictures and self.pictures is None:
             raise InvalidRequestError(NO_PICTURES)
+        if parts.placed and isinstance(self.images, str):
+            raise InvalidRequestError(self.images)
         if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):
             return prompt
         return self.pictures.prompt(
