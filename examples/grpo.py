@@ -1,17 +1,33 @@
-"""Train the embedded model by GRPO on what it samples: `python examples/grpo.py [--steps N] [--control]`.
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+#   jupytext:
+#     text_representation:
+#       format_name: percent
+# ---
 
-The task: complete `def NAME(ARGUMENT):` + `return` so that Python parses the line and it uses the argument. Each step
-samples 8 answers to 8 prompts, asserts that the trainer's log-probabilities are the sampler's bits, and takes one step
-of GRPO (Shao et al. 2024, arXiv 2402.03300). `--control` trains with XLA's own forward pass instead, as a trainer
-without the sampler's kernels does, and asserts nothing. Needs the extra `train` (optax).
-"""
+# %% [markdown]
+# # Train on what was sampled
+#
+# GRPO (Shao et al. 2024, arXiv 2402.03300) on the embedded model: complete `def NAME(ARGUMENT):` and `return` so that
+# Python parses the line and it uses the argument. Each step samples 8 answers to 8 prompts, asserts that the trainer's
+# log-probabilities are the sampler's bits, and takes one step of Adam. The control trains with XLA's own forward pass,
+# as a trainer without the sampler's kernels does, and asserts nothing.
+#
+# This notebook takes a few steps. `python examples/grpo.py --steps 200 [--control] [--model MODEL]` trains on. Needs
+# the extra `train` (optax); see docs/training.md.
 
+# %%
 from __future__ import annotations
 
 import argparse
 import ast
 import json
 import random
+import resource
 import time
 from typing import Any
 
@@ -41,6 +57,11 @@ ARGUMENTS = ("x", "n", "a", "value", "data", "items", "size", "text")
 PROMPTS, ANSWERS, WIDTH, CLIP = 8, 8, 24, 0.2
 
 
+# %% [markdown]
+# ## The reward
+
+
+# %%
 def reward(argument: str, prompt: str, answer: str) -> float:
     """1 if the function is Python and its one line uses its argument, otherwise 0."""
     line = answer.split("\n")[0]
@@ -51,10 +72,19 @@ def reward(argument: str, prompt: str, answer: str) -> float:
     return float(any(isinstance(node, ast.Name) and node.id == argument for node in ast.walk(tree)))
 
 
-def train(steps: int, *, control: bool = False, rate: float = 1e-4) -> list[dict[str, float]]:
+# %% [markdown]
+# ## The training
+# The loss takes `policy.logps` in place of a forward pass of its own. `policy.publish` gives the new parameters to the
+# engine, and the next step samples from them.
+
+
+# %%
+def train(
+    steps: int, *, control: bool = False, rate: float = 1e-4, model: str | None = None
+) -> list[dict[str, float]]:
     """Train, and return what each step saw."""
     draw, seen = random.Random(0), []
-    with LLM(max_num_seqs=PROMPTS * ANSWERS, max_model_len=64) as llm:
+    with LLM(model, max_num_seqs=PROMPTS * ANSWERS, max_model_len=64) as llm:
         policy = Policy(llm)
         params, optimizer = policy.params(), optax.adam(rate)
         state = optimizer.init(params)
@@ -107,33 +137,46 @@ def train(steps: int, *, control: bool = False, rate: float = 1e-4) -> list[dict
                 }
             )
             if step % 10 == 0 or step + 1 == steps:
-                told = seen[-1] | {
-                    "largest": max(each["largest"] for each in seen),
-                    "reward": float(np.mean([each["reward"] for each in seen[-10:]])),
-                }
-                print(json.dumps({name: round(value, 6) for name, value in told.items()}), flush=True)
+                print(json.dumps(told(seen[-10:])), flush=True)
     return seen
+
+
+def told(seen: list[dict[str, float]]) -> dict[str, float]:
+    """The largest difference of some steps, and the means of the rest."""
+    found = {name: float(np.mean([step[name] for step in seen])) for name in seen[0]}
+    found |= {"step": seen[-1]["step"], "largest": max(step["largest"] for step in seen)}
+    found["seconds"] = float(np.median([step["seconds"] for step in seen]))
+    return {name: round(value, 6) for name, value in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", help="a model as LLM takes it; the embedded one by default")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--control", action="store_true")
+    parser.add_argument("--rate", type=float, default=1e-4, help="of Adam")
+    parser.add_argument("--control", action="store_true", help="train with XLA's forward pass")
     asked = parser.parse_args()
-    seen = train(asked.steps, control=asked.control)
-    first, last = seen[: max(1, len(seen) // 10)], seen[-max(1, len(seen) // 10) :]
-    summary = {
-        "steps": len(seen),
+    seen = train(asked.steps, control=asked.control, rate=asked.rate, model=asked.model)
+    tenth = max(1, len(seen) // 10)
+    shares = {
         "responses": len(seen) * PROMPTS * ANSWERS,
-        "largest": max(each["largest"] for each in seen),
-        "mean": float(np.mean([each["mean"] for each in seen])),
-        "clipped": float(np.mean([each["clipped"] for each in seen])),
-        "reward of the first tenth": float(np.mean([each["reward"] for each in first])),
-        "reward of the last tenth": float(np.mean([each["reward"] for each in last])),
-        "seconds a step": float(np.median([each["seconds"] for each in seen])),
+        "reward of the first tenth": told(seen[:tenth])["reward"],
+        "reward of the last tenth": told(seen[-tenth:])["reward"],
+        "largest memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-    print(json.dumps(summary))
+    print(json.dumps(told(seen) | shares))
 
 
-if __name__ == "__main__":
+# %% [markdown]
+# ## A few steps
+# In the first, the kernels compute the log-probabilities that were sampled: `largest` is the largest difference of any
+# token of any step, and `clipped` the share of tokens whose ratio leaves 0.8 to 1.2. Then the control, with the same
+# seeds: it differs in every step.
+
+# %%
+if "get_ipython" in globals():
+    shared = train(3)
+    control = train(2, control=True)
+    assert all(step["largest"] == 0 for step in shared) and all(step["largest"] > 0 for step in control)
+elif __name__ == "__main__":
     main()

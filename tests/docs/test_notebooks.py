@@ -22,6 +22,7 @@ TIMED = {  # cells that print times, or what follows from them: these are compar
     "first_minute": ("subprocess.run", "time.monotonic() - began"),
     "equivalence": ("verify(",),
     "what_if": ("compare", "SchedulerConfig"),
+    "grpo": ("get_ipython",),
 }
 
 
