@@ -178,9 +178,9 @@ class DataParallelEngine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
-        text, token_ids, params, stop_ids, _ = self.validator.checked(
-            prompt, params, options, add_special_tokens=add_special_tokens
-        )
+        checked = self.validator.checked(prompt, params, options, add_special_tokens=add_special_tokens)
+        text, token_ids, params, stop_ids, _ = checked
+        self.validator.images_of(checked)
         if self.config.max_waiting is not None:
             live = sum(request.params.n for request in self._turns.live.values())
             self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)

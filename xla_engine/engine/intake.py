@@ -70,9 +70,9 @@ class Intake:
         state.ready.set()
         request_id = table.free_id(params.n) if request_id is None else request_id
         table.check_free(request_id, params.n)
-        text, token_ids, params, stop_ids, images = validator.checked(
-            prompt, params, options, add_special_tokens=add_special_tokens
-        )
+        checked = validator.checked(prompt, params, options, add_special_tokens=add_special_tokens)
+        text, token_ids, params, stop_ids, _ = checked
+        images = validator.images_of(checked)
         adapter = self._adapter_of(options.get("lora_request"))
         waits = on_refused is not None and not validator.knows_constraint(params)
         if params.n > 1 or waits or state.pending:  # otherwise the scheduler checks

@@ -35,14 +35,14 @@ class CheckedRequest(NamedTuple):
     """A valid request.
 
     text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
-    images: its pictures.
+    pictures: those of the prompt, in order.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     stop_ids: tuple[int, ...]
-    images: tuple[PromptImage, ...] = ()
+    pictures: tuple["PlacedPicture | PromptImage", ...] = ()
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
@@ -117,20 +117,24 @@ class RequestValidator:
         self.check_options(**options)
         token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
         params = self.with_limit(params, len(token_ids))
-        images = self.images_of(placed)
-        if images:
-            self._check_images(images, len(token_ids), params)
-        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), images)
+        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), placed)
 
     def decoded(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
         """`placed`, with the pictures decoded. This takes a while, so hold no lock. Raises what `placed` raises."""
         prompt = self.placed(prompt, add_special_tokens=add_special_tokens)
         if not isinstance(prompt, PicturedPrompt):
             return prompt
-        return replace(prompt, pictures=self.images_of(prompt.pictures))
+        return replace(prompt, pictures=self._images(prompt.pictures))
 
-    def images_of(self, pictures: Sequence["PlacedPicture | PromptImage"]) -> tuple[PromptImage, ...]:
-        """Pictures as a request has them. Raises InvalidRequestError, which names the picture."""
+    def images_of(self, request: CheckedRequest) -> tuple[PromptImage, ...]:
+        """The pictures of a request, decoded and checked. Raises InvalidRequestError, which names the picture."""
+        if not request.pictures:
+            return ()
+        images = self._images(request.pictures)
+        self._check_images(images, len(request.token_ids), request.params)
+        return images
+
+    def _images(self, pictures: Sequence["PlacedPicture | PromptImage"]) -> tuple[PromptImage, ...]:
         if pictures and isinstance(self.images, str):
             raise InvalidRequestError(self.images)
         return tuple(each if isinstance(each, PromptImage) else self._image(each) for each in pictures)
@@ -154,7 +158,7 @@ class RequestValidator:
         parts = prompt_parts(prompt)
         if parts.pictures and self.pictures is None:
             raise InvalidRequestError(NO_PICTURES)
-        if parts.placed and isinstance(self.images, str):
+        if parts.placed and self.pictures is None and isinstance(self.images, str):
             raise InvalidRequestError(self.images)
         if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):
             return prompt
