@@ -190,7 +190,8 @@ def prefill_kernel(
         functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
         functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
         form=form,
-        position=start + query,
+        # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
+        position=jnp.minimum(start + query, longest - 1),
         tiles=(_lowest(start + part * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
     )
     if sinks_ref is not None:

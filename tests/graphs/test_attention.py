@@ -137,16 +137,22 @@ def test_a_row_depends_on_nothing_but_itself(backend: Attention) -> None:
         _, found = case.decode(backend, **changes)
         wanted = expected if len(rows) == 4 else expected[1:2]
         assert bits(found[list(rows)]) == bits(wanted), name
-    beyond = np.arange(POSITIONS) > case.length[:, None]
+    stale = with_stale_nan(backend, case, behind=case.length)
+    assert bits(case.decode(backend, cache=stale)[1]) == bits(expected), "stale NaN"
+
+
+def with_stale_nan(backend: Attention, case: Case, behind: np.ndarray) -> list[np.ndarray]:
+    """The cache of `case` where a previous owner of the 4 slots left NaN behind the positions `behind [4]`."""
     layer = backend.clear_values(  # a new owner clears what the previous one left, then writes its own
         _stored(backend, tuple(np.full_like(x, np.nan) for x in case.cache)), jnp.arange(4), jnp.ones(4, bool)
     )
+    beyond = np.arange(POSITIONS) > behind[:, None]
     stale = [
         np.where(beyond[:, None, :, None], x, y)
         for x, y in zip(backend.to_host(layer, case.head_dim), case.cache, strict=True)
     ]
     assert np.isnan(stale[0]).any()
-    assert bits(case.decode(backend, cache=stale)[1]) == bits(expected), "stale NaN"
+    return stale
 
 
 @each_backend
@@ -170,6 +176,10 @@ def test_a_lane_depends_on_nothing_but_its_slot(backend: Attention) -> None:
     for lane, width in ((0, 24), (1, 19)):
         assert bits(permuted[lane + 1, :width]) == bits(expected[lane, :width])
         assert bits(among_others[lane, :width]) == bits(expected[lane, :width])
+    stale = with_stale_nan(backend, case, behind=np.array([0, 240 + 24 + 19 - 1, 0, 0]))
+    _, found = case.prefill(backend, cache=stale)
+    for lane, width in ((0, 24), (1, 19)):
+        assert bits(found[lane, :width]) == bits(expected[lane, :width]), "stale NaN"
 
 
 @each_backend

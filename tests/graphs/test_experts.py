@@ -93,6 +93,8 @@ SLOW = [
 )
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
     kind, dtype = request.param.split()
+    if kind == "native" and jax.default_backend() != "cpu":
+        pytest.skip("C++ kernels are for CPUs")
     if kind != "native":
         return blocked_experts if kind == "blocked" else ON_GPU, jnp.dtype(dtype)
     try:
@@ -133,6 +135,8 @@ def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
     """The experts have biases and clamps; rows run among peers and alone."""
     form: Form = blocked_experts
     if kind != "blocked":
+        if jax.default_backend() != "cpu":
+            pytest.skip("C++ kernels are for CPUs")
         try:
             form = functools.partial(native_experts, isa=register(kind, {"experts_int8"}))
         except NativeBuildError as error:
