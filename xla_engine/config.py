@@ -26,7 +26,7 @@ GGUF_INT8: Final = "gguf-int8"
 KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a quantised file
 _PACKED: Final = {"packed": GGUF, "packed-int8": GGUF_INT8}  # other names
 QUANTIZATIONS = (None, "int8", *KEPT)
-LINEAR_BACKENDS = ("auto", "native", "xla")
+LINEAR_BACKENDS = ("auto", "native", "xla", "gpu")
 KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 BITS = ("machine", "portable")
@@ -139,7 +139,7 @@ class EngineConfig:
         "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, which are interpreted (slowly, for
         tests) elsewhere.
     linear_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, in bfloat16 or int8; "xla"
-        runs anywhere.
+        runs anywhere; "gpu" is a Pallas kernel for CUDA in bfloat16, which is interpreted elsewhere.
     quantization: "int8" quantises all matrices, including those of experts, and activations to eight bits: half the
         memory, other tokens, and a small loss (findings/int8.md). None keeps them in `dtype`.
         "gguf" keeps the encoding of a quantised GGUF file: the memory of the file, and the bits of None

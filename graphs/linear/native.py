@@ -52,6 +52,7 @@ class NativeProducts:
 
     isa: str
     live: jax.Array | None = None
+    name = "native"
     task = _WHOLE
 
     def for_rows(self, live: jax.Array) -> Self:

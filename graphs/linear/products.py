@@ -58,6 +58,11 @@ class Products(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """Their value of `linear_backend`."""
+        ...
+
+    @property
     def live(self) -> jax.Array | None:
         """The rows whose results are read, bool `[N]`; None: all."""
         ...
@@ -143,6 +148,7 @@ class XlaProducts:
 
     weight_left: bool
     live: jax.Array | None = None
+    name = "xla"
     isa = None
     task = 1
 

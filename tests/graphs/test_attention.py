@@ -224,8 +224,11 @@ def test_a_cache_survives_the_way_over_the_host(backend: Attention) -> None:
 
 @pytest.mark.full
 def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    config = replace(TINY_ENGINE, attention_backend="gpu", prefill_lanes=(2,), max_num_seqs=4)
+    config = replace(
+        TINY_ENGINE, attention_backend="gpu", linear_backend="gpu", prefill_lanes=(2,), max_num_seqs=4
+    )
     engine = make_engine(config)
+    assert engine.runner.platform["linear"] == "gpu"
     assert engine.runner.bucket_choices == (512,), "rows are bounded by their own length: one key bucket"
     report = verify(engine, requests=24, schedules=2, seed=5, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())

@@ -166,7 +166,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
     plan = memory.plan_memory(spec, config, length, budget)
     report.backends = {
         "attention": spec.attention.name,
-        "linear": "xla" if spec.products is None else "native",
+        "linear": "xla" if spec.products is None else spec.products.name,
         "isa": spec.isa or "none",
         "library": library_of(spec) or "none",
         "device": f"{device.platform} ({device.device_kind})",

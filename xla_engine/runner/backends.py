@@ -118,9 +118,9 @@ def make_spec(
                 "bfloat16. Leave it out: keys and values then have the model's dtype"
             )
         attention = replace(attention, cache_dtype=jnp.dtype(jnp.int8))
-    products = choose_products(config.linear_backend, model, held, isa, parts)
+    products = choose_products(config.linear_backend, model, held, isa, parts, adapters=config.enable_lora)
     lora = lora_form(config, model, dtype, products)
-    if kept and (products is None or dtype != jnp.bfloat16):
+    if kept and (not isinstance(products, NativeProducts) or dtype != jnp.bfloat16):
         raise ConfigError(
             f"quantization {config.quantization!r} needs the C++ products in bfloat16: a CPU, dtype bfloat16, and "
             "layer widths in multiples of 32. Leave it out: the file is then dequantised"
@@ -157,7 +157,7 @@ def native_parts(
     if model.delta is not None:
         parts.add("delta")
     kinds = {"bf16"} if held == jnp.bfloat16 else {"int8"} if held == jnp.int8 else set()
-    if not kinds or config.linear_backend == "xla":
+    if not kinds or config.linear_backend in ("xla", "gpu"):
         return frozenset(parts)
     if model.experts is not None:
         parts |= {f"experts_{kind}" for kind in kinds}
@@ -176,7 +176,7 @@ def isa_of_model(
     AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
     instead of XLA's products, whose prefill and decode are not the same code.
     """
-    if requested_isa(config.isa) != AUTO or config.linear_backend == "xla" or jax.default_backend() != "cpu":
+    if requested_isa(config.isa) != AUTO or config.linear_backend in ("xla", "gpu") or jax.default_backend() != "cpu":
         return config.isa
     names = [each.name for each in available()]
     fitting = next((name for name in names if fits(model, stored, name)), None)
@@ -206,7 +206,7 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "attention": spec.attention.name,
-        "linear": "xla" if spec.products is None else "native",
+        "linear": "xla" if spec.products is None else spec.products.name,
     }
     if spec.quantized:  # earlier forms of int8 have other bits
         words["int8"] = f"groups of {GROUP}, rotated whole"
@@ -215,12 +215,28 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
 
 
 def choose_products(
-    name: str, model: ModelConfig, dtype: jnp.dtype, isa: str = AUTO, parts: Collection[str] = PARTS
+    name: str,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    isa: str = AUTO,
+    parts: Collection[str] = PARTS,
+    *,
+    adapters: bool = False,
 ) -> Products | None:
     """The products for `EngineConfig.linear_backend`; None: XLA's. Raises ConfigError.
 
-    dtype: of the weights, int8 if they are quantised. parts: of the C++ kernels, that are built.
+    dtype: of the weights, int8 if they are quantised. parts: of the C++ kernels, that are built. adapters: rows may
+    have LoRA adapters.
     """
+    on_gpu = dtype == jnp.bfloat16 and not adapters
+    if name == "gpu" or (name == "auto" and on_gpu and "NVIDIA" in jax.devices()[0].device_kind):
+        if not on_gpu:
+            raise ConfigError(
+                "linear_backend 'gpu' needs bfloat16, without quantization or enable_lora; use 'auto'"
+            )
+        from xla_engine.graphs.linear.gpu import GpuProducts  # imported late, because Pallas imports slowly
+
+        return GpuProducts(interpret=jax.default_backend() != "gpu")
     if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
         return None
     missing = "a CPU"

@@ -328,7 +328,8 @@ class Runner:
         """
         spec = self.spec
         state = spec.config.delta is None or spec.native_state is not None
-        return spec.products is not None and spec.attention.name == "native" and state
+        native = spec.products is not None and spec.products.name == spec.attention.name == "native"
+        return native and state
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
