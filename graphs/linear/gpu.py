@@ -101,8 +101,7 @@ class GpuProducts:
     def _product(self, weight: Weight, x: jax.Array, *, features_first: bool = False) -> jax.Array:
         """`weight [F, D]` times x `[N, D]`: float32 `[N, F]`, or `[F, N]`."""
         if not isinstance(weight, jax.Array) or weight.dtype != jnp.bfloat16:  # a router in float32
-            out = rows_first(weight, x)
-            return out.T if features_first else out
+            return rows_first(weight, x).T if features_first else rows_first(weight, x)
         (features, width), rows = weight.shape, len(x)
         tiles = _tiles(features, width, rows)
         shape = (features, rows) if features_first else (rows, features)
@@ -201,4 +200,6 @@ def _load(ref: Ref, at: tuple[Any, ...], index: jax.Array, size: int, inside: ja
         mask = inside if mask is None else mask & inside
     if mask is None:
         return plgpu.load(ref.at[at])
-    return plgpu.load(ref.at[at], mask=jnp.broadcast_to(mask, jnp.broadcast_shapes(*(x.shape for x in at))), other=0.0)
+    return plgpu.load(
+        ref.at[at], mask=jnp.broadcast_to(mask, jnp.broadcast_shapes(*(x.shape for x in at))), other=0.0
+    )

@@ -11,7 +11,8 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import compile_cache_directory
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 
-_BACKENDS = (("native", "native"), ("native", "xla"), ("xla", "xla"), ("gpu", "gpu"), ("gpu", "xla"))  # of attention and linear layers
+# Of attention and linear layers.
+_BACKENDS = (("native", "native"), ("native", "xla"), ("xla", "xla"), ("gpu", "gpu"), ("gpu", "xla"))
 
 
 def remember(identity: EngineIdentity) -> None:

@@ -176,7 +176,11 @@ def isa_of_model(
     AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
     instead of XLA's products, whose prefill and decode are not the same code.
     """
-    if requested_isa(config.isa) != AUTO or config.linear_backend in ("xla", "gpu") or jax.default_backend() != "cpu":
+    if (
+        requested_isa(config.isa) != AUTO
+        or config.linear_backend in ("xla", "gpu")
+        or jax.default_backend() != "cpu"
+    ):
         return config.isa
     names = [each.name for each in available()]
     fitting = next((name for name in names if fits(model, stored, name)), None)
