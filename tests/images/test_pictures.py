@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.images.test_features import model
-from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.requests.validation import ImageForm, RequestValidator
 from xla_engine.errors import ImageTooLargeError, InvalidImageError, InvalidRequestError, TokenLimitError
 from xla_engine.images.decoder import ImageLimits
 from xla_engine.images.encoder import ImageEncoder
@@ -23,6 +23,7 @@ from xla_engine.images.pictures import MAX_PICTURES, PictureReader, tiles_sha256
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.prompts import Picture, PicturedPrompt
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PromptImage
 
 __all__ = ["model"]
 
@@ -156,13 +157,24 @@ def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
 
 def test_a_validator_reads_pictures_once_and_leaves_other_prompts_alone(reader: PictureReader) -> None:
     limits = {"vocab_size": 300, "eos_token_ids": (), "max_model_len": 400, "tokenizer": None}
-    takes, refuses = RequestValidator(**limits, pictures=reader), RequestValidator(**limits)
+    form = ImageForm((24, 24, 3), reader.image_seq_len, max_tiles=99)
+    takes, refuses = RequestValidator(**limits, pictures=reader, images=form), RequestValidator(**limits)
     prompt = {"prompt": "a<image>", "multi_modal_data": {"image": picture()}, "cache_salt": "s"}
     placed = takes.placed(prompt, add_special_tokens=False)
     assert isinstance(placed, PicturedPrompt) and takes.placed(placed, add_special_tokens=False) is placed
     assert (placed.text, placed.cache_salt, len(placed.pictures)) == ("a<image>", "s", 1)
-    checked = takes.checked(placed, SamplingParams(max_tokens=3), {}, add_special_tokens=False)
-    assert (checked.token_ids, checked.pictures) == (placed.token_ids, placed.pictures)
+    decoded = takes.decoded(prompt, add_special_tokens=False)
+    assert isinstance(decoded, PicturedPrompt) and decoded.token_ids == placed.token_ids
+    (image,), (undecoded,) = decoded.pictures, placed.pictures
+    assert isinstance(image, PromptImage) and image.digest == undecoded.digest
+    assert image.spans == tuple((start, reader.image_seq_len) for start in undecoded.starts)
+    np.testing.assert_array_equal(image.tiles, reader.tiles(undecoded))
+    for given in (placed, decoded):
+        checked = takes.checked(given, SamplingParams(max_tokens=3), {}, add_special_tokens=False)
+        assert (checked.token_ids, takes.images_of(checked)) == (decoded.token_ids, decoded.pictures)
+    cut = {**prompt, "multi_modal_data": {"image": picture(300, 200, "JPEG")[:-99]}}  # its header is whole
+    with pytest.raises(InvalidImageError, match=r"^multi_modal_data\.image\[0\]: "):
+        takes.decoded(cut, add_special_tokens=False)
     for given in (
         "a",
         [1, 2],
@@ -170,7 +182,7 @@ def test_a_validator_reads_pictures_once_and_leaves_other_prompts_alone(reader: 
         {"prompt": "a", "multi_modal_data": {}},
         {"prompt_token_ids": [1]},
     ):
-        assert takes.placed(given, add_special_tokens=True) is given
+        assert takes.decoded(given, add_special_tokens=True) is given
         assert refuses.placed(given, add_special_tokens=True) is given
     for given in ("<image>", {"prompt": "<image>"}):  # a place without a picture, which some user wrote
         with pytest.raises(InvalidRequestError, match="1 <image> and 0 pictures"):

@@ -28,7 +28,7 @@ class Validator:
             for each in pictures
         ]
 
-    def placed(self, prompt: Any, *, add_special_tokens: bool) -> PicturedPrompt:
+    def decoded(self, prompt: Any, *, add_special_tokens: bool) -> PicturedPrompt:
         parts = prompt_parts(prompt)
         assert all(isinstance(each.source, bytes) for each in parts.pictures) and not add_special_tokens
         return PicturedPrompt(str(parts.content), (1,), tuple(each.source for each in parts.pictures))  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_a_host_that_does_not_answer_delays_only_its_request() -> None:
 
         async def placed(*sources: Any) -> Any:
             given = [Picture(each, f"messages[0].content[{n}]") for n, each in enumerate(sources)]
-            return (await pictures.placed("<image>", given, "key", add_special_tokens=False)).pictures
+            return (await pictures.decoded("<image>", given, "key", add_special_tokens=False)).pictures
 
         slow = asyncio.create_task(placed(b"a", "slow", b"b"))
         bad = asyncio.create_task(placed("bad"))

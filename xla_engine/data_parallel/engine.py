@@ -154,7 +154,7 @@ class DataParallelEngine:
 
     def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
         """As `XlaBatchEngine.read_pictures`; several engines take no pictures."""
-        return self.validator.placed(prompt, add_special_tokens=add_special_tokens)
+        return self.validator.decoded(prompt, add_special_tokens=add_special_tokens)
 
     @locked
     def submit(

@@ -244,7 +244,6 @@ class XlaBatchEngine:
         if on_refused is None:
             self.validator.try_constraint(wanted)  # without the lock, so that other threads can run turns
         prompt = self.read_pictures(prompt, add_special_tokens=add_special_tokens)
-        prompt = self.validator.decoded(prompt, add_special_tokens=add_special_tokens)
         reader = self._reader(collector)
         with self.lock:
             self._intake.check_open()
@@ -253,12 +252,12 @@ class XlaBatchEngine:
             )
 
     def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
-        """Read the pictures of a prompt, which may wait for hosts; `submit` takes the result, and waits for nothing.
+        """Read and decode the pictures of a prompt, as `submit` does unless it is given the result of this.
 
-        A prompt without pictures is returned as it is. Thread-safe, and needs no lock. Raises InvalidRequestError,
+        It may wait for hosts. A prompt without pictures is returned as it is. Thread-safe. Raises InvalidRequestError,
         whose subclasses for pictures name the picture.
         """
-        return self.validator.placed(prompt, add_special_tokens=add_special_tokens)
+        return self.validator.decoded(prompt, add_special_tokens=add_special_tokens)
 
     @locked
     def check_open(self) -> None:

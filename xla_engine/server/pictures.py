@@ -17,12 +17,12 @@ class Pictures:
         self._validator = validator
         self._worker = FairWorker("pictures")
 
-    async def placed(
+    async def decoded(
         self, text: str, pictures: list[Picture], key: str, *, add_special_tokens: bool
     ) -> PicturedPrompt:
-        """The prompt with its pictures read, when it is its key's turn.
+        """The prompt with its pictures decoded, when it is its key's turn.
 
-        key: of the caller. Raises what `RequestValidator.placed` raises.
+        key: of the caller. Raises what `RequestValidator.decoded` raises.
         """
         if (reader := self._validator.pictures) is None:
             raise InvalidRequestError(NO_PICTURES)
@@ -33,12 +33,12 @@ class Pictures:
             Picture(reader.file_of(picture, found), picture.name)
             for picture, found in zip(pictures, begun, strict=True)
         ]
-        place = partial(
-            self._validator.placed, with_pictures(text, read), add_special_tokens=add_special_tokens
+        decode = partial(
+            self._validator.decoded, with_pictures(text, read), add_special_tokens=add_special_tokens
         )
-        placed: Prompt = await self._worker.run(place, key)
-        assert isinstance(placed, PicturedPrompt)
-        return placed
+        decoded: Prompt = await self._worker.run(decode, key)
+        assert isinstance(decoded, PicturedPrompt)
+        return decoded
 
     def close(self) -> None:
         """Stop reading."""

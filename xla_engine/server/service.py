@@ -200,8 +200,8 @@ class Service:
             thinking = text[-32:].rstrip().endswith("<think>")
             ready = ReadyPrompt(text, False, thinking)
             if pictures:
-                placed = await self.pictures.placed(text, pictures, key, add_special_tokens=False)
-                return replace(ready, value=placed)
+                decoded = await self.pictures.decoded(text, pictures, key, add_special_tokens=False)
+                return replace(ready, value=decoded)
         else:
             ready = ReadyPrompt(prompt, True)
         if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):
