@@ -25,7 +25,9 @@ GGUF: Final = "gguf"
 GGUF_INT8: Final = "gguf-int8"
 KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a quantised file
 _PACKED: Final = {"packed": GGUF, "packed-int8": GGUF_INT8}  # other names
-QUANTIZATIONS = (None, "int8", *KEPT)
+# How checkpoints are stored, in vLLM's words: checked against the checkpoint, then the same as None.
+STORED_AS: Final = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+QUANTIZATIONS = (None, "int8", *KEPT, *STORED_AS)
 LINEAR_BACKENDS = ("auto", "native", "xla", "gpu")
 KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
@@ -84,7 +86,7 @@ PORTABLE_OPTIONS = frozenset(
     ("bits", "dtype", "seed", "max_model_len", "logprobs_mode", "generation_config", "quantization")
 )
 _PORTABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "quantization": (None, "int8"),
+    "quantization": (None, "int8", *STORED_AS),
     "attention_backend": ("auto", "native"),
     "linear_backend": ("auto", "native"),
     "isa": tuple(isa for isa in ISAS if isa != "none"),
@@ -147,6 +149,8 @@ class EngineConfig:
         "gguf-int8" keeps it too and quantises activations to eight bits, in groups of 32: faster, with other tokens
         and a small loss. For AWQ, GPTQ and compressed-tensors, the same two are called "packed" and "packed-int8";
         either name does for any file.
+        "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8" and "mxfp4" mean the same as None for a checkpoint of
+        that `quant_method`, and are refused for any other.
     kv_cache_dtype: "auto" keeps keys and values in `dtype`; "int8" keeps them in eight bits, with a float32 scale for
         each position and head: half the memory, long contexts decode faster, other tokens, and a small loss. It
         needs the C++ attention in bfloat16.
@@ -313,8 +317,8 @@ class EngineConfig:
             object.__setattr__(self, "quantization", _PACKED[self.quantization])
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(
-                "quantization must be None, 'int8', 'packed', 'packed-int8', 'gguf' or 'gguf-int8', not "
-                f"{shown(self.quantization)}. Checkpoints quantised by AWQ, GPTQ and others need none of these"
+                "quantization must be None, 'int8', 'packed', 'packed-int8', 'gguf', 'gguf-int8', or the checkpoint's "
+                f"own {', '.join(STORED_AS)}, not {shown(self.quantization)}. Quantised checkpoints need none of these"
             )
         try:
             find_policy(self.scheduling_policy)

@@ -21,8 +21,8 @@ _HEADER, _RUNS = 64, 6
 
 
 class CodedKind(NamedTuple):
-    """ggml's number of a kind, the values that share a scale or a scale of scales, and bytes of sixteen such groups:
-    of codes of four or eight bits, of bits above four, and of scales."""
+    """The number of a kind (ggml's, or above 100), the values that share a scale or a scale of scales, and bytes of
+    sixteen such groups: of codes of four or eight bits, of bits above four, and of scales."""
 
     number: int
     group: int
@@ -50,6 +50,9 @@ KINDS = {
     "Q5_K": CodedKind(13, 256, 2048, 512, 320),
     "Q6_K": CodedKind(14, 256, 2048, 1024, 288),
     "IQ4_NL": CodedKind(20, 32, 256, 0, 32),
+    "IQ4_XS": CodedKind(23, 256, 2048, 0, 160),
+    "A4": CodedKind(104, 32, 256, 0, 64),  # with zero points, of AWQ and others
+    "A8": CodedKind(108, 32, 512, 0, 64),
 }
 
 

@@ -10,7 +10,7 @@
 //
 // Codes stand in the order "fours": 32 K of sixteen features are lines of 64 bytes. Of four bits, byte 4 f + k of line i has K
 // 8 i + k of feature f, and in its upper half K 8 i + 4 + k; of more, K 4 i + k. Codes of more than four bits are widened to bytes
-// when they are loaded, and begin at -128 unless the kind has minima. Scales stand as in `coded_weights.h`.
+// when they are loaded, and begin at -128 unless they are small and the kind has minima. Scales stand as in `coded_weights.h`.
 //
 //   VNNI                vpdpbusd: codes unsigned; sums start where what they are too large by is taken away
 //   AVX2, AVX-512       vpmaddubsw of four bits at a time: eight sums of two products of up to 15 * 127 fit 16 bits
@@ -152,13 +152,13 @@ struct FoursKernel {
   }
 
   // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
-  template <Codes kCodes, bool kMinimum, int plane>
+  template <Codes kCodes, int kBias, int plane>
   static __attribute__((always_inline)) inline Words CodesAt(const char* from, int64_t word) {
     constexpr int32_t kLower = 0x0F0F0F0F;
     if constexpr (kCodes == Codes::kBytes) {
       const Words bytes = LoadAs<Words>(from + word * 64);
       if constexpr (kByNibbles) return (plane ? bytes >> 4 : bytes) & kLower;
-      return kSignedCodes && !kMinimum ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
+      return kSignedCodes && kBias == 128 ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
     } else {
       const Words bytes = LoadAs<Words>(from + word / 2 * 64), codes = (word % 2 ? bytes >> 4 : bytes) & kLower;
       if constexpr (kCodes == Codes::kNibbles) return codes;
@@ -172,8 +172,8 @@ struct FoursKernel {
     constexpr CodedKind kind = kCodedKinds[index];
     constexpr Codes kCodes = kind.IsWide() ? Codes::kBytes : kind.levels ? Codes::kLevels : Codes::kNibbles;
     constexpr bool kMinimum = kind.minimum;
-    constexpr int kRun = kind.nested && !kMinimum ? 16 : 32, kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
-    constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.nested ? 40 : kMinimum ? 64 : 32;
+    constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
+    constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.StepBytes();
     const char* scales = codes + kind.FoursBytes(width);
     Vec total[kRows];
 #pragma GCC unroll 12
@@ -188,8 +188,8 @@ struct FoursKernel {
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           int32_t start = kMagic;
-          if constexpr (!kMinimum && kCodes == Codes::kNibbles) start = static_cast<int32_t>(rows[kEights + r]);
-          if constexpr (!kMinimum && kCodes != Codes::kNibbles) {
+          if constexpr (kBias == 8) start = static_cast<int32_t>(rows[kEights + r]);
+          if constexpr (kBias == 128) {
             const auto all = static_cast<int32_t>(rows[kBytes + r]), first = static_cast<int32_t>(rows[kFirst + r]);
             start = kRun == kStep ? all : run == 0 ? first : all - first + kMagic;
           }
@@ -203,7 +203,7 @@ struct FoursKernel {
 #pragma GCC unroll 8
           for (int64_t step = 0; step < kRun / 4; ++step) {
             const int64_t word = run * (kRun / 4) + step;
-            const Words of_features = CodesAt<kCodes, kMinimum, plane>(codes, word);
+            const Words of_features = CodesAt<kCodes, kBias, plane>(codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const auto of_row = static_cast<int32_t>(rows[word * kBlockRows + r]);
@@ -251,7 +251,8 @@ struct FoursKernel {
   static constexpr int Alike(int index) {
     const CodedKind kind = kCodedKinds[index];
     const auto alike = [=](const CodedKind& other) {
-      return other.IsWide() == kind.IsWide() && other.levels == kind.levels && other.nested == kind.nested && other.minimum == kind.minimum;
+      return other.IsWide() == kind.IsWide() && other.levels == kind.levels && other.nested == kind.nested &&
+             other.minimum == kind.minimum && other.zero == kind.zero;
     };
     int first = 0;
     while (!alike(kCodedKinds[first])) ++first;
@@ -278,7 +279,6 @@ struct FoursKernel {
     const int64_t width = weights.Width(), feature = row % 16;
     weights.OfBlock(row / 16, [&](auto index, const char* at) {
       constexpr CodedKind kind = kCodedKinds[index];
-      constexpr int bias = kind.minimum ? 0 : kind.IsWide() ? 128 : 8;
       alignas(64) float scales[kVector], minima[kVector];
       for (int64_t k = 0; k < width; ++k) {
         if (k % 16 == 0) {
@@ -288,7 +288,7 @@ struct FoursKernel {
         const int64_t line = kind.IsWide() ? k / 4 : k / 8;
         int code = static_cast<uint8_t>(at[line * 64 + feature * 4 + k % 4]);
         if (!kind.IsWide()) code = code >> k / 4 % 2 * 4 & 15;
-        const auto level = static_cast<float>(kind.levels ? kLevels[code & 15] : code - bias);
+        const auto level = static_cast<float>(kind.levels ? kLevels[code & 15] : code - kind.FoursBias());
         const float value = kind.minimum ? Fused(level, scales[feature], minima[feature]) : level * scales[feature];
         to[k] = Storage<BFloat16>::Widen(Storage<BFloat16>::Round(value));
       }

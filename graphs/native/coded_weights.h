@@ -2,7 +2,7 @@
 //
 // What is unpacked has the order of product.h, and each value is that of ggml's dequantisation rounded to bf16: products have
 // the bits that they have with bf16 weights. Scales are float16 and codes have at most eight bits, so `scale * code` is exact
-// in float32 and one rounding is left, that of the minimum.
+// in float32 and one rounding is left, that of the minimum. Zero points have at most eight bits: with these all is exact.
 //
 // The array begins with a header of 64 bytes, int32: K, features, runs, the order of codes, then for each run of blocks its kind
 // (ggml's number) and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of
@@ -11,8 +11,8 @@
 //   codes    byte b of lane l has those of features l / 2 and, in higher bits, 8 + l / 2, of K 2 b + l % 2 of each eight K: four
 //            bits, or eight in two lines; and in a plane of their own the one or two bits above four, a byte for as many times
 //            eight K as it has room for
-//   scales   [unit of K][16 features]: float16 d, m for each 32 K; or for each 256 K bytes for each 32 (scale, minimum) or 16
-//            (signed scale), and behind them float16 d, m
+//   scales   [unit of K][16 features]: float16 d, m for each 32 K; or for each 256 K bytes for each 32 (scale, minimum; or signed
+//            scale) or 16 (signed scale), and behind them float16 d, m
 
 #pragma once
 
@@ -22,19 +22,22 @@
 namespace xla_engine {
 
 struct CodedKind {
-  int32_t number;      // ggml's
+  int32_t number;      // ggml's, or above 100
   int low, high;       // bits of a code in either plane
   int bias;            // of a code
   bool nested, minimum;  // scales are bytes times float16; something is added
   bool levels = false;   // codes are places in a table
+  bool zero = false;     // what stands in place of a minimum is the zero point: minus that times the scale is added
 
+  // What codes are too large by in fours.
+  constexpr int FoursBias() const { return IsWide() ? (minimum && low < 8 ? 0 : 128) : levels ? 128 : minimum ? 0 : 8; }
   constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
   constexpr bool IsWide() const { return low + high > 4; }
   constexpr int64_t FoursBytes(int64_t width) const { return width * (IsWide() ? 16 : 8); }  // of codes
-  constexpr int64_t ScaleBytes(int64_t width) const {
-    const int64_t bytes = nested ? width / 256 * (minimum ? 320 : 288) : width / 32 * (minimum ? 64 : 32);
-    return (bytes + 63) / 64 * 64;
-  }
+  constexpr int Run() const { return nested && !minimum && !levels ? 16 : 32; }  // K that share a scale
+  constexpr int64_t SmallBytes() const { return nested ? 256 / Run() * 16 * (1 + minimum) : 0; }  // of 256 K
+  constexpr int64_t StepBytes() const { return SmallBytes() / 8 + 32 * (1 + minimum) / (nested ? 8 : 1); }  // of 32 K
+  constexpr int64_t ScaleBytes(int64_t width) const { return (width / 32 * StepBytes() + 63) / 64 * 64; }
   constexpr int64_t Bytes(int64_t width, bool fours) const {
     return (fours ? FoursBytes(width) : CodeBytes(width)) + ScaleBytes(width);
   }
@@ -50,6 +53,9 @@ constexpr CodedKind kCodedKinds[] = {
     {13, 4, 1, 0, true, true},          // Q5_K
     {14, 4, 2, 32, true, false},        // Q6_K
     {20, 4, 0, 0, false, false, true},  // IQ4_NL
+    {23, 4, 0, 0, true, false, true},   // IQ4_XS
+    {104, 4, 0, 0, false, true, false, true},    // A4, of AWQ and others
+    {108, 8, 0, 128, false, true, false, true},  // A8
 };
 constexpr int kCodedKindCount = sizeof kCodedKinds / sizeof *kCodedKinds;
 alignas(64) constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -180,7 +186,7 @@ inline __attribute__((always_inline)) void Unrolled(std::integer_sequence<int, v
 template <int index>
 inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t k) {
   constexpr CodedKind kind = kCodedKinds[index];
-  constexpr int64_t size = kind.CodeBytes(32) + (kind.nested ? 32 + kind.minimum * 8 : 32 + kind.minimum * 32);
+  constexpr int64_t size = kind.CodeBytes(32) + kind.StepBytes();
   for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead);
 }
 
@@ -194,16 +200,20 @@ template <int index>
 inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t k, int half) {
   constexpr CodedKind kind = kCodedKinds[index];
   if constexpr (!kind.nested) {
-    const char* from = scales + k / 32 * (kind.minimum ? 64 : 32);
-    if constexpr (kind.minimum) return {FromFloat16(from), FromFloat16(from + 32)};
-    return {FromFloat16(from)};
-  } else if constexpr (kind.minimum) {
-    const char* from = scales + k / 256 * 320;
-    const char* bytes = from + k % 256 / 32 * 32;
-    return {FromFloat16(from + 256) * UnsignedBytes(bytes), -(FromFloat16(from + 288) * UnsignedBytes(bytes + 16))};
+    const char* from = scales + k / 32 * kind.StepBytes();
+    const Vec scale = FromFloat16(from);
+    if constexpr (kind.zero) return {scale, -(scale * FromFloat16(from + 32))};  // exact
+    if constexpr (kind.minimum) return {scale, FromFloat16(from + 32)};
+    return {scale};
   } else {
-    const char* from = scales + k / 256 * 288;
-    return {FromFloat16(from + 256) * SignedBytes(from + k % 256 + half * 16)};
+    const char* from = scales + k / 256 * 8 * kind.StepBytes();
+    const char* bytes = from + k % 256 / 32 * (kind.SmallBytes() / 8);
+    const Vec scale = FromFloat16(from + kind.SmallBytes());
+    if constexpr (kind.minimum) {
+      const Vec minimum = FromFloat16(from + kind.SmallBytes() + 32);
+      return {scale * UnsignedBytes(bytes), -(minimum * UnsignedBytes(bytes + 16))};
+    }
+    return {scale * SignedBytes(bytes + (kind.Run() == 16 ? half * 16 : 0))};
   }
 }
 
@@ -217,7 +227,7 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
   FetchAhead<index>(block, k);
   Both scale, minimum = {};
   Unrolled(std::make_integer_sequence<int, 2>(), [&](auto half) __attribute__((always_inline)) {
-    if constexpr (half == 0 || (kind.nested && !kind.minimum)) {
+    if constexpr (half == 0 || kind.Run() == 16) {
       const Steps steps = StepsOf<index>(scales, k, half);
       scale = Doubled(steps.scale);
       if constexpr (kind.minimum) minimum = Doubled(steps.minimum);

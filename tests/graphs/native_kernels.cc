@@ -396,7 +396,7 @@ struct CodedRows {
     const int64_t block = kind.Bytes(width, true), size = 64 + 2 * tasks * block;
     char* bytes = lines.Bytes(size);
     for (int64_t at = 0; at < size; ++at) bytes[at] = static_cast<char>(generator() >> 24);
-    if (kind.IsWide() && kind.minimum)  // five bits
+    if (kind.IsWide() && !kind.FoursBias())  // five bits
       for (int64_t at = 64; at < size; ++at) bytes[at] &= 0x1F;
     for (int64_t at = 64; at < size; at += block)
       for (int64_t scale = kind.FoursBytes(width) + 1; scale < block; scale += 2) bytes[at + scale] &= 0x3F;

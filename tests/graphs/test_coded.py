@@ -9,13 +9,12 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import gguf
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.gguf_files import Kind, random_blocks
+from tests.support.coded_blocks import block_bytes, dequantised_rows, random_rows
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from xla_engine.graphs.linear.coded import KINDS, Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.linear.native import NativeProducts
@@ -38,7 +37,7 @@ def coded(stored: list[tuple[str, int]], raw: list[np.ndarray], order: Order = "
 
 
 def dequantised(kind: str, raw: np.ndarray) -> np.ndarray:
-    return gguf.quants.dequantize(raw, Kind[kind]).astype(ml_dtypes.bfloat16)
+    return dequantised_rows(kind, raw).astype(ml_dtypes.bfloat16)
 
 
 def rows_of(products: NativeProducts, weight: Coded) -> np.ndarray:
@@ -52,7 +51,7 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
     x = jnp.asarray(np.random.default_rng(0).standard_normal((29, WIDTH)), jnp.float32)
     norm = Norm(jnp.linspace(0.5, 2, WIDTH), 1e-5)
     for seed, kind in enumerate(KINDS):
-        raw = random_blocks((FEATURES, WIDTH), Kind[kind], seed)
+        raw = random_rows((FEATURES, WIDTH), kind, seed)
         weight, plain = coded([(kind, FEATURES)], [raw]), dequantised(kind, raw)
         found = rows_of(products, weight)
         np.testing.assert_array_equal(found.view(np.uint16), plain.view(np.uint16), err_msg=kind)
@@ -77,9 +76,7 @@ def best() -> NativeProducts:
 def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:
     products, kinds = best(), ("Q4_K", "Q8_0", "Q6_K")
     counts = (48, 16, 25)
-    raw = [
-        random_blocks((count, WIDTH), Kind[kind], count) for kind, count in zip(kinds, counts, strict=True)
-    ]
+    raw = [random_rows((count, WIDTH), kind, count) for kind, count in zip(kinds, counts, strict=True)]
     weight = coded(list(zip(kinds, counts, strict=True)), raw)
     assert weight.form.runs == (("Q4_K", 3), ("Q8_0", 1), ("Q6_K", 2)) and weight.form.features == 89
     plain = np.concatenate([dequantised(kind, rows) for kind, rows in zip(kinds, raw, strict=True)])
@@ -111,7 +108,7 @@ def test_what_devices_hold_has_one_form_or_none() -> None:
 )
 def test_a_wrong_order_of_codes_shows(fault: Callable[[np.ndarray, int], np.ndarray]) -> None:
     """The first test would detect these planted faults."""
-    raw = random_blocks((32, WIDTH), Kind.Q4_K, 7)
+    raw = random_rows((32, WIDTH), "Q4_K", 7)
     with mock.patch.object(coding, "_nibbles", fault):
         found = rows_of(best(), coded([("Q4_K", 32)], [raw]))
     assert (found.view(np.uint16) != dequantised("Q4_K", raw).view(np.uint16)).mean() > 0.5
@@ -119,7 +116,7 @@ def test_a_wrong_order_of_codes_shows(fault: Callable[[np.ndarray, int], np.ndar
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales_one_group_off_show(kind: str) -> None:
-    raw = random_blocks((32, WIDTH), Kind[kind], 7)
+    raw = random_rows((32, WIDTH), kind, 7)
     weight = coded([(kind, 32)], [raw])
     own, values = KINDS[kind], np.array(weight.values)
     size, groups = weight.form.block_bytes(kind), WIDTH // KINDS[kind].group
@@ -161,13 +158,17 @@ _FIELDS: dict[str, tuple[dict[str, slice], dict[str, int]]] = {
         {"codes": 0x11, "high": 0xAA},
     ),
     "IQ4_NL": (_HALF | {"codes": slice(2, 18)}, {"codes": 0x88}),
+    "A4": (_HALF | {"least": slice(2, 4), "codes": slice(4, 20)}, {"codes": 0x11}),
+    "A8": (_HALF | {"least": slice(2, 4), "codes": slice(4, 36)}, {"codes": 1}),
+    "IQ4_XS": (_HALF | {"scales": slice(2, 8), "codes": slice(8, 136)}, {"codes": 0x88}),
 }
 _ONES = {  # scales of scales, and minima of 0
     "Q4_K": [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1],
     "Q5_K": [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1],
     "Q6_K": [1] * 16,
+    "IQ4_XS": [0xAA, 0xAA, 0x11, 0x11, 0x11, 0x11],  # less 32
 }
-ONE, MINIMA = list(np.float16(1).tobytes()), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+ONE, MINIMA = list(np.float16(1).tobytes()), ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "A4", "A8")
 
 
 def parts(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,11 +176,11 @@ def parts(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     fields, ones = _FIELDS[kind]
 
     def changed(**new: Any) -> np.ndarray:
-        blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[Kind[kind]][1]).copy()
+        blocks = raw.reshape(-1, block_bytes(kind)).copy()
         for name, value in new.items():
             if name in fields:
                 blocks[:, fields[name]] = value
-        return gguf.quants.dequantize(blocks.reshape(raw.shape), Kind[kind])
+        return dequantised_rows(kind, blocks.reshape(raw.shape))
 
     codes = changed(d=ONE, least=0, scales=_ONES.get(kind, 0))
     zeros = dict.fromkeys(ones, 0)
@@ -228,7 +229,7 @@ def test_products_of_rows_in_eight_bits_are_those_of_numpy(isa: str) -> None:
     products, x = NativeProducts(str(registered(isa, "linear_fours"))), rows_in_eight_bits(29)
     norm = Norm(jnp.linspace(0.5, 2, WIDTH), 1e-5)
     for seed, kind in enumerate(KINDS):
-        raw = random_blocks((FEATURES, WIDTH), Kind[kind], seed)
+        raw = random_rows((FEATURES, WIDTH), kind, seed)
         weight = coded([(kind, FEATURES)], [raw], "fours")
         plain = dequantised(kind, raw)
         np.testing.assert_array_equal(
@@ -252,8 +253,8 @@ def test_products_of_rows_in_eight_bits_are_those_of_numpy(isa: str) -> None:
 def test_the_largest_sums_are_exact_and_nan_stays_in_its_row() -> None:
     for kind in KINDS:
         for byte in (0, 0x7F, 0x80, 0xFF):
-            raw = random_blocks((32, WIDTH), Kind[kind], 5)
-            blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[Kind[kind]][1])
+            raw = random_rows((32, WIDTH), kind, 5)
+            blocks = raw.reshape(-1, block_bytes(kind))
             for name in ("codes", "high"):
                 blocks[:, _FIELDS[kind][0].get(name, slice(0))] = byte
             weight = coded([(kind, 32)], [raw], "fours")
@@ -267,9 +268,7 @@ def test_the_largest_sums_are_exact_and_nan_stays_in_its_row() -> None:
 
 def test_a_leaf_of_several_kinds_in_fours() -> None:
     kinds, counts = ("Q4_K", "Q8_0", "IQ4_NL"), (48, 16, 25)
-    raw = [
-        random_blocks((count, WIDTH), Kind[kind], count) for kind, count in zip(kinds, counts, strict=True)
-    ]
+    raw = [random_rows((count, WIDTH), kind, count) for kind, count in zip(kinds, counts, strict=True)]
     weight, x = coded(list(zip(kinds, counts, strict=True)), raw, "fours"), rows_in_eight_bits(5)
     expected = np.concatenate([emulated(*each, x) for each in zip(kinds, raw, strict=True)], axis=1)
     found = np.asarray(best().linear(weight, jnp.asarray(x)))
@@ -279,7 +278,7 @@ def test_a_leaf_of_several_kinds_in_fours() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_rows_in_eight_bits_show(kind: str) -> None:
     """The planted faults: codes in another order, scales of the next group, a zero point off by one."""
-    raw, x = random_blocks((32, WIDTH), Kind[kind], 7), rows_in_eight_bits(3)[1:2]
+    raw, x = random_rows((32, WIDTH), kind, 7), rows_in_eight_bits(3)[1:2]
     expected = emulated(kind, raw, x).view(np.uint32)
 
     def differing(weight: Coded) -> float:

@@ -8,20 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
 from tests.support.checkpoints import assert_refused, tensors_of
+from tests.support.coded_blocks import dequantised_rows
 from tests.support.instruction_sets import NAMES
 from tests.support.models import TINY_ENGINE
 from tests.support.quantised import CONFIG, FORMS, packed_words, write_plain, write_quantised
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.config import EngineConfig
+from xla_engine.cli import _help
+from xla_engine.config import STORED_AS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.errors import CheckpointError, ConfigError
+from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.describe import describe_decoder
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.quantised.methods import METHODS, MXFP4
 from xla_engine.model_loader.weights import StoredWeights
 from xla_engine.sampling_params import SamplingParams
 
@@ -77,14 +82,15 @@ def test_modules_that_are_ignored_stay_plain(plain: Path, tmp_path: Path) -> Non
     }
 
 
-# What a GGUF file would call the packed weights; others are dequantised.
+# The kinds of packed weights; others are dequantised.
 KINDS = {
-    "awq": "Q5_0",
+    "awq": "A4",
     **dict.fromkeys(("gptq", "gptq_one_group", "gptq_v2_zeros"), "Q4_0"),
-    **dict.fromkeys(("gptq_asymmetric", "gptq_v2_asymmetric"), "Q5_0"),
+    **dict.fromkeys(("gptq_asymmetric", "gptq_v2_asymmetric"), "A4"),
     "gptq_8": "Q8_0",
+    **dict.fromkeys(("gptq_8_asymmetric", "int8_groups"), "A8"),
     "compressed_4": "Q4_0",
-    "compressed_4_asymmetric": "Q5_0",
+    "compressed_4_asymmetric": "A4",
     **dict.fromkeys(("compressed_8", "int8"), "Q8_0"),
 }
 
@@ -100,7 +106,7 @@ def test_packed_blocks_mean_the_same_numbers(form: str, plain: Path, tmp_path: P
         (source,) = weights._sources["layers.1.down"]
         index = np.array([5, 0, 63])
         blocks = weights._files.raw_rows(source.name, index)
-        values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[KINDS[form]])
+        values = dequantised_rows(KINDS[form], blocks)
         expected = weights.rows("layers.1.down", index)
         np.testing.assert_array_equal(values.astype(expected.dtype).view(np.uint16), expected.view(np.uint16))
 
@@ -130,7 +136,13 @@ def results(path: Path, **options: Any) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "form",
-    ["gptq", *(pytest.param(each, marks=pytest.mark.full) for each in ("awq", "compressed_8", "gptq_order"))],
+    [
+        "gptq",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("awq", "gptq_8_asymmetric", "compressed_8", "gptq_order")
+        ),
+    ],
 )
 def test_tokens_are_those_of_the_dequantised_checkpoint(form: str, plain: Path, tmp_path: Path) -> None:
     quantised, dequantised = write_quantised(plain, tmp_path, form)
@@ -160,6 +172,37 @@ def test_a_dry_run_names_the_method(plain: Path, tmp_path: Path) -> None:
     report = DryRun(quantised, EngineConfig()).run([], on_error=lambda _: None)
     assert report.quantised == "awq" and "quantised by awq" in "\n".join(report.lines())
     assert DryRun(plain, EngineConfig()).run([], on_error=lambda _: None).quantised is None
+
+
+def test_vllms_name_of_a_method_is_checked_and_changes_nothing(plain: Path, tmp_path: Path) -> None:
+    """As vLLM's users write it: `LLM(model, quantization="awq")`."""
+    assert {*METHODS, MXFP4} == set(STORED_AS) == set(_help.STORED_AS)
+    quantised = {
+        form: write_quantised(plain, tmp_path, form)[0] for form in ("awq", "gptq", "int8", "fp8_blocks")
+    }
+    quantised["mxfp4"] = FAMILIES / "gpt_oss_mxfp4"
+    stored = dict(zip(quantised, ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4"), strict=True))
+    for form, path in quantised.items():
+        for name in STORED_AS:
+            options = EngineConfig(quantization=name, bits="portable" if form != "mxfp4" else "machine")
+            if name == stored[form]:
+                resolved = describe_decoder(open_model(path), options).options
+                assert resolved == replace(options, quantization=None)
+                assert inspect_model(path, EngineConfig(max_num_seqs=1, quantization=name)).ok
+            else:
+                with pytest.raises(ConfigError, match=f"'{name}' does not match.*is '{stored[form]}'.*Leave"):
+                    describe_decoder(open_model(path), options)
+    with pytest.raises(
+        ConfigError, match=r"'awq' does not match the checkpoint, which names no quant_method"
+    ):
+        describe_decoder(open_model(plain), EngineConfig(quantization="awq"))
+    report = inspect_model(quantised["awq"], EngineConfig(max_num_seqs=1, quantization="gptq"))
+    (problem,) = report.problems
+    assert not report.ok and "'gptq' does not match" in problem
+    with pytest.raises(ConfigError, match=r"the checkpoint's own awq, .*not 'bitsandbytes'"):
+        EngineConfig(quantization="bitsandbytes")
+    with LLM(quantised["awq"], quantization="awq", max_num_seqs=2, max_model_len=32, self_check=False) as llm:
+        assert llm.engine.config.quantization is None
 
 
 def test_the_fingerprint_depends_on_the_configuration(plain: Path, tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ device_options = together(
         "quantization",
         "int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
         "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
-        "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss.",
+        "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss. "
+        "Others: refused unless the checkpoint is stored so, and without effect.",
         _help.QUANTIZATION,
     ),
     engine_option(

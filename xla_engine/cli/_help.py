@@ -16,7 +16,8 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 SHARE = click.FloatRange(0, 1, min_open=True)
 DTYPE = click.Choice(["auto", "bfloat16", "float32"])
-QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8"])
+STORED_AS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")  # as `config.STORED_AS`
+QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8", *STORED_AS])
 SECTIONS = {  # sections of help: titles, and the options in each
     "Model": """
         model dtype quantization bits chat_template_path tensor_parallel_size attention_backend isa

@@ -18,6 +18,7 @@ from xla_engine.model_loader.config_json import overridden, read_model, read_spe
 from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields
+from xla_engine.model_loader.quantised.methods import without_method
 from xla_engine.model_loader.tensor_files import TensorInfo
 from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
 from xla_engine.runner import memory
@@ -90,7 +91,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.stored = _stored(files.tensors().tensors.values())
     with _problems(report):
         fields = overridden(files.config_fields(), config.hf_overrides or {})
-        config = choose_runner(files, fields, config)
+        config = without_method(fields, choose_runner(files, fields, config))
         read, _ = read_model(files, decoder_fields(files, fields, config))
         report.shape = asdict(read)
         report.layers = dict(Counter(read.layer_type(index) for index in range(read.num_hidden_layers)))

@@ -26,6 +26,7 @@ from xla_engine.model_loader.pooling import (
     is_headless,
     read_pooling,
 )
+from xla_engine.model_loader.quantised.methods import without_method
 from xla_engine.model_loader.weights import Sources
 from xla_engine.sampling_params import LEAST_TEMPERATURE, SamplingParams
 
@@ -44,7 +45,7 @@ _NAMES = {
 class ModelDescription:
     """A model as its files describe it.
 
-    files: its files. options: of the engine, with the runner resolved.
+    files: its files. options: of the engine, with the runner and vLLM's names of quantisation resolved.
     fields: config.json with `hf_overrides`. config: its shape. family: its tensor names.
     sources: by leaf, the tensors that form it in transformers' layout, whatever files the model is in.
     headless: whether the output head is not loaded.
@@ -86,7 +87,7 @@ def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = N
 def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescription:
     """`describe` without chat template, sampling defaults and pooling: enough to load the weights."""
     fields = overridden(files.config_fields(), options.hf_overrides or {})
-    options = choose_runner(files, fields, options)
+    options = without_method(fields, choose_runner(files, fields, options))
     original = transformers_model(files, decoder_fields(files, fields, options))
     config, family = files.as_stored(*original)
     return ModelDescription(

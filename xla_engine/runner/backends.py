@@ -138,8 +138,9 @@ def make_spec(
         order="fours" if config.quantization == GGUF_INT8 else "pairs",
     )
     if kept and all(leaf.form is None for leaf in spec.leaves.values()):
+        ggml = (name for name, kind in KINDS.items() if kind.number < 100)
         raise ConfigError(
-            f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(KINDS)}, "
+            f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(ggml)}, "
             "and for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple. This model "
             "has none. Leave it out"
         )

@@ -1,6 +1,7 @@
 """Reorder quantised rows of a GGUF file into the layout of `graphs.linear.coded`, without loss.
 
-The block formats are ggml's (`ggml-common.h`; see also `quants.py` of the `gguf` package).
+The block formats are ggml's (`ggml-common.h`; see also `quants.py` of the `gguf` package). A4 and A8 are made from
+other files (`quantised.matrix`): float16 scale and zero point, then codes as in Q4_0 or Q8_0.
 """
 
 from typing import Any
@@ -10,7 +11,12 @@ import numpy as np
 from xla_engine.graphs.linear.coded import BLOCK, KINDS, Order
 
 Array = np.ndarray[Any, Any]
-_TO_BYTES = {"Q5_0": 112, "Q6_K": 96, "Q8_0": 128}  # in fours, wide codes without minima are biased by 128
+_TO_BYTES = {
+    "Q5_0": 112,
+    "Q6_K": 96,
+    "Q8_0": 128,
+    "A8": 128,
+}  # in fours, wide codes are biased by 128, unless small
 
 
 def coded_blocks(kind: str, rows: Array, width: int, order: Order = "pairs") -> tuple[Array, bool]:
@@ -58,10 +64,16 @@ def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
         minima = np.concatenate([other & 63, both >> 4 | other >> 2 & 48], axis=-1)
         small = np.moveaxis(np.stack([scales, minima], axis=-1), 1, 4)  # [blocks, groups, 8, 2, 16]
         return codes, [scale, least], small
-    count = 2 if kind in ("Q4_1", "Q5_1") else 1
+    if kind == "IQ4_XS":
+        scale, upper, lower, packed = np.split(raw, [2, 4, 8], axis=-1)
+        twos = upper[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+        fours = lower[..., None] >> np.array([0, 4], np.uint8) & 15
+        six = fours.reshape(*raw.shape[:3], 8) | twos.reshape(*raw.shape[:3], 8) << 4
+        return _nibbles(packed, 16), [scale], np.moveaxis(six - np.uint8(32), 1, 3)  # signed bytes
+    count = 2 if kind in ("Q4_1", "Q5_1", "A4", "A8") else 1
     halves = [raw[..., 2 * place : 2 * place + 2] for place in range(count)]
-    if kind == "Q8_0":
-        return raw[..., 2:], halves, None
+    if kind in ("Q8_0", "A8"):
+        return raw[..., 2 * count :], halves, None
     codes = _nibbles(raw[..., -16:], 16)
     if kind in ("Q5_0", "Q5_1"):
         codes = codes | np.unpackbits(raw[..., 2 * count : 2 * count + 4], axis=-1, bitorder="little") << 4
@@ -86,7 +98,7 @@ def _planes(codes: Array, kind: str) -> list[Array]:
         found: Array = np.bitwise_or.reduce(shifted, axis=-1)
         return found
 
-    if kind == "Q8_0":
+    if kind in ("Q8_0", "A8"):
         return [codes.reshape(blocks, 2, 8, -1, 4, 2).transpose(0, 3, 1, 2, 5, 4) ^ 128]
     return [plane(codes & 15, 4), *([plane(codes >> 4, own.high * 4 // own.low)] if own.high else [])]
 

@@ -14,6 +14,7 @@ from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Rows = Callable[[Indices], Array]
 _BLOCK = 32  # columns
+WITH_ZEROS = ("A4", "A8")  # kinds of blocks
 REMEDY = "Download the checkpoint again, or use another one"
 
 
@@ -27,7 +28,7 @@ class QuantisedMatrix:
     zeros: the same, integers; None if they are zero.
     groups: the group of each column, `[K]`.
     scales_name: the tensor of scales, for messages.
-    kind: the type of a GGUF file that holds the same numbers, exactly; None if none does (`packed_kind`).
+    kind: of blocks (`graphs.linear.coded`) that hold the same numbers, exactly; None if none does (`packed_kind`).
     """
 
     info: TensorInfo
@@ -66,11 +67,15 @@ class QuantisedMatrix:
                 f"{self.info.file}: tensor {self.scales_name} holds scales that float16 does not, so the weights "
                 "cannot stay packed. Leave quantization out: they are then dequantised"
             )
-        codes = self.codes(index).astype(np.int16)
-        if self.zeros is not None:
-            self._by_group(np.subtract, codes, self.zeros(index).astype(np.int16))
-        firsts = self.groups[::_BLOCK]
-        return ggml_blocks(self.kind, codes.reshape(len(index), -1, _BLOCK), halves[:, firsts])
+        stored, firsts = self.codes(index), self.groups[::_BLOCK]
+        codes = stored.astype(np.int16)
+        zeros = None if self.zeros is None else self.zeros(index).astype(np.int16)
+        if zeros is not None and self.kind not in WITH_ZEROS:
+            self._by_group(np.subtract, codes, zeros)
+        elif zeros is not None and self.kind == "A8" and stored.dtype == np.uint8:
+            codes, zeros = codes - 128, zeros - 128
+        blocks = codes.reshape(len(index), -1, _BLOCK)
+        return coded_rows(self.kind, blocks, halves[:, firsts], None if zeros is None else zeros[:, firsts])
 
     def checked_scales(self, index: Indices) -> Array:
         """Scales of rows as float32 `[R, G]`, all finite and above zero. Raises CheckpointError."""
@@ -84,32 +89,33 @@ class QuantisedMatrix:
 
 
 def packed_kind(info: TensorInfo, groups: Indices, bits: int, *, symmetric: bool) -> str | None:
-    """The type of a GGUF file that holds integers with scales exactly, if blocks of 32 have one group.
+    """The kind of blocks that holds integers with scales exactly, if blocks of 32 have one group.
 
-    info: of the scales. Less its zero point, a code of 4 bits has four bits of its own, or five if the zero point
-    varies; one of 8 bits must have none.
+    info: of the scales.
     """
     by_block = groups.reshape(-1, _BLOCK) if not len(groups) % _BLOCK else groups[:, None]
     if by_block.shape[1] != _BLOCK or (by_block != by_block[:, :1]).any() or info.dtype == "F32":
         return None
-    if bits == 8:
-        return "Q8_0" if symmetric else None
-    return "Q4_0" if symmetric else "Q5_0"
+    if not symmetric:
+        return "A8" if bits == 8 else "A4"
+    return "Q8_0" if bits == 8 else "Q4_0"
 
 
-def ggml_blocks(kind: str, codes: Array, scales: Array) -> Array:
-    """Bytes of blocks `[R, blocks * size]` of signed codes `[R, blocks, 32]` and float16 scales `[R, blocks]`.
+def coded_rows(kind: str, codes: Array, scales: Array, zeros: Array | None) -> Array:
+    """Bytes of blocks `[R, blocks * size]` of codes `[R, blocks, 32]`, float16 scales and zero points `[R, blocks]`.
 
-    Their layouts are those of ggml (`ggml-common.h`).
+    Codes of all kinds but A4 are signed. The layouts are those of ggml (`ggml-common.h`), and in A4 and A8 a zero
+    point in float16 follows the scale.
     """
     parts: list[Array] = [np.ascontiguousarray(scales)[:, :, None].view(np.uint8)]
-    if kind == "Q8_0":
+    if kind in WITH_ZEROS:
+        assert zeros is not None
+        parts.append(zeros.astype(np.float16)[:, :, None].view(np.uint8))
+    if kind in ("Q8_0", "A8"):
         parts.append(codes.astype(np.int8).view(np.uint8))
     else:
-        stored = (codes + (8 if kind == "Q4_0" else 16)).astype(np.uint8)
-        if kind == "Q5_0":
-            parts.append(np.packbits(stored >> 4, axis=-1, bitorder="little"))
-        parts.append(stored[..., :16] & 15 | stored[..., 16:] << 4)
+        stored = (codes + (8 if kind == "Q4_0" else 0)).astype(np.uint8)
+        parts.append(stored[..., :16] | stored[..., 16:] << 4)
     return np.concatenate(parts, axis=-1).reshape(len(codes), -1)
 
 

@@ -3,7 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
+from xla_engine.config import STORED_AS, EngineConfig
+from xla_engine.errors import ConfigError
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.quantised.awq import read_awq
 from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
@@ -42,6 +45,23 @@ def check_quantisation(fields: Fields) -> None:
     """Raise CheckpointError if config.json describes quantised weights that cannot be read."""
     if (found := quantisation_fields(fields)) is not None:
         _method(found)(found, TensorFiles({}, {}))
+
+
+def without_method(fields: Fields, options: EngineConfig) -> EngineConfig:
+    """The options without a `quantization` that only says how the checkpoint is stored. Raises ConfigError if it is
+    not stored so."""
+    named = options.quantization
+    if named not in STORED_AS:
+        return options
+    found = quantisation_fields(fields)
+    stored = None if found is None else found.values.get("quant_method")
+    if stored != named:
+        raise ConfigError(
+            f"quantization {named!r} does not match the checkpoint, "
+            + (f"whose quant_method is {stored!r}" if stored else "which names no quant_method")
+            + f" ({fields.file}). Leave quantization out: the checkpoint says how it is stored"
+        )
+    return replace(options, quantization=None)
 
 
 def dequantised(files: TensorFiles, fields: Fields, names: Collection[str]) -> TensorFiles:
