@@ -39,6 +39,7 @@ from xla_engine.graphs.attention.gpu_kernels import (
     write_kernel,
 )
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
 from xla_engine.graphs.row_state.lanes import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
@@ -69,7 +70,8 @@ class GpuAttention:
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
-        layer, q = self._write(layer, qkv, jnp.arange(len(qkv), dtype=jnp.int32), position, call)
+        by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
+        layer, q = self._write(layer, by_head, position, call)
         parts = self._partial(layer, q, position, call)
         out = self._combine(*parts, position, call)
         return layer, out.reshape(len(qkv), -1)
@@ -77,19 +79,35 @@ class GpuAttention:
     def attend_prefill(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
-        number, width = call.rope.shape[:2]
+        form, weights, rope = call.form, call.weights, call.rope
+        slot, start, count = lanes
+        number, width = rope.shape[:2]
+        rows, kv_heads, size, head_dim = layer.keys.shape
+        by_row = split_heads(qkv, kv_heads, head_dim)
+        q, k, v = (x.reshape(number, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
-        position = jnp.where(offset < lanes.size[:, None], lanes.start[:, None] + offset, -1)
-        token = position.reshape(-1).astype(jnp.int32)
-        layer, q = self._write(layer, qkv, jnp.repeat(lanes.slot, width), token, call)
-        q = q.reshape(number, width, -1, layer.keys.shape[3])
+        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
+        position = start[:, None] + offset
+        row = (
+            slot[:, None] if call.block_tables is None else call.block_tables[slot[:, None], position // size]
+        )
+        # Padding goes out of bounds; indices stay unique as the scatter promises.
+        lane = jnp.arange(number, dtype=jnp.int32)[:, None]
+        row = jnp.where(offset < count[:, None], row, rows + lane * width + offset)
+        at = (row, slice(None), position % size)
+        layer = LayerCache(
+            *(
+                cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+                for cache, new in zip(layer, (apply_rope(k, rope), v), strict=True)
+            )
+        )
         tile = min(QUERY_TILE, whole_tile(width))
         out = self._call(
-            functools.partial(prefill_kernel, tile=tile, form=call.form),
+            functools.partial(prefill_kernel, tile=tile, form=form),
             grid=(number, q.shape[2], -(-width // tile)),
             out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
-            warps=8,
-        )(*lanes, q, *layer, call.block_tables, call.weights.sinks)
+            warps=4,
+        )(*lanes, apply_rope(q, rope).astype(layer.keys.dtype), *layer, call.block_tables, weights.sinks)
         return layer, out.reshape(number * width, -1)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
@@ -115,24 +133,22 @@ class GpuAttention:
         return LayerCache(jax.device_put(keys), jax.device_put(values))
 
     def _write(
-        self, layer: LayerCache, qkv: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall
+        self, layer: LayerCache, qkv: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[LayerCache, jax.Array]:
-        """Write k normed and rotated and v of `qkv [N, (H + 2 KV) Dh]` at `position [N]` of `slot [N]`, from 0 on.
+        """Write k normed and rotated and v of `qkv [B, H + 2 KV, Dh]` at `position [B]`, unless negative.
 
-        Returns the cache and q normed and rotated, `[N, KV, G, Dh]` in the cache's dtype.
+        Returns the cache and q normed and rotated, `[B, KV, G, Dh]` in the cache's dtype.
         """
-        tokens, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
-        by_head = qkv.reshape(tokens, -1, head_dim)
-        groups = by_head.shape[1] // kv_heads - 2
-        rope = call.rope.reshape(tokens, 2, -1)
+        rows, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
+        groups = qkv.shape[1] // kv_heads - 2
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
         keys, values, q = self._call(
             functools.partial(write_kernel, eps=call.form.norm_eps),
-            grid=(tokens,),
-            out_shape=(*shapes, jax.ShapeDtypeStruct((tokens, kv_heads, groups, head_dim), layer.keys.dtype)),
-            aliases={4: 0, 5: 1},
+            grid=(rows,),
+            out_shape=(*shapes, jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), layer.keys.dtype)),
+            aliases={3: 0, 4: 1},
             warps=4,
-        )(slot, position, by_head, rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
+        )(position, qkv, call.rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
         return LayerCache(keys, values), q
 
     def _partial(

@@ -25,10 +25,9 @@ Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def write_kernel(
-    slot_ref: Ref,  # [N]
-    position_ref: Ref,  # [N]
-    qkv_ref: Ref,  # [N, H + 2 KV, Dh] float32
-    rope_ref: Ref,  # [N, 2, Dh/2]
+    position_ref: Ref,  # [B]
+    qkv_ref: Ref,  # [B, H + 2 KV, Dh] float32
+    rope_ref: Ref,  # [B, 2, Dh/2]
     _keys_in: Ref,  # the outputs' own memory
     _values_in: Ref,
     tables_ref: Ref | None,  # [B, blocks]
@@ -36,11 +35,11 @@ def write_kernel(
     k_norm_ref: Ref | None,
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
-    q_ref: Ref,  # [N, KV, G, Dh]
+    q_ref: Ref,  # [B, KV, G, Dh]
     *,
     eps: float,
 ) -> None:
-    """Norm and rotate q and k of a token, and write its k and v unless its position is negative."""
+    """Norm and rotate q and k of a row, and write its k and v."""
     row = pl.program_id(0)
     kv_heads, groups = q_ref.shape[1:3]
     heads, half = kv_heads * groups, qkv_ref.shape[2] // 2
@@ -74,7 +73,7 @@ def write_kernel(
         inside = (head < kv_heads) & (column < half)
         new_keys = rotate(*normed(k_norm_ref, halves(heads, head, inside)))
         new_values = halves(heads + kv_heads, head, inside)
-        block, offset = _locate(tables_ref, slot_ref[row], position, keys_ref.shape[2])
+        block, offset = _locate(tables_ref, row, position, keys_ref.shape[2])
         for part in range(2):
             at = (block, head, offset, part * half + column)
             _store(keys_ref, at, new_keys[part], inside)
@@ -116,8 +115,7 @@ def split_kernel(
                 pl.cdiv(jnp.minimum(position + 1, first + KEY_SPAN), KEY_TILE),
             ),
         )
-        at = (row, kv_head, split, group[None], column[:, None])
-        _store(parts_ref, at, weighted, (group[None] < groups) & (column[:, None] < head_dim))
+        _store(parts_ref, (row, kv_head, split, group[:, None], column[None]), weighted, inside)
         _store(peak_ref, (row, kv_head, split, group), peak, group < groups)
         _store(total_ref, (row, kv_head, split, group), total, group < groups)
 
@@ -132,32 +130,36 @@ def combine_kernel(
     *,
     window: int | None,
 ) -> None:
-    """Merge the splits of a row and key/value head, first to last."""
+    """Put the splits of a row and key/value head together, `_SPLITS` at a time, first to last."""
     row, kv_head = pl.program_id(0), pl.program_id(1)
     groups, head_dim = out_ref.shape[2:]
     group, column = jnp.arange(_power_of_two(groups)), jnp.arange(_power_of_two(head_dim))
-    inside = (group[None] < groups) & (column[:, None] < head_dim)  # [Dh, G]
+    inside = (group[:, None] < groups) & (column[None] < head_dim)
     position = position_ref[row]
     first, end = _lowest(position, window) // KEY_SPAN, pl.cdiv(position + 1, KEY_SPAN)
 
-    def load(split: jax.Array) -> State:
-        seen = (split >= first) & (split < end)
-        at, mine = (row, kv_head, split, group), seen & (group < groups)
-        each = (row, kv_head, split, group[None], column[:, None])
-        return (
-            jnp.where(mine, _load(peak_ref, at, mine), -jnp.inf),
-            _load(total_ref, at, mine),
-            _load(parts_ref, each, seen & inside),
-        )
-
     def add(step: jax.Array, state: State) -> State:
-        return functools.reduce(_merged, [load(step * _SPLITS + each) for each in range(_SPLITS)], state)
+        peak, total, weighted = state
+        split = step * _SPLITS + jnp.arange(_SPLITS)[:, None]
+        seen = (split >= first) & (split < end)  # [J, 1]; zeros in place of the others change no sum
+        at, mine = (row, kv_head, split, group[None]), seen & (group < groups)[None]
+        peaks = jnp.where(seen, _load(peak_ref, at, mine), -jnp.inf)  # [J, G]
+        totals = _load(total_ref, at, mine)
+        each = (row, kv_head, split[..., None], group[None, :, None], column[None, None])
+        parts = _load(parts_ref, each, seen[..., None] & inside[None])  # [J, G, Dh]
+        highest = jnp.maximum(peak, jnp.max(peaks, axis=0))
+        before, now = jnp.exp(peak - highest), jnp.exp(peaks - highest[None])
+        return (
+            highest,
+            total * before + jnp.sum(totals * now, axis=0),
+            weighted * before[:, None] + jnp.sum(parts * now[..., None], axis=0),
+        )
 
     steps = first // _SPLITS, pl.cdiv(end, _SPLITS)
     state = lax.fori_loop(*steps, add, _nothing(len(group), len(column)))
     if sinks_ref is not None:
         state = _with_sink(state, _load(sinks_ref, (kv_head * groups + group,), group < groups))
-    _store(out_ref, (row, kv_head, group[None], column[:, None]), _divide(state), inside)
+    _store(out_ref, (row, kv_head, group[:, None], column[None]), _divide(state), inside)
 
 
 def prefill_kernel(
@@ -183,35 +185,23 @@ def prefill_kernel(
     inside = (query[:, None] < count) & (column[None] < head_dim)
     at = (lane, query[:, None], head, column[None])
     longest = jnp.where(part * tile < count, start + jnp.minimum((part + 1) * tile, count), 0)
-    lowest = _lowest(start + part * tile, form.window)
-    q = _load(q_ref, at, inside)
-
-    def add(split: jax.Array, state: State) -> State:
-        first = split * KEY_SPAN
-        found = _attend(
-            q,
-            functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
-            functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
-            form=form,
-            # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
-            position=jnp.minimum(start + query, longest - 1),
-            tiles=(
-                jnp.maximum(lowest, first) // KEY_TILE,
-                pl.cdiv(jnp.minimum(longest, first + KEY_SPAN), KEY_TILE),
-            ),
-        )
-        return _merged(state, found)
-
-    splits = lowest // KEY_SPAN, pl.cdiv(longest, KEY_SPAN)
-    state = lax.fori_loop(*splits, add, _nothing(tile, len(column)))
+    state = _attend(
+        _load(q_ref, at, inside),
+        functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
+        functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
+        form=form,
+        # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
+        position=jnp.minimum(start + query, longest - 1),
+        tiles=(_lowest(start + part * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
+    )
     if sinks_ref is not None:
         state = _with_sink(state, jnp.full((tile,), sinks_ref[head]))
-    at = (lane, query[None], head, column[:, None])
-    _store(out_ref, at, _divide(state), (query[None] < width) & (column[:, None] < head_dim))
+    _store(out_ref, at, _divide(state), (query[:, None] < width) & (column[None] < head_dim))
 
 
-# Of R queries: the largest score [R], the sum of weights [R], weighted values [Dh, R].
-State = tuple[jax.Array, jax.Array, jax.Array]
+State = tuple[
+    jax.Array, jax.Array, jax.Array
+]  # largest score [R], sum of weights [R], weighted values [R, Dh]
 
 
 def _attend(
@@ -225,46 +215,33 @@ def _attend(
 ) -> State:
     """Online softmax of `q [R, Dh]` at `position [R]` over tiles of keys from `tiles[0]` up to `tiles[1]`, in order.
 
-    Queries are the columns of both products, so that their number changes no bit. The loaders take key indices
-    `[tile]` and which of them to load.
+    The loaders take key indices `[tile]` and which of them to load.
     """
 
     def add(tile: jax.Array, state: State) -> State:
         peak, total, weighted = state
         key = tile * KEY_TILE + jnp.arange(KEY_TILE)
-        visible = key[:, None] <= position[None]  # [tile, R]
+        visible = key[None] <= position[:, None]  # [R, tile]
         if form.window is not None:
-            visible &= key[:, None] > position[None] - form.window
+            visible &= key[None] > position[:, None] - form.window
         any_query = key <= jnp.max(position)
-        scores = _product(load_keys(key, any_query), q.T) * form.scale
+        scores = _product(q, load_keys(key, any_query).T) * form.scale
         if form.softcap is not None:
             scores = form.softcap * jnp.tanh(scores / form.softcap)
         scores = jnp.where(visible, scores, -jnp.inf)
-        highest = jnp.maximum(peak, jnp.max(scores, axis=0))
-        base = _finite(highest)
-        before, weights = jnp.exp(peak - base), jnp.exp(scores - base[None])
+        highest = jnp.maximum(peak, jnp.max(scores, axis=1))
+        base = highest  # without a window the first tile holds a key that every query sees
+        if form.window is not None:
+            base = jnp.where(highest > -jnp.inf, highest, 0.0)
+        before, weights = jnp.exp(peak - base), jnp.exp(scores - base[:, None])
         values = load_values(key, any_query)
         return (
             highest,
-            total * before + jnp.sum(weights, axis=0),
-            weighted * before[None] + _product(values.T, weights.astype(values.dtype)),
+            total * before + jnp.sum(weights, axis=1),
+            weighted * before[:, None] + _product(weights.astype(values.dtype), values),
         )
 
     return lax.fori_loop(*tiles, add, _nothing(*q.shape))
-
-
-def _merged(state: State, found: State) -> State:
-    """What was seen before, and then by the next split. A split that a query does not see changes no bit."""
-    (peak, total, weighted), (new_peak, new_total, new_weighted) = state, found
-    highest = jnp.maximum(peak, new_peak)
-    base = _finite(highest)
-    before, now = jnp.exp(peak - base), jnp.exp(new_peak - base)
-    return highest, total * before + new_total * now, weighted * before[None] + new_weighted * now[None]
-
-
-def _finite(peak: jax.Array) -> jax.Array:
-    """The largest score, or 0 if no key was seen."""
-    return jnp.where(peak > -jnp.inf, peak, 0.0)
 
 
 def _lowest(position: jax.Array, window: int | None) -> Any:
@@ -277,21 +254,21 @@ def _with_sink(state: State, sink: jax.Array) -> State:
     peak, total, weighted = state
     highest = jnp.maximum(peak, sink)
     scale = jnp.exp(peak - highest)
-    return highest, total * scale + jnp.exp(sink - highest), weighted * scale[None]
+    return highest, total * scale + jnp.exp(sink - highest), weighted * scale[:, None]
 
 
 def _nothing(rows: int, columns: int) -> State:
     return (
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((columns, rows), jnp.float32),
+        jnp.zeros((rows, columns), jnp.float32),
     )
 
 
 def _divide(state: State) -> jax.Array:
-    """Weighted mean `[Dh, R]`; zero where nothing was attended to."""
+    """Weighted mean `[R, Dh]`; zero where nothing was attended to."""
     _, total, weighted = state
-    return weighted / jnp.where(total > 0, total, 1.0)[None]
+    return weighted / jnp.where(total > 0, total, 1.0)[:, None]
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:

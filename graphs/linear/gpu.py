@@ -1,9 +1,8 @@
-"""Products on CUDA, in Pallas for Triton: the bits of a row do not depend on the number of rows.
+"""Products of few rows on CUDA, in Pallas for Triton. More rows than `_MOST_ROWS` go to XLA, which is faster there.
 
 The weight is the left operand of the matrix instruction and rows are its columns, so that an element of the result is
-the same sum in the same order whether 1 row or 4,096 are multiplied, in tiles of any size (findings/gpu.md). Features
-that are too few to fill the device are summed in parts, as many as the shape of the weight says, which are added in
-order: by the programs that follow, or with many rows in the kernel itself.
+the same sum in the same order for any number of rows, in tiles of any size (findings/gpu.md). Features that are too
+few to fill the device are summed in parts, as many as the shape of the weight says, which are added in order.
 """
 
 import functools
@@ -27,6 +26,7 @@ from xla_engine.graphs.linear.products import (
     Term,
     Weight,
     activated,
+    feature_major,
     finished,
     kept_dtype,
     looked_up,
@@ -35,19 +35,19 @@ from xla_engine.graphs.linear.products import (
 )
 from xla_engine.graphs.sharding import Sharding
 
+_MOST_ROWS = 64
 _STEP = 64  # input features that divide a part
 _MOST_PARTS = 8
 _BUSY = 96  # programs that fill the device well enough
 _LONGEST_PART = 4096  # input features
-_MANY_ROWS = 256  # beyond them the parts are added in the kernel
 
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProducts:
-    """See `graphs.linear.products.Products`. Weights are in bfloat16; others go to XLA, and their bits may depend on
-    the number of rows. `interpret` runs the kernel as plain JAX, anywhere and slowly.
+    """See `graphs.linear.products.Products`. Weights that are not in bfloat16 (routers) go to XLA, too.
+    `interpret` runs the kernel as plain JAX, anywhere and slowly.
     """
 
     interpret: bool = False
@@ -100,34 +100,30 @@ class GpuProducts:
 
     def _product(self, weight: Weight, x: jax.Array, *, features_first: bool = False) -> jax.Array:
         """`weight [F, D]` times x `[N, D]`: float32 `[N, F]`, or `[F, N]`."""
-        if not isinstance(weight, jax.Array) or weight.dtype != jnp.bfloat16:  # a router in float32
-            return rows_first(weight, x).T if features_first else rows_first(weight, x)
+        if len(x) > _MOST_ROWS or not isinstance(weight, jax.Array) or weight.dtype != jnp.bfloat16:
+            return feature_major(weight, x) if features_first else rows_first(weight, x)
         (features, width), rows = weight.shape, len(x)
         tiles = _tiles(features, width, rows)
         shape = (features, rows) if features_first else (rows, features)
-        grid = (pl.cdiv(rows, tiles.rows), pl.cdiv(features, tiles.features))
-        apart = tiles.parts > 1 and not tiles.adds
-        out: jax.Array = pl.pallas_call(
+        parts: jax.Array = pl.pallas_call(
             functools.partial(product_kernel, tiles=tiles, features_first=features_first),
-            grid=(*grid, tiles.parts) if apart else grid,
-            out_shape=jax.ShapeDtypeStruct((tiles.parts, *shape) if apart else shape, jnp.float32),
-            compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+            grid=(pl.cdiv(features, tiles.features), tiles.parts),
+            out_shape=jax.ShapeDtypeStruct((tiles.parts, *shape), jnp.float32),
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=tiles.stages),
             interpret=self.interpret,
             name=product_kernel.__name__,
         )(x.astype(weight.dtype), weight)
-        return functools.reduce(jnp.add, out) if apart else out
+        return functools.reduce(jnp.add, parts)
 
 
 class _Tiles(NamedTuple):
-    """What a program multiplies: `features` by `rows`, `step` input features at a time, one of `parts` parts of the
-    input features or, if it `adds`, all of them in order."""
+    """What a program multiplies: `features` by `rows`, `step` input features at a time, of one of `parts` parts of
+    them. stages: steps that are loaded ahead."""
 
     features: int
     rows: int
     step: int
     parts: int
-    adds: bool
-    warps: int
     stages: int
 
 
@@ -138,12 +134,10 @@ def _tiles(features: int, width: int, rows: int) -> _Tiles:
     """
     parts = _parts(features, width)
     step = 128 if (width // parts) % 128 == 0 else _STEP
-    if rows > 64:
-        return _Tiles(128, 128, _STEP, parts, rows > _MANY_ROWS, warps=8, stages=4)
     columns = max(16, 1 << (rows - 1).bit_length())
     if columns > 16 and step == 128 and pl.cdiv(features, 128) * parts >= 128:
-        return _Tiles(128, columns, step, parts, False, warps=4, stages=3)
-    return _Tiles(64, columns, step, parts, False, warps=4, stages=5)
+        return _Tiles(128, columns, step, parts, stages=3)
+    return _Tiles(64, columns, step, parts, stages=5)
 
 
 def _parts(features: int, width: int) -> int:
@@ -157,49 +151,37 @@ def _parts(features: int, width: int) -> int:
 def product_kernel(
     x_ref: Ref,  # [N, D]
     weight_ref: Ref,  # [F, D]
-    out_ref: Ref,  # [N, F] or [F, N] float32; of several parts apart [J, ...]
+    out_ref: Ref,  # [J, N, F] or [J, F, N] float32
     *,
     tiles: _Tiles,
     features_first: bool,
 ) -> None:
-    """A tile of features of a tile of rows."""
+    """A tile of features of all rows, of one part of the input features."""
     (rows, width), features = x_ref.shape, len(weight_ref)
-    row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows)
-    feature = pl.program_id(1) * tiles.features + jnp.arange(tiles.features)
-    span = pl.cdiv(width, tiles.parts)
+    feature = pl.program_id(0) * tiles.features + jnp.arange(tiles.features)
+    row, part, span = jnp.arange(tiles.rows), pl.program_id(1), pl.cdiv(width, tiles.parts)
 
-    def part(index: Any) -> jax.Array:
-        def add(step: jax.Array, total: jax.Array) -> jax.Array:
-            column = index * span + step * tiles.step + jnp.arange(tiles.step)
-            inside = None if width % _STEP == 0 else (column < width)[None]
-            weight = _load(weight_ref, (feature[:, None], column[None]), feature[:, None], features, inside)
-            x = _load(x_ref, (row[:, None], column[None]), row[:, None], rows, inside)
-            return total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        column = part * span + step * tiles.step + jnp.arange(tiles.step)
+        inside = None if width % _STEP == 0 else (column < width)[None]
+        weight = _load(weight_ref, (feature[:, None], column[None]), features, inside)
+        x = _load(x_ref, (row[:, None], column[None]), rows, inside)
+        return total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
 
-        nothing = jnp.zeros((tiles.features, tiles.rows), jnp.float32)
-        return lax.fori_loop(0, pl.cdiv(span, tiles.step), add, nothing)
-
-    place: tuple[Any, ...] = ()
-    if tiles.parts == 1:
-        total = part(0)
-    elif tiles.adds:
-        total = lax.fori_loop(1, tiles.parts, lambda index, total: total + part(index), part(0))
-    else:
-        index = pl.program_id(2)
-        place, total = (index,), part(index)
+    nothing = jnp.zeros((tiles.features, tiles.rows), jnp.float32)
+    total = lax.fori_loop(0, pl.cdiv(span, tiles.step), add, nothing)
     at = (feature[:, None], row[None]) if features_first else (row[None], feature[:, None])
-    whole = rows % tiles.rows == 0 and features % tiles.features == 0
+    whole = rows == tiles.rows and features % tiles.features == 0
     mask = None if whole else (row < rows)[None] & (feature < features)[:, None]
-    plgpu.store(out_ref.at[(*place, *at)], total, mask=mask)
+    plgpu.store(out_ref.at[(part, *at)], total, mask=mask)
 
 
-def _load(ref: Ref, at: tuple[Any, ...], index: jax.Array, size: int, inside: jax.Array | None) -> jax.Array:
-    """Zero where `index`, a row of the result's tile, is not below `size`, and where not `inside`."""
-    mask = None if size % len(index) == 0 else index < size
+def _load(ref: Ref, at: tuple[jax.Array, jax.Array], size: int, inside: jax.Array | None) -> jax.Array:
+    """Zero where the first index is not below `size`, and where not `inside`."""
+    mask = None if size % len(at[0]) == 0 else at[0] < size
     if inside is not None:
         mask = inside if mask is None else mask & inside
     if mask is None:
         return plgpu.load(ref.at[at])
-    return plgpu.load(
-        ref.at[at], mask=jnp.broadcast_to(mask, jnp.broadcast_shapes(*(x.shape for x in at))), other=0.0
-    )
+    shape = jnp.broadcast_shapes(at[0].shape, at[1].shape)
+    return plgpu.load(ref.at[at], mask=jnp.broadcast_to(mask, shape), other=0.0)

@@ -91,6 +91,10 @@ class Runner:
         progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
         stored = stored_kinds(weights)
         config = resolve_length(config, model, dtype, device, stored)
+        if device.platform != "cpu":
+            # Programs of other sizes may multiply in another order there, which changes a bit now and then: too seldom
+            # for the self-check to find it each time (findings/gpu.md).
+            config = replace(config, prefill_lanes=config.prefill_lanes[-1:])
         self.context_length = config.context_length(model.max_position_embeddings)
         self.prefill_calls = 0
         self.block_storage: BlockStorage | None = None
@@ -100,7 +104,8 @@ class Runner:
         self._check_prefix_cache(device_proposer is not None)
         self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
-        self.buckets = buckets[-1:] if self.spec.attention.bounded_by_length else buckets
+        one_bucket = self.spec.attention.bounded_by_length or device.platform != "cpu"
+        self.buckets = buckets[-1:] if one_bucket else buckets
         # The sizes in use, ascending. The self-check removes all but the largest if the choice would change bits.
         self.lane_choices = config.prefill_lanes
         self.bucket_choices = self.buckets
