@@ -21,6 +21,13 @@ from jax.extend.core import Jaxpr
 _OPTIONS = {"xla_cpu_enable_platform_dependent_math": False}
 
 
+LOADING, COMPILING = "loading stored programs", "compiling programs"
+
+
+def _silent(doing: str, ready: int) -> None:
+    """Show nothing."""
+
+
 @cache
 def compiler_options() -> dict[str, bool] | None:
     """The options that every program is compiled with; None on other devices, and if XLA does not know the option."""
@@ -98,9 +105,13 @@ class Inventory:
         self._reports: dict[str, GraphReport] = {}
 
     def compile(
-        self, programs: list[Program], *, threads: int = 2, progress: Callable[[str], None] | None = None
+        self, programs: list[Program], *, threads: int = 2, progress: Callable[[str, int], None] = _silent
     ) -> None:
-        """Load, or lower and compile, all programs; `progress` is called with each finished program's name."""
+        """Load, or lower and compile, all programs.
+
+        progress: called with what is being done and the number of programs that are ready.
+        """
+        progress(LOADING, 0)
         store = self._store
         keys = [None if store is None else store.key(program) for program in programs]
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
@@ -108,13 +119,15 @@ class Inventory:
             missing = [
                 job for job, each in zip(zip(programs, keys, strict=True), found, strict=True) if each is None
             ]
+            ready = len(programs) - len(missing)
+            progress(COMPILING if missing else LOADING, ready)
             options = compiler_options() if missing else None
             made = iter([pool.submit(self._build, *job, options) for job in self._lower(missing)])
             for program, each in zip(programs, found, strict=True):
-                compiled, report = next(made).result() if each is None else each
-                self._compiled[program.name], self._reports[program.name] = compiled, report
-                if progress is not None:
-                    progress(program.name)
+                if each is None:
+                    each, ready = next(made).result(), ready + 1
+                    progress(COMPILING, ready)
+                self._compiled[program.name], self._reports[program.name] = each
 
     def _load(self, program: Program, key: str | None) -> tuple[Any, GraphReport] | None:
         began = time.perf_counter()

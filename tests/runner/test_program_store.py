@@ -18,12 +18,13 @@ import pytest
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.inventory import GraphReport, Inventory, Program, _named
+from xla_engine.graphs.inventory import COMPILING, LOADING, GraphReport, Inventory, Program, _named
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.runner import program_key
 from xla_engine.runner.program_key import NoKeyError, code_key, platform_key
 from xla_engine.runner.program_store import ProgramStore, program_store
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.startup import StartTimes, silent
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only programs of CPUs are stored")
 
@@ -57,18 +58,22 @@ def test_a_second_engine_loads_every_program_and_gives_the_same_bits(
 ) -> None:
     monkeypatch.setattr("xla_engine.runner.runner.program_store", lambda *_: ProgramStore(tmp_path))
 
-    def run() -> tuple[list[bool], list[Any]]:
-        with XlaBatchEngine(tiny_checkpoint(), None, TINY_ENGINE) as engine:
+    def run() -> tuple[list[bool], list[Any], set[str]]:
+        times = StartTimes(0.0)
+        progress = times.following(silent)
+        with XlaBatchEngine(tiny_checkpoint(), None, TINY_ENGINE, progress=progress) as engine:
             for seed in range(5):
                 params = SamplingParams(temperature=seed / 2, seed=seed, max_tokens=7, logprobs=2)
                 engine.submit([*range(1, 4 + 9 * seed)], params)
             found = {output.request_id: output.outputs[0] for output in engine.drain()}
             assert engine.stats().compiles_warmup >= len(engine.inventory_report())
             answers = [(found[name].token_ids, repr(found[name].logprobs)) for name in sorted(found)]
-            return [was_loaded(each) for each in engine.inventory_report()], answers
+            parts = {LOADING, COMPILING} & times.parts.keys()
+            return [was_loaded(each) for each in engine.inventory_report()], answers, parts
 
-    (first, expected), (second, answers) = run(), run()
+    (first, expected, cold), (second, answers, warm) = run(), run()
     assert not any(first) and all(second) and len(second) > 3
+    assert cold == {LOADING, COMPILING} and warm == {LOADING}  # what the summary of a start tells
     assert answers == expected
 
 

@@ -6,7 +6,6 @@ order in which they were started.
 
 import functools
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -180,11 +179,8 @@ class Runner:
             stale_is_harmless=self.spec.attention.bounded_by_length,
         )
         self._block_moves = BlockMoves(self._inventory, self._parked, config.block_size, put)
-        compiled = itertools.count(1)
-        progress(StartupStep(f"compiling {len(programs)} programs"))
         self._inventory.compile(
-            programs,
-            progress=lambda name: progress(StartupStep(f"compiling {name}", next(compiled), len(programs))),
+            programs, progress=lambda doing, ready: progress(StartupStep(doing, ready, len(programs)))
         )
         if store is not None and store.has_new:
             store.tidy()

@@ -1,6 +1,6 @@
 """A vision tower on the device: tiles in, features out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,12 +36,11 @@ class VisionTower:
         dtype: str,
         weights: Mapping[str, Array],
         table: Array,
-        progress: Callable[[str], None] | None = None,
     ) -> None:
-        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`. progress: as in `Inventory`."""
+        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`."""
         self.config = config
         self._inventory = Inventory()
-        self._inventory.compile(vision_programs(config, jnp.dtype(DTYPES[dtype])), progress=progress)
+        self._inventory.compile(vision_programs(config, jnp.dtype(DTYPES[dtype])))
 
         def placed(names: Mapping[str, Any], prefix: str = "") -> dict[str, jax.Array]:
             return {name: jax.device_put(weights[prefix + name]) for name in names}

@@ -50,8 +50,7 @@ class StartTimes:
         """End the current part, now or at time `at`, and begin `doing`."""
         now = self._clock() if at is None else at
         self.parts[self._doing] = self.parts.get(self._doing, 0.0) + now - self._since
-        name = doing.partition(" (")[0]  # programs are compiled one by one
-        self._since, self._doing = now, "compiling" if name.startswith("compiling") else name
+        self._since, self._doing = now, doing.partition(" (")[0]
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.parts.items())
