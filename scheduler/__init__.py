@@ -16,6 +16,8 @@ from xla_engine.scheduler.plan import Chunk as Chunk
 from xla_engine.scheduler.plan import Continuation as Continuation
 from xla_engine.scheduler.plan import Decision as Decision
 from xla_engine.scheduler.plan import Decoded as Decoded
+from xla_engine.scheduler.plan import Encode as Encode
+from xla_engine.scheduler.plan import FeatureSpan as FeatureSpan
 from xla_engine.scheduler.plan import Plan as Plan
 from xla_engine.scheduler.plan import ResultMismatchError as ResultMismatchError
 from xla_engine.scheduler.plan import Reuse as Reuse

@@ -38,6 +38,8 @@ class SchedulerConfig(Immutable):
     preemption: a request may take the slot of one that is behind it in line; see `Scheduler.preempt`.
     swap_tokens: tokens of parked requests that fit into host memory.
     recompute_tokens: requests of up to this many tokens are recomputed instead of parked, if that is exact.
+    feature_places: tiles whose features fit into the feature buffer; 0: requests have no pictures.
+    encode_stages: of the vision tower, for one tile. encode_slice: how many run in a step in which rows decode.
     stores_blocks: plans say which blocks to copy out of the pool: those that a second request shares.
     keeps_finished: finished requests can be extended, see `scheduler.continuation`.
     """
@@ -63,6 +65,9 @@ class SchedulerConfig(Immutable):
     recompute_tokens: int = 0
     keeps_finished: bool = False
     stores_blocks: bool = False
+    feature_places: int = 0
+    encode_stages: int = 1
+    encode_slice: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -77,6 +82,8 @@ class SchedulerConfig(Immutable):
             "mamba_cache_states",
             "num_blocks",
             "quantum",
+            "encode_stages",
+            "encode_slice",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.request import FinishReason
@@ -22,6 +22,30 @@ class Slot(Immutable):
     epoch: int
 
 
+class FeatureSpan(NamedTuple):
+    """`length` positions of a chunk, from its position `at` on, read features instead of embeddings of their tokens:
+    those of the tile at `place` of the feature buffer, from its row `row` on."""
+
+    at: int
+    place: int
+    row: int
+    length: int
+
+
+class Encode(NamedTuple):
+    """Stages `begin` to `end` of the vision tower for one tile; after the last, its features are at `place` of the
+    feature buffer. Only one tile is encoded at a time; stages of another may follow at 0 only.
+
+    tile: uint8 `[side, side, 3]`.
+    """
+
+    request_id: str
+    tile: Any
+    begin: int
+    end: int
+    place: int
+
+
 class Chunk(NamedTuple):
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
@@ -31,6 +55,7 @@ class Chunk(NamedTuple):
 
     is_first: this is the first chunk in this occupancy; positions before `start` come from the prefix cache.
     generated: how many tokens at the end of the context the request itself had sampled before it was preempted.
+    features: where pictures' features take the place of tokens.
     """
 
     slot: Slot
@@ -40,6 +65,7 @@ class Chunk(NamedTuple):
     is_last: bool
     is_first: bool = False
     generated: int = 0
+    features: tuple[FeatureSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +229,7 @@ class Plan:
     to_decode: rows that move from `verify` to `decode` for this and the following steps.
     to_speculate: ids of the requests that move from `decode` to `verify`.
     held: ids of constrained requests that skip this step because their mask is not ready.
+    encodes: work of the vision tower; it runs before the chunks.
     is_late: since the last non-empty plan, a plan was empty while requests were held.
     """
 
@@ -226,6 +253,7 @@ class Plan:
     to_speculate: tuple[str, ...] = ()
     continues: tuple[Continuation, ...] = ()
     held: frozenset[str] = frozenset()
+    encodes: tuple[Encode, ...] = ()
     is_late: bool = False
 
     @property
@@ -234,7 +262,7 @@ class Plan:
 
         An empty plan is neither started nor committed.
         """
-        return not (self.chunks or self.decode or self.verify or self.parks or self.resumes)
+        return not (self.chunks or self.decode or self.verify or self.parks or self.resumes or self.encodes)
 
     @property
     def decode_rows(self) -> tuple[Row | VerifyRow, ...]:
@@ -254,6 +282,7 @@ class Plan:
         return tuple([chunk for chunk in self.chunks if chunk.is_last])
 
 
+ENCODING = "its pictures are being encoded"  # why a request waits
 MASK = "its mask is being computed"  # why a request is held
 LOADING = "its cached prefix is being loaded"  # why a request waits
 

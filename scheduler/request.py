@@ -96,6 +96,22 @@ class Request(Immutable):
     images: tuple[PromptImage, ...] = ()
 
     @property
+    def content(self) -> Sequence[int]:
+        """The prompt as caches compare it: token ids, and at the positions of pictures numbers below 0.
+
+        They are made of digest, tile and place in the tile, so equal content means equal tokens and pictures.
+        """
+        if not self.images:
+            return self.prompt_token_ids
+        found = list(self.prompt_token_ids)
+        for image in self.images:
+            picture = int(image.digest, 16)
+            for tile, (start, length) in enumerate(image.spans):
+                for at in range(length):
+                    found[start + at] = -1 - (((picture << 32) + tile << 32) + at)
+        return tuple(found)
+
+    @property
     def group(self) -> str:
         """Names the requests whose text may be used to draft for each other: same salt and adapter."""
         return f"{self.cache_salt}\0{self.adapter}" if self.adapter else self.cache_salt

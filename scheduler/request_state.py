@@ -94,6 +94,13 @@ class RequestState:
         return (*prompt, *self.generated[: self.base]) if self.base else prompt
 
     @property
+    def content(self) -> Sequence[int]:
+        """`context` as caches compare it, see `Request.content`."""
+        if not self.request.images:
+            return self.context
+        return (*self.request.content, *self.generated[: self.base])
+
+    @property
     def context_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + self.base
 

@@ -7,10 +7,12 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
 from xla_engine.scheduler.plan import (
+    ENCODING,
     LOADING,
     MASK,
     Admitted,
     Decision,
+    Encode,
     Plan,
     Speculation,
     StepResult,
@@ -80,6 +82,11 @@ class Scheduler:
         """
         if (why := self.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
             raise ValueError(f"request {request.request_id!r} can never run: {why}")
+        if (tiles := sum(len(image.spans) for image in request.images)) > self.config.feature_places:
+            raise ValueError(
+                f"request {request.request_id!r} can never run: it has {tiles} tiles, and the feature buffer has room "
+                f"for {self.config.feature_places}"
+            )
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
         state = RequestState(request=request, arrival=self._submitted, turn=next(self._waiting.turns))
@@ -136,7 +143,8 @@ class Scheduler:
             decisions += self._preemption.grow(
                 (*self._constrained.ready(), *self._speculating.ready()), self._next_step
             )
-        admitted, resumes, continues = self._admit(decisions)
+        encodes: list[Encode] = []
+        admitted, resumes, continues = self._admit(decisions, encodes)
         work, alone = NO_PREFILL, False
         if self._prefilling:
             rows = len(self._decoding) + len(self._constrained) + len(self._speculating)
@@ -162,7 +170,7 @@ class Scheduler:
                 self._committer.differ(self._next_step + 1)
             planned += self._constrained.done()
         decisions.extend(self._hand_over(state) for state in planned)
-        is_empty = not (work.chunks or decode or verify or parks or resumes)
+        is_empty = not (work.chunks or decode or verify or parks or resumes or encodes)
         stores, loads = ((), ()) if blocks is None or is_empty else blocks.take_stored()
         plan = Plan(
             step=self._next_step,
@@ -185,6 +193,7 @@ class Scheduler:
             to_speculate=to_speculate,
             continues=continues,
             held=self._gated(held) if held else frozenset(),
+            encodes=tuple(encodes),
             is_late=self._is_late,
         )
         self._is_late = is_empty and (self._is_late or bool(held))
@@ -257,8 +266,28 @@ class Scheduler:
             self._hand_over(state)
         return events
 
-    def _admit(self, decisions: list[Decision]) -> Admitted:
-        """Give free slots to the requests at the head of the queue."""
+    def _encode(self, state: RequestState) -> tuple[Encode, ...] | None:
+        """Work of the vision tower for a request that needs features to get a slot, or none; None if it needs none.
+
+        A prompt whose keys and values are cached needs them, too: the cache may have lost them when it is prefilled.
+        """
+        features = self._kv.features
+        if (
+            features is None
+            or not state.request.images
+            or state.goes_on
+            or state.status is not Status.WAITING
+        ):
+            return None
+        if features.has_all(state.request):
+            return None
+        readers = (each.request for each in self._prefilling)
+        shares = bool(len(self._decoding) or len(self._constrained) or len(self._speculating))
+        encode = features.encode(state.request, readers, shares=shares)
+        return () if encode is None else (encode,)
+
+    def _admit(self, decisions: list[Decision], encodes: list[Encode]) -> Admitted:
+        """Give free slots to the requests at the head of the queue. encodes: receives work of the vision tower."""
         admitted, resumes, continues = [], [], []
         self.awaits_blocks = None
         while self._waiting:
@@ -272,6 +301,10 @@ class Scheduler:
             if state.awaits_blocks and self.missing_blocks(state.request_id):
                 self.awaits_blocks = state.request_id
                 decisions.append(state.decide("wait", LOADING))
+                break
+            if (encode := self._encode(state)) is not None:
+                encodes.extend(encode)
+                decisions.append(state.decide("wait", ENCODING))
                 break
             if state.goes_on and not self._kv.still_holds(state):
                 state.goes_on, state.occupancy = False, None

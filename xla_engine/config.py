@@ -77,7 +77,7 @@ _PORTABLE_FREE = frozenset(
         ),
         *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
         *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
-        *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes"),
+        *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes", "image_cache_bytes"),
         *("preemption", "swap_space", "compile_cache", "self_check"),
         *("speculative_config", "step_timeout_s", "phase_timers", "keep_finished", "shadow_rate", "runner"),
     )
@@ -98,6 +98,7 @@ SMALLEST_BATCH = 8
 # The defaults of saved states (findings/prefix_cache.md).
 STATE_INTERVAL = 1024
 STATES_PER_SLOT = 2
+IMAGE_CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,9 @@ class EngineConfig:
         programs; with the C++ products, no bit of requests without an adapter changes.
     max_loras: the number of adapter slots. The cost of a step depends only on the adapters in use.
     max_lora_rank: the highest rank of an adapter.
+    image_cache_bytes: room for the features of pictures, for models with a vision tower (docs/images.md). A prompt's
+        pictures must fit; those used last stay, so that further questions about a picture do not encode it again. None
+        takes 64 MiB; with 0, the tower is not loaded, and prompts have no pictures.
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
         (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
         modules.json of sentence-transformers.
@@ -269,6 +273,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    image_cache_bytes: int | None = None
     runner: str = "auto"
     pooler_config: Mapping[str, Any] | None = None
     hf_overrides: Mapping[str, Any] | None = None
@@ -311,6 +316,8 @@ class EngineConfig:
             at_least("max_model_len", self.max_model_len, 2)
         if self.max_waiting is not None:
             at_least("max_waiting", self.max_waiting, 1)
+        if self.image_cache_bytes is not None:
+            at_least("image_cache_bytes", self.image_cache_bytes, 0)
         if self.max_num_batched_tokens is not None:
             at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if isinstance(self.quantization, str) and self.quantization in _PACKED:
@@ -516,13 +523,16 @@ class EngineConfig:
         return (*sorted({whole_spans(size) for size in sizes if whole_spans(size) < longest}), longest)
 
     def options(self) -> dict[str, Any]:
-        """All options by name that are compared with those in files; without speculation, timers and the prefix cache
-        on disk, which change no result.
+        """All options by name that are compared with those in files; without speculation, timers, and caches of
+        prefixes on disk and of pictures, which change no result.
 
         Options that were added later are omitted if they have their default, so that older files stay valid.
         """
         given = asdict(self)
-        for name in ("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"):
+        for name in (
+            *("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"),
+            "image_cache_bytes",
+        ):
             del given[name]
         late = (
             *(("bits", "machine"), ("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1)),

@@ -14,7 +14,7 @@ from xla_engine.graphs.kv_cache.cache import places
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.lora.products import with_adapters
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.lanes import Extents, targets
 from xla_engine.graphs.row_state.rows import Rows, Tables, with_rows
@@ -43,6 +43,8 @@ class Lanes:
     whole: bool `[P]`, the output of the last layer is read at every position of the lane, not only where a token is
         sampled; None: true for all lanes.
     adapter: i32 `[P]`, as in `Rows`, for all lanes; None in an engine without adapters.
+    feature: i32 `[P, T]`, the row of the feature buffer that takes the place of the token's embedding; -1: none. None
+        in an engine without pictures.
     """
 
     tokens: jax.Array
@@ -57,6 +59,7 @@ class Lanes:
     sampling: SamplingRows
     whole: jax.Array | None = None
     adapter: jax.Array | None = None
+    feature: jax.Array | None = None
 
 
 def prefill_chunk(
@@ -69,6 +72,7 @@ def prefill_chunk(
     rows: Rows,
     lanes: Lanes,
     tables: Tables,
+    features: jax.Array | None = None,
     *,
     processed_logprobs: bool = False,
     taps: tuple[int, ...] = (),
@@ -78,6 +82,7 @@ def prefill_chunk(
     Static: `spec`; `key_length`, the bucket of keys attended to, at least the end of every lane; `head_rows >= P`, the
     rows of output head and sampler, the same in every prefill graph so that no bit depends on the number of lanes;
     `processed_logprobs`, see `sample`; `taps`, layers.
+    features: the feature buffer f32 `[R, D]`, for `Lanes.feature`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that do not complete a prompt), the most
     likely tokens as packed by `graphs.sampling.logprobs.logprobs`, and the residual stream after the last layer f32
     `[P * T, D]`, arbitrary at positions that are not read. With taps, also the residual stream before these layers,
@@ -91,7 +96,7 @@ def prefill_chunk(
     updated, streams = through_layers(
         spec,
         key_length,
-        model.hidden,
+        model.hidden if features is None else _merging(model, lanes, features),
         rope,
         cache,
         rows,
@@ -122,6 +127,19 @@ def prefill_chunk(
     told = sampled._replace(token=jnp.where(lanes.is_last, sampled.token, -1))
     armed = _arm(rows, lanes, sampled.token, length)
     return updated, armed, told.packed(), told.top, streams[-1], *tapped(streams, taps)
+
+
+def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
+    """`Decoder.hidden` with features of pictures where `Lanes.feature` says so, whatever the tokens are."""
+    assert lanes.feature is not None
+    row = lanes.feature.reshape(-1)
+
+    def hidden(tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        x = model.embedded(tokens, call.products)
+        x = jnp.where((row >= 0)[:, None], features[jnp.maximum(row, 0)], x)
+        return model.through(x, call)
+
+    return hidden
 
 
 def through_layers(

@@ -6,6 +6,7 @@ from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.features import Features
 from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.kv.slots import Slots
@@ -20,6 +21,7 @@ class KVAllocator:
     blocks: None without a block pool, when every slot has its own memory.
     cache: finds cached prefixes in slots or blocks; None without prefix caching.
     states: the saved states of recurrent layers, which limit what can be reused of a prefix; None if there are none.
+    features: the places of pictures' features; None without a vision tower.
 
     The least recently used content is overwritten first; time is measured in steps.
     """
@@ -30,6 +32,7 @@ class KVAllocator:
         self._held: SlotPrefixCache | None = None  # what slots hold; None with a block pool
         self.cache: SlotPrefixCache | BlockManager | None = None
         self.states: PrefixStates | None = None
+        self.features = Features(config) if config.feature_places else None
         if config.enable_prefix_caching:
             if self.blocks is None:
                 hashes = BlockHashes(config.block_size, config.cache_key)
@@ -136,6 +139,8 @@ class KVAllocator:
     def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
         self.slots.check()
+        if self.features is not None:
+            self.features.check()
         if self._held is not None:
             self._held.check()
         if self.states is not None:

@@ -1,7 +1,8 @@
 """Prefix caching for slots with their own memory: finds the slot that holds the longest prefix of a prompt.
 
-A slot's content is a sequence of tokens whose keys and values are at its first positions. It is indexed by the keys of
-its blocks (`scheduler.kv.block_hashes`); the tokens after the last full block are compared one by one.
+A slot's content is a sequence of tokens (and numbers for pictures, see `Request.content`) whose keys and values are
+at its first positions. It is indexed by the keys of its blocks (`scheduler.kv.block_hashes`); the tokens after the
+last full block are compared one by one.
 
 Content is entered when the plan that writes it has been made, and removed when the plan that overwrites it is being
 made. The device runs plans in order, and within a plan copies run first. A hit is used in the plan that looks it up,
@@ -61,7 +62,7 @@ class SlotPrefixCache:
         holders = list(self._holders[key])[:_HOLDERS_COMPARED]
         if own is not None and own in self._holders[key]:
             holders.insert(0, own)
-        context, known = state.context, matched * self._hashes.block_size
+        context, known = state.content, matched * self._hashes.block_size
         best, longest = -1, 0
         for index in holders:
             content = self._contents[index]
@@ -97,7 +98,7 @@ class SlotPrefixCache:
 
     def extend(self, state: RequestState, length: int) -> None:
         """Note that the plan being made has written `length` tokens of a request's context."""
-        self._hold(state.slot, state.context, length, self._hashes.of_context(state))
+        self._hold(state.slot, state.content, length, self._hashes.of_context(state))
 
     def end(self, state: RequestState) -> None:
         """Also enter the generated tokens of a request that leaves, unless its slot has been reused since.
@@ -107,7 +108,7 @@ class SlotPrefixCache:
         content = self._contents[state.slot.index]
         if content.occupancy != state.slot or content.length < state.context_tokens:
             return
-        tokens = (*state.request.prompt_token_ids, *state.generated)
+        tokens = (*state.request.content, *state.generated)
         self._hold(state.slot, tokens, max(content.length, len(tokens) - 1), self._hashes.of_all(state))
 
     def _hold(self, occupancy: Slot, tokens: Sequence[int], length: int, keys: tuple[bytes, ...]) -> None:

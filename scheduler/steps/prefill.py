@@ -6,6 +6,7 @@ from typing import NamedTuple
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.features import Features
 from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 from xla_engine.scheduler.plan import Chunk, Decision, Reuse, SavedState
@@ -45,8 +46,10 @@ class Prefilling:
         config: SchedulerConfig,
         cache: SlotPrefixCache | BlockManager | None,
         saved: PrefixStates | None = None,
+        features: Features | None = None,
     ) -> None:
-        """saved: the saved states of recurrent layers; None if the model has none."""
+        """saved: the saved states of recurrent layers; None if the model has none. features: None without a tower."""
+        self._features = features
         self._config = config
         self._chunk_size = config.chunk_size
         self._limit = config.max_num_batched_tokens
@@ -181,7 +184,14 @@ class Prefilling:
         slot, name, end, generated = state.slot, state.request_id, len(context), state.base
         cuts = policy.next_cuts(begun, end, self._chunk_size, count)
         state.prefilled = cuts[-1][1]
-        return [
+        chunks = [
             Chunk(slot, name, start, context[start:stop], stop == end, is_first and start == begun, generated)
             for start, stop in cuts
+        ]
+        if self._features is None or not state.request.images:
+            return chunks
+        request, features = state.request, self._features
+        return [
+            chunk._replace(features=features.spans(request, start, stop))
+            for chunk, (start, stop) in zip(chunks, cuts, strict=True)
         ]

@@ -25,7 +25,7 @@ class Running:
         """decoding: the same as the committer's."""
         self._kv = kv
         self._committer = committer
-        self.prefilling = Prefilling(config, kv.cache, kv.states)
+        self.prefilling = Prefilling(config, kv.cache, kv.states, kv.features)
         self.decoding = decoding
         self.constrained = Constrained()
         self.speculating = Speculating(kv.blocks)

@@ -134,6 +134,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "mamba_cache_states": None,
         "prefix_cache_dir": None,
         "prefix_cache_bytes": 10 << 30,
+        "image_cache_bytes": None,
         "quantization": None,
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",

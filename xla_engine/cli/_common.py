@@ -143,6 +143,12 @@ device_options = together(
         metavar="N",
     ),
     engine_option(
+        "image_cache_bytes",
+        "Room for features of pictures, 64 MiB by default; with 0, the vision tower is not loaded.",
+        click.IntRange(0),
+        metavar="N",
+    ),
+    engine_option(
         "tensor_parallel_size",
         "Number of devices that share the model, each with a part of every weight.",
         click.IntRange(1),

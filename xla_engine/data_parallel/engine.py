@@ -110,7 +110,7 @@ class DataParallelEngine:
             takes_turns=self.config.scheduling_policy == "round_robin",
             has_dry=self.config.enable_dry,
             never_fits=room.never_fits,
-            images="data_parallel_size above 1 does not take them; use one engine",
+            images="this engine reads no pictures: data_parallel_size above 1 does not support them; use one engine",
         )
         self._collector = OutputCollector()  # for requests that were submitted without one
         self._submitted = 0

@@ -23,7 +23,7 @@ from xla_engine.engine.reports import Reports
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.seeds import noise_key
-from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.requests.validation import NO_PICTURES, ImageForm, RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.proposer import Proposer
@@ -35,6 +35,7 @@ from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import GraphReport
+from xla_engine.images.tower import load_tower
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_weights
 from xla_engine.model_loader.describe import describe
@@ -49,9 +50,11 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.make import device_proposer_of
+from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.self_check.remembered import self_check
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Peek, Scheduler, Snapshot
 from xla_engine.scheduler.continuation import forget_slots
@@ -60,6 +63,12 @@ from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.resident import release_free_memory
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
+
+
+def _image_form(tower: VisionTower, features: FeatureBuffer | None) -> ImageForm:
+    assert features is not None
+    side = tower.config.image_size
+    return ImageForm((side, side, 3), tower.config.tokens, features.places)
 
 
 class XlaBatchEngine:
@@ -89,12 +98,14 @@ class XlaBatchEngine:
         chat_template: ChatTemplate | None = None,
         draft: Checkpoint | None = None,
         pooler: PoolingForm | None = None,
+        tower: VisionTower | str = NO_PICTURES,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights onto the device and compile all programs.
 
         draft: the draft model; None loads the one that `speculative_config` names.
         pooler: how prompts are pooled if `config.runner` is "pooling"; None takes the last token's vector.
+        tower: encodes pictures; or why there is none, which requests with pictures are told.
         progress: called at each step of the start: weights, C++ kernels, programs, self-check.
         """
         config = config or EngineConfig()
@@ -106,6 +117,7 @@ class XlaBatchEngine:
             config,
             device_proposer=device_proposer_of(config, checkpoint, tokenizer, draft),
             pooling=None if pooler is None else pooler.pooling_type,
+            tower=None if isinstance(tower, str) else tower,
             progress=progress,
         )
         self.config = config = runner.config
@@ -142,6 +154,7 @@ class XlaBatchEngine:
             has_dry=config.enable_dry,
             pooler=pooler,
             hidden_size=checkpoint.config.hidden_size,
+            images=tower if isinstance(tower, str) else _image_form(tower, runner.features),
             never_fits=lambda prompt_tokens, max_tokens: state.scheduler.never_fits(
                 prompt_tokens, max_tokens
             ),
@@ -199,6 +212,7 @@ class XlaBatchEngine:
             described.options,
             chat_template=described.chat_template,
             pooler=described.pooling,
+            tower=load_tower(described),
             progress=progress,
         )
         engine.default_params = SamplingParams.from_mapping(described.sampling_defaults)

@@ -153,6 +153,8 @@ class Continuations:
         request = (
             request_of(self._state.scheduler, part.request_id) if found is None else found[index].request
         )
+        if request is not None and request.images:
+            raise InvalidRequestError("requests with pictures cannot be forked; submit the longer prompt")
         if params is None:
             params = replace(row.params, seed=row.seed)
         if seed is not None:

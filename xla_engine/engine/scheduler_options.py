@@ -32,6 +32,8 @@ def scheduler_config(
         prefill_equals_decode=check is not None and check.prefill_equals_decode,
         cut_invariant=check is not None and check.cut_invariant,
         keeps_finished=config.keep_finished > 0,
+        feature_places=0 if runner.features is None else runner.features.places,
+        encode_stages=1 if runner.features is None else runner.features.tower.stages,
         stores_blocks=config.prefix_cache_dir is not None,
         preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
         swap_tokens=host_bytes // max(runner.kv_bytes_per_token, 1),

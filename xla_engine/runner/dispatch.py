@@ -13,6 +13,7 @@ from xla_engine.graphs.row_state.packing import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
+from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
 from xla_engine.runner.pooling.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
@@ -64,11 +65,13 @@ class Dispatch:
         *,
         device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
+        features: FeatureBuffer | None = None,
     ) -> None:
         """put: copies host arrays to the devices. context_length: the most positions of a request.
         state_moves: saves states of recurrent layers.
-        device_proposer: drafts in verify programs. pooling: pools prompts.
+        device_proposer: drafts in verify programs. pooling: pools prompts. features: None without a vision tower.
         """
+        self._features = features
         self.put = put
         self._pooling = pooling
         # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
@@ -99,7 +102,7 @@ class Dispatch:
         for lanes in config.prefill_lanes:
             for bucket in buckets:
                 idle = self.put(pack(idle_lanes(config, lanes)))
-                _, _, hidden, *seen = self.run(prefill_name(lanes, bucket), idle)
+                _, _, hidden, *seen = self.run_prefill(prefill_name(lanes, bucket), idle)
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
             if self._pooling is not None:
@@ -111,6 +114,10 @@ class Dispatch:
             for lanes, width in config.verify_shapes:
                 idle = self.put(pack(no_drafts(lanes, width)))
                 jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
+
+    def run_prefill(self, name: str, work: Any) -> tuple[Any, ...]:
+        """`run` for prefill programs."""
+        return self.run(name, work) if self._features is None else self.run(name, work, self._features.rows)
 
     def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
         """`run` for verify programs."""
@@ -185,11 +192,21 @@ class Dispatch:
         armed = last if self._pooling is None else self._pooling.without(last)
         adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
         whole = None if self.reads_all else [bool(_asked(chunk, settings)) for chunk in chunks]
+        feature = (
+            None if self._features is None else self._features.of_chunks(chunks, lanes, self._chunk_size)
+        )
         filled = make_lanes(
-            chunks, armed, lanes, self._chunk_size, dry=self._dry, adapters=adapters, whole=whole
+            chunks,
+            armed,
+            lanes,
+            self._chunk_size,
+            dry=self._dry,
+            adapters=adapters,
+            whole=whole,
+            feature=feature,
         )
         work = self.put(pack(filled))
-        samples, top, hidden, *seen = self.run(name, work)
+        samples, top, hidden, *seen = self.run_prefill(name, work)
         self.read_prompts(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
             self.lengths[chunk.slot.index] = end

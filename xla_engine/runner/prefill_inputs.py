@@ -21,12 +21,13 @@ def make_lanes(
     dry: bool = False,
     adapters: Sequence[int] | None = None,
     whole: Sequence[bool] | None = None,
+    feature: Any = None,
 ) -> Lanes:
     """Host arrays of one prefill call.
 
     last: by lane, the settings of rows that complete their prompt. dry: include the parameters of DRY.
     adapters: adapter slots of the chunks; None in an engine without adapters. whole: of the chunks, as in `Lanes`;
-        None: all true.
+        None: all true. feature: as in `Lanes`.
     """
     # Any, because the fields of `Lanes` are declared as jax arrays.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
@@ -60,13 +61,17 @@ def make_lanes(
         sampling=sampling_rows(lanes, last, dry=dry),
         whole=is_whole,
         adapter=adapter,
+        feature=feature,
     )
 
 
 def idle_lanes(config: EngineConfig, lanes: int) -> Lanes:
     """The input of a prefill call without work."""
     adapters = () if config.enable_lora else None
-    return make_lanes([], {}, lanes, config.chunk_size, dry=config.enable_dry, adapters=adapters)
+    feature = np.full((lanes, config.chunk_size), -1, np.int32) if config.image_cache_bytes else None
+    return make_lanes(
+        [], {}, lanes, config.chunk_size, dry=config.enable_dry, adapters=adapters, feature=feature
+    )
 
 
 def prompt_targets(chunk: Chunk, row: RowSettings) -> tuple[int, ...]:

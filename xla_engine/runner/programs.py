@@ -54,12 +54,14 @@ def make_programs(
     tables: Tables,
     device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
+    features: jax.Array | None = None,
 ) -> list[Program]:
     """All programs of one engine. Only the shapes of the arrays matter.
 
     buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
+    features: the feature buffer, which prefill reads; None without a vision tower.
     saved: the room for saved states of recurrent layers; empty: none are saved.
 
     Row state and lanes are packed (`graphs.row_state.packing`) between programs.
@@ -74,9 +76,10 @@ def make_programs(
     )
     programs: list[Program] = []
 
-    def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None) -> None:
-        """Add a step. work: its abstract input. idle: for prefill, an input without work, which defines its layout."""
-        run, given = _on_packed(function, rows, idle), (*state, work, wide)
+    def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None, *more: Any) -> None:
+        """Add a step. work: its abstract input. idle: for prefill, an input without work, which defines its layout.
+        more: further abstract inputs."""
+        run, given = _on_packed(function, rows, idle), (*state, work, wide, *more)
         programs.append(Program(name=name, function=run, arguments=given, donate=(2, 3)))
 
     for bucket in buckets:
@@ -87,7 +90,8 @@ def make_programs(
         )
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes)
-            add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle)
+            more = () if features is None else (_abstract(features),)
+            add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle, *more)
         for lanes, width in config.verify_shapes:
             none = no_drafts(lanes, width)
             verify = _on_packed(

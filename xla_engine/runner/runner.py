@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
@@ -35,6 +35,7 @@ from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import Devices
 from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
+from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -55,6 +56,7 @@ from xla_engine.runner.state_moves import StateMoves
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
@@ -76,13 +78,21 @@ class Runner:
         *,
         device_proposer: Callable[[EngineConfig, ModelConfig, int], DeviceProposer] | None = None,
         pooling: str | None = None,
+        tower: VisionTower | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights and compile all programs.
 
         device_proposer: called with options, model and context length; makes the proposer that drafts on the device.
         pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
+        tower: encodes pictures; None: prompts have none.
         """
+        self.features: FeatureBuffer | None = None
+        if tower is not None:
+            self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
+        # As resolved, it tells whether there is a buffer.
+        kept = None if self.features is None else self.features.rows.nbytes
+        config = replace(config, image_cache_bytes=kept)
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
@@ -167,6 +177,7 @@ class Runner:
             self._state_moves,
             device_proposer=self._device_proposer,
             pooling=self._pooling,
+            features=self.features,
         )
         began = time.perf_counter()
         programs, put = self._programs()
@@ -215,6 +226,9 @@ class Runner:
         self._start_moves(plan, settings)
         for table in plan.tables:
             self._state.host.set_blocks(table.slot.index, table.start, table.blocks)
+        for encode in plan.encodes:
+            assert self.features is not None
+            self.features.encode(encode)
         lanes, keys = self.lane_choices, self.bucket_choices
         first = self._dispatch.prefill(plan.chunks, settings, lanes, keys, plan.saves)
         self.prefill_calls += len(first)
@@ -391,6 +405,8 @@ class Runner:
         self._dispatch.reset()
         self._parked.clear()
         self._inventory.clear()
+        if self.features is not None:
+            self.features.close()
 
     def _warm_up(self) -> None:
         """Run every program once without work. No row is live, so no state changes."""
@@ -416,6 +432,7 @@ class Runner:
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
         same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
+        same["features"] = None if self.features is None else self.features.rows
         make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
         whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved, **same)
         if devices.is_one:

@@ -53,11 +53,28 @@ class VisionTower:
 
     def __call__(self, tile: Array) -> Array:
         """The features of a tile: uint8 `[T, T, 3]` to float32 `[tokens, text_size]`."""
+        return np.asarray(self.advance(tile, None, 0, self.stages))
+
+    @property
+    def stages(self) -> int:
+        """Calls for one tile: patches, each layer, features."""
+        return len(self._layers) + 2
+
+    def advance(self, tile: Array, x: jax.Array | None, begin: int, end: int) -> jax.Array:
+        """Start stages `begin` to `end` for a tile. x: what the stages before have returned, which is donated.
+
+        Returns the residual stream, or after the last stage the features, float32 `[tokens, text_size]`.
+        """
         run = self._inventory
-        x = run(EMBED, self._embed, self._table, jax.device_put(tile))
-        for leaves in self._layers:
-            x = run(LAYER, leaves, x)
-        return np.asarray(run(PROJECT, self._project, x))
+        for stage in range(begin, end):
+            if stage == 0:
+                x = run(EMBED, self._embed, self._table, jax.device_put(np.ascontiguousarray(tile)))
+            elif stage <= len(self._layers):
+                x = run(LAYER, self._layers[stage - 1], x)
+            else:
+                x = run(PROJECT, self._project, x)
+        assert x is not None, "no stage was asked for"
+        return x
 
     @property
     def reports(self) -> tuple[GraphReport, ...]:

@@ -1,0 +1,164 @@
+"""The vision tower's work in plans: when tiles are encoded, and that no place is overwritten while prompts read it."""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+
+from xla_engine.scheduler import (
+    Decoded,
+    Encode,
+    Plan,
+    PromptImage,
+    Request,
+    Sample,
+    Scheduler,
+    SchedulerConfig,
+    StepResult,
+)
+
+STAGES, LENGTH = 4, 5
+
+
+def picture(number: int, *starts: int) -> PromptImage:
+    digest = sha256(str(number).encode()).hexdigest()
+    tiles = [f"tile {at} of picture {number}" for at in range(len(starts))]
+    return PromptImage(digest=digest, tiles=tiles, spans=tuple((start, LENGTH) for start in starts))
+
+
+def request(name: str, *images: PromptImage, max_tokens: int = 4, salt: str = "") -> Request:
+    ids = list(range(30))
+    return Request(
+        request_id=name, prompt_token_ids=ids, max_tokens=max_tokens, images=images, cache_salt=salt
+    )
+
+
+def scheduler(places: int = 4, slots: int = 2, **options: int | bool) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_seqs=slots,
+        chunk_size=4,
+        max_num_batched_tokens=12,
+        feature_places=places,
+        encode_stages=STAGES,
+        **options,  # type: ignore[arg-type]
+    )
+    return Scheduler(config)
+
+
+class Device:
+    """Runs plans in order: what lies at each place, and what each position of a prompt reads."""
+
+    def __init__(self, driven: Scheduler, requests: list[Request]) -> None:
+        self.driven, self.requests = driven, {each.request_id: each for each in requests}
+        self.at: dict[int, str] = {}
+        self.encodes: list[tuple[Encode, bool]] = []  # and whether rows decode beside it
+
+    def run(self) -> None:
+        while not (plan := self.driven.plan()).is_empty:
+            self.driven.check()
+            self.step(plan)
+            decoded = Decoded(tokens=[1] * self.driven.config.max_num_seqs)
+            self.driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        assert not self.driven.num_running
+
+    def step(self, plan: Plan) -> None:
+        assert len(plan.encodes) <= 1
+        for encode in plan.encodes:
+            assert encode.begin == 0 or self.encodes[-1][0].end == encode.begin
+            self.encodes.append((encode, bool(plan.decode)))
+            self.at.pop(encode.place, None)
+            if encode.end == STAGES:
+                self.at[encode.place] = encode.tile
+        for chunk in plan.chunks:
+            read = {}
+            for at, place, row, length in chunk.features:
+                read.update({chunk.start + at + step: (self.at[place], row + step) for step in range(length)})
+            wanted = {
+                start + row: (tile, row)
+                for image in self.requests[chunk.request_id].images
+                for tile, (start, length) in zip(image.tiles, image.spans, strict=True)
+                for row in range(length)
+            }
+            inside = range(chunk.start, chunk.start + len(chunk.tokens))
+            assert read == {at: each for at, each in wanted.items() if at in inside}
+
+
+def test_beside_decode_rows_only_one_slice_runs_in_a_step() -> None:
+    requests = [request("text", max_tokens=20), request("sees", picture(0, 3, 11))]
+    driven = scheduler()
+    device = Device(driven, requests)
+    driven.submit(requests[0])
+    for _ in range(5):
+        plan = driven.plan()
+        device.step(plan)
+        decoded = Decoded(tokens=[1, 1])
+        driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+    driven.submit(requests[1])
+    device.run()
+    assert [(each.begin, each.end, rows) for each, rows in device.encodes] == [
+        (stage, stage + 1, True) for _ in range(2) for stage in range(STAGES)
+    ]
+
+
+def test_alone_a_tile_a_step_and_a_picture_only_once_for_each_salt() -> None:
+    driven = scheduler()
+    requests = [
+        request("a", picture(0, 3)),
+        request("b", picture(0, 20)),
+        request("c", picture(0, 3), salt="c"),
+    ]
+    device = Device(driven, requests)
+    for each in requests:
+        driven.submit(each)
+        device.run()
+    assert [(each.request_id, each.begin, each.end) for each, _ in device.encodes] == [
+        ("a", 0, STAGES),
+        ("c", 0, STAGES),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("blocks", [None, 30])
+def test_every_position_reads_its_own_tile(seed: int, blocks: int | None) -> None:
+    """With few places, cached prefixes, aborts and preemption."""
+    draw = random.Random(seed)
+    options = {"enable_prefix_caching": True, "block_size": 4, "preemption": True}
+    driven = scheduler(
+        draw.randint(2, 4), draw.randint(1, 3), **options | ({"num_blocks": blocks} if blocks else {})
+    )
+    requests = []
+    for at in range(12):
+        starts = draw.choice([(), (3,), (3, 11), (6, 20)])
+        images = (picture(draw.randrange(3), *starts),) if starts else ()
+        requests.append(request(str(at), *images, max_tokens=draw.randint(1, 9), salt=draw.choice("ab")))
+    device = Device(driven, requests)
+    for each in requests:
+        driven.submit(each)
+        for _ in range(draw.randrange(6)):
+            if (plan := driven.plan()).is_empty:
+                break
+            driven.check()
+            device.step(plan)
+            decoded = Decoded(tokens=[1] * driven.config.max_num_seqs)
+            driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        if draw.random() < 0.2:
+            driven.abort(str(draw.randrange(at + 1)))
+        if draw.random() < 0.4:
+            driven.preempt(str(draw.randrange(at + 1)))
+    device.run()
+    assert len(device.encodes) > 1
+
+
+def test_too_many_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 tiles, and the feature buffer has room for 1"):
+        scheduler(1).submit(request("a", picture(0, 3, 11)))
+
+
+def test_content_tells_pictures_apart_at_each_position() -> None:
+    one, other, plain = (request("a", *each).content for each in ((picture(0, 3),), (picture(1, 3),), ()))
+    assert [at for at in range(30) if one[at] != other[at]] == list(range(3, 3 + LENGTH))
+    assert list(plain) == list(range(30)) and len(set(one)) == 30
+    moved = request("a", picture(0, 4)).content
+    assert one[3] == moved[4] and one[4] != moved[4]

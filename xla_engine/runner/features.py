@@ -1,0 +1,71 @@
+"""The feature buffer: features of pictures' tiles on the device, for prefill to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.runner.vision_tower import VisionTower
+from xla_engine.scheduler import Chunk, Encode
+
+STORE = "store_features"
+
+
+class FeatureBuffer:
+    """A vision tower and the buffer that it fills.
+
+    rows: f32 `[places * tokens, text_size]`, the features of the tile at each place, one row for each of its tokens.
+    """
+
+    def __init__(self, tower: VisionTower, num_bytes: int) -> None:
+        """num_bytes: of the buffer, which has one place at least."""
+        self.tower, self._tokens = tower, tower.config.tokens
+        shape = (self._tokens, tower.config.text_size)
+        self.places = max(num_bytes // (4 * shape[0] * shape[1]), 1)
+        self.rows = jnp.zeros((self.places * shape[0], shape[1]), jnp.float32)
+        self._stream: jax.Array | None = None  # the residual stream of the tile that is being encoded
+        self._inventory = Inventory()
+        rows = jax.ShapeDtypeStruct(self.rows.shape, jnp.float32)
+        features, place = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        store = Program(name=STORE, function=_store, arguments=(rows, features, place), donate=(0,))
+        self._inventory.compile([store])
+        side = tower.config.image_size
+        self.encode(Encode("", np.zeros((side, side, 3), np.uint8), 0, tower.stages, 0))  # a first call
+
+    def encode(self, work: Encode) -> None:
+        """Start a part of the tower's work. Waits for the part before, so that at most one is ahead of other steps."""
+        jax.block_until_ready(self.rows if self._stream is None else self._stream)
+        stream = self.tower.advance(
+            work.tile, None if work.begin == 0 else self._stream, work.begin, work.end
+        )
+        if work.end == self.tower.stages:
+            self.rows = self._inventory(STORE, self.rows, stream, np.int32(work.place))
+            self._stream = None
+        else:
+            self._stream = stream
+
+    def of_chunks(self, chunks: Sequence[Chunk], lanes: int, width: int) -> Any:
+        """`Lanes.feature` of a prefill call: i32 `[lanes, width]`."""
+        found = np.full((lanes, width), -1, np.int32)
+        for lane, chunk in enumerate(chunks):
+            for at, place, row, length in chunk.features:
+                begin = place * self._tokens + row
+                found[lane, at : at + length] = np.arange(begin, begin + length, dtype=np.int32)
+        return found
+
+    def close(self) -> None:
+        """Free the buffer and the tower's programs."""
+        self.rows.delete()
+        self._inventory.clear()
+        self.tower.close()
+
+
+def _store(rows: jax.Array, features: jax.Array, place: jax.Array) -> jax.Array:
+    """`rows` with the features `[tokens, D]` of a tile at its place."""
+    return lax.dynamic_update_slice(rows, features, (place * features.shape[0], jnp.int32(0)))
