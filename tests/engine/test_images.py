@@ -113,7 +113,7 @@ def test_alone_and_among_peers_of_equal_text(engine: XlaBatchEngine, alone: list
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"num_blocks": 24, "block_size": 16}, id="blocks"),
+        pytest.param({"num_blocks": 12, "block_size": 32}, id="blocks"),
         pytest.param({"chunk_size": 16, "enable_prefix_caching": False, "lag": 0}, id="chunks", marks=FULL),
         pytest.param({"image_cache_bytes": 1, "lag": 2}, id="one place for features", marks=FULL),
         pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=FULL),
