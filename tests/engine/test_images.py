@@ -151,6 +151,13 @@ def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], 
     engine.lag = 1
 
 
+def test_a_lost_buffer_is_made_anew(engine: XlaBatchEngine, alone: list[object]) -> None:
+    engine.reset_prefix_cache()
+    assert engine.runner.features is not None
+    engine.runner.features.rows.delete()
+    assert run(engine, *map(prompt_of, (1, 0))) == [alone[1], alone[0]]
+
+
 def test_planted_faults_are_found(
     engine: XlaBatchEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

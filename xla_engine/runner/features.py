@@ -28,8 +28,8 @@ class FeatureBuffer:
         self.tower, self._tokens = tower, tower.config.tokens
         shape = (self._tokens, tower.config.text_size)
         self.places = max(num_bytes // (4 * shape[0] * shape[1]), 1)
-        self.rows = jnp.zeros((self.places * shape[0], shape[1]), jnp.float32)
-        self._stream: jax.Array | None = None  # the residual stream of the tile that is being encoded
+        self._shape = (self.places * shape[0], shape[1])
+        self.blank()
         self._inventory = Inventory()
         rows = jax.ShapeDtypeStruct(self.rows.shape, jnp.float32)
         features, place = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
@@ -37,6 +37,11 @@ class FeatureBuffer:
         self._inventory.compile([store])
         side = tower.config.image_size
         self.encode(Encode("", np.zeros((side, side, 3), np.uint8), 0, tower.stages, 0))  # a first call
+
+    def blank(self) -> None:
+        """Make the buffer anew, after a failed step may have lost it; the scheduler must have forgotten its places."""
+        self.rows = jnp.zeros(self._shape, jnp.float32)
+        self._stream: jax.Array | None = None  # the residual stream of the tile that is being encoded
 
     def encode(self, work: Encode) -> None:
         """Start a part of the tower's work. Waits for the part before, so that at most one is ahead of other steps."""

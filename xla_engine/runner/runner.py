@@ -305,6 +305,8 @@ class Runner:
         """Replace cache and row state after a failed step."""
         calls = self.prefill_calls
         self.blank()
+        if self.features is not None:
+            self.features.blank()
         self.prefill_calls = calls
 
     @property
