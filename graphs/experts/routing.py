@@ -26,7 +26,8 @@ Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device, ...]` to `[A, F
 class Experts(NamedTuple):
     """Weights of one layer's experts.
 
-    gate_up: `[E, 2 F, D]`, gates first.   down: `[E, D, F]`.
+    gate_up: `[E, 2 F, D]`, gates first.   down: `[E, D, F]`. For C++ also uint8, in the encoding of a file, as
+    `[E 2 F, D]` and `[E D, F]` (`graphs.linear.coded`).
     gate_up_bias: f32 `[E, 2 F]`, down_bias: f32 `[E, D]`, or None.
     limit: of the clamped gate, see `gate`.
     """
@@ -44,7 +45,9 @@ class Experts(NamedTuple):
     @property
     def row_dtype(self) -> jnp.dtype:
         """The dtype of the rows that both products take; int8 products quantise their float32 input."""
-        return jnp.dtype(jnp.float32) if isinstance(self.down, Quantized) else self.down.dtype
+        if isinstance(self.down, Quantized):
+            return jnp.dtype(jnp.float32)
+        return jnp.dtype(jnp.bfloat16) if self.down.dtype == jnp.uint8 else self.down.dtype
 
 
 class Route(NamedTuple):

@@ -180,6 +180,9 @@ class ModelSpec:
             rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
             if isinstance(module, Linear) and rows is not None:
                 module.keep(make, rows, order)
+            elif isinstance(module, RoutedMlp) and self.sharding.devices is None and self.isa != "amx":
+                places = (leaf_name(config, (*cast("Path", path), part)) for part in ("gate_up", "down"))
+                module.keep(make, *((stored or {}).get(place, ()) for place in places))
         self._graph, state = nnx.split(decoder)
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 

@@ -106,10 +106,7 @@ class Linear(nnx.Module):
 
     def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...], order: Order) -> None:
         """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
-        leaf: Leaf = self.weight.get_metadata("leaf")
-        self.form = coded_form(stored, leaf.shape[1], None if leaf.cut is None else leaf.cut.rows, order)
-        if self.form is not None:
-            self.weight = make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), form=self.form))
+        self.weight, self.form = kept(make, self.weight, stored, order)
 
     @property
     def values(self) -> Weight:
@@ -229,6 +226,13 @@ class RoutedMlp(nnx.Module):
         self.shared = Mlp(make, d, shared, "shared_expert", bias=False, adapted=False) if shared else None
         self.shared_gate = make.unquantized.matrix((1, d)) if shared else None
 
+    def keep(
+        self, make: LeafMaker, gate_up: tuple[tuple[str, int], ...], down: tuple[tuple[str, int], ...]
+    ) -> None:
+        """As `Linear.keep`, of the matrices of all experts, for rows in bf16; of one device only."""
+        self.gate_up, _ = kept(make, self.gate_up, gate_up, "pairs")
+        self.down, _ = kept(make, self.down, down, "pairs")
+
     def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
         """`residual [N, D]` plus the output of the experts for the normalised `x [N, D]`."""
         form, sharding = self.form, self.sharding
@@ -239,10 +243,8 @@ class RoutedMlp(nnx.Module):
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
         )
-        gate_up, down = (
-            scaled(weight, scale)
-            for weight, scale in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale))
-        )
+        gate_up = scaled(self.gate_up, self.gate_up_scale)
+        down = scaled(self.down, self.down_scale)
         experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit)
         gather: Gather | None = None
         if sharding.devices is not None:
@@ -253,6 +255,17 @@ class RoutedMlp(nnx.Module):
             shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
             out = out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
         return out
+
+
+def kept(
+    make: LeafMaker, weight: Param, stored: tuple[tuple[str, int], ...], order: Order
+) -> tuple[Param, CodedForm | None]:
+    """The parameter of a weight in the encoding of its file, and its form, if that is supported."""
+    leaf: Leaf = weight.get_metadata("leaf")
+    form = coded_form(stored, leaf.shape[-1], None if leaf.cut is None else leaf.cut.rows, order)
+    if form is None:
+        return weight, None
+    return make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), form=form)), form
 
 
 def scaled(weight: Param, scale: Param | None) -> jax.Array | Quantized:

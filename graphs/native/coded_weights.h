@@ -268,7 +268,7 @@ class CodedWeights {
 
   // Whether the array is as long as its header says.
   bool Fit() const {
-    if (size_ < 64 || header_[0] < 0 || header_[0] % 32 || header_[2] < 1 || header_[2] > kRuns || header_[3] >> 1) return false;
+    if (size_ < 64 || header_[0] < 32 || header_[0] % 32 || header_[2] < 1 || header_[2] > kRuns || header_[3] >> 1) return false;
     int64_t bytes = 64, block = 0;
     for (int64_t run = 0; run < header_[2]; ++run) {
       if (Kind(run) < 0 || End(run) < block) return false;
@@ -280,15 +280,6 @@ class CodedWeights {
 
   // As `PackedWeights::At`, of whole blocks.
   CodedTask At(int64_t one, int64_t other) const { return {this, one / 16, other / 16}; }
-
-  // Calls run(kind, one block, another), if both have that kind.
-  template <typename Run>
-  bool OfOneKind(int64_t one, int64_t other, const Run& run) const {
-    const Place first = Find(one), second = Find(other);
-    if (first.kind != second.kind) return false;
-    Switch<0>(first.kind, [&](auto index) { run(index, first.at, second.at); });
-    return true;
-  }
 
   // Calls run(kind, where a block begins).
   template <typename Run>
@@ -353,22 +344,42 @@ class CodedWeights {
 
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
 
-// The sums of one or two rows by a task of one kind, whose lines stay in registers; false where it has two kinds.
-template <int kRows>
-__attribute__((noinline)) bool SumFew(const Word* rows, int64_t width, CodedTask task, Sums<float>& sums) {
-  return task.weights->OfOneKind(task.one, task.other, [&](auto index, const char* one, const char* other) {
-    Vec sum[2][kRows] = {};
-    const auto add = [&](int block, int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
-      const auto line = (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+// The sums of a group of rows by one block. While 32 K are multiplied, the next are unpacked: both use other units of a processor
+// (findings/archive/089_coded_rows.md).
+template <int index, int kRows>
+__attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const char* block, float* to) {
+  alignas(64) char lines[2][1024];
+  const auto unpack = [&](int64_t k, char* at, const auto& meanwhile) __attribute__((always_inline)) {
+    UnpackGroup<index>(block, width, k, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+      StoreAs(at + (word - k / 2) * 64, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+      meanwhile(word - k / 2);
+    });
+  };
+  Vec sum[kRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) sum[r] = Vec{};
+  unpack(0, lines[0], [](int64_t) {});
+  for (int64_t k = 0; k < width; k += 32) {
+    const char* now = lines[k / 32 % 2];
+    unpack(std::min(k + 32, width - 32), lines[1 - k / 32 % 2], [&](int64_t word) __attribute__((always_inline)) {
+      const Words line = LoadAs<Words>(now + word * 64);
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r)
-        sum[block][r] = AddPairs(sum[block][r], line, static_cast<int32_t>(rows[word * kBlockRows + r]));
-    };
-    for (int64_t k = 0; k < width; k += 32) {
-      UnpackGroup<index>(one, width, k, [&](auto... line) __attribute__((always_inline)) { add(0, line...); });
-      UnpackGroup<index>(other, width, k, [&](auto... line) __attribute__((always_inline)) { add(1, line...); });
-    }
-    for (int r = 0; r < kRows; ++r) Store(sums.one + r * 16, sum[0][r]), Store(sums.other + r * 16, sum[1][r]);
-  });
+        sum[r] = AddPairs(sum[r], line, static_cast<int32_t>(rows[(k / 2 + word) * kBlockRows + r]));
+    });
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) Store(to + r * kVector, sum[r]);
+}
+
+// The same for a number of rows that is not a constant, 1 to kBlockRows, and a task. Sums of rows that are not there are not read.
+template <int kRows = 1>
+void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, Sums<float>& sums) {
+  if constexpr (kRows < kBlockRows) {
+    if (count > kRows) return SumGroup<std::min<int>(2 * kRows, kBlockRows)>(count, rows, width, task, sums);
+  }
+  task.weights->OfBlock(task.one, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, sums.one); });
+  task.weights->OfBlock(task.other, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, sums.other); });
 }
 
 #endif
@@ -377,10 +388,10 @@ __attribute__((noinline)) bool SumFew(const Word* rows, int64_t width, CodedTask
 template <typename Kernel, typename Take>
 void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
-  if (count <= 2) {
+  if (count <= kBlockRows) {  // one group
     Sums<float> sums;
-    const auto* rows = reinterpret_cast<const Word*>(blocks);
-    if (count == 1 ? SumFew<1>(rows, width, task, sums) : SumFew<2>(rows, width, task, sums)) return take(0, count, sums);
+    SumGroup(count, reinterpret_cast<const Word*>(blocks), width, task, sums);
+    return take(0, count, sums);
   }
 #endif
   thread_local Lines kept;

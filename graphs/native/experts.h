@@ -52,6 +52,8 @@ inline Vec Gate(Vec gate, Vec up, float limit) {
   return Swish(gate, up + 1.0f, 1.702f);
 }
 
+class CodedWeights;
+
 // A layer of experts and its input rows.
 // Its rows are bf16 as weights are, or float32 where these are in eight bits.
 template <typename T>
@@ -68,6 +70,8 @@ struct ExpertLayer {
   // If a call computes only one of the two products: the activations between them by assignment, [N K, F]; else null.
   Value* gated = nullptr;        // the first product alone goes here
   const Value* given = nullptr;  // the second alone comes from here
+  // Weights as a quantised file has them, in place of those above.
+  const CodedWeights *coded_gate_up = nullptr, *coded_down = nullptr;
 };
 
 }  // namespace xla_engine

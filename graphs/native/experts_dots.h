@@ -1,7 +1,9 @@
-// Routed experts by sums of products (`dots.h`): the rows of an expert are gathered into groups, its weights packed on the way.
+// Routed experts by sums of products (`dots.h`): the rows of an expert are gathered into groups, its weights packed on the way, or
+// unpacked if they are as in a quantised file.
 
 #pragma once
 
+#include "coded_weights.h"
 #include "experts.h"
 #include "grouped_dots.h"
 #include "operand.h"
@@ -66,7 +68,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
   };
 
   // Calls take(at, sums) for every group with its sums by two blocks of sixteen rows of its expert's weights.
-  auto multiply = [&](const T* values, const BFloat16* scales, int64_t stride, int64_t one, int64_t other, const char* from,
+  auto multiply = [&](const T* values, const CodedWeights* coded, const BFloat16* scales, int64_t stride, int64_t one, int64_t other, const char* from,
                       int64_t bytes, int64_t k, const auto& take) {
     thread_local Lines kept, kept_scales;
     const PackedWeights<T> weights = {values, scales, k};
@@ -82,6 +84,11 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
     int64_t held = -1;  // the expert whose weights are packed
     for (int64_t at = 0; at < group_count; ++at) {
       const int64_t e = groups[at].expert;
+      if (e != held && coded) {
+        coded->Unpack((e * stride + one) / 16, packed);
+        coded->Unpack((e * stride + other) / 16, packed + words * 64);
+        held = e;
+      }
       if (e != held) {
         const Stream stored = weights.At(e * stride + one, e * stride + other);
         Pack(reinterpret_cast<const Word*>(stored.one), words, 16, words, packed);
@@ -110,7 +117,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
         }
       }
     };
-    multiply(layer.gate_up, layer.gate_up_scale, 2 * inner, feature, inner + feature, rows, rows_bytes, width, take);
+    multiply(layer.gate_up, layer.coded_gate_up, layer.gate_up_scale, 2 * inner, feature, inner + feature, rows, rows_bytes, width, take);
   };
 
   auto finish = [&](int64_t task) {  // features 32 task .. of every row
@@ -129,7 +136,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
         }
       }
     };
-    multiply(layer.down, layer.down_scale, width, feature, feature + 16, hidden, hidden_bytes, inner, take);
+    multiply(layer.down, layer.coded_down, layer.down_scale, width, feature, feature + 16, hidden, hidden_bytes, inner, take);
   };
 
   const Phase first{group_count, prepare};

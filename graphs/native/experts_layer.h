@@ -6,12 +6,43 @@
 
 #pragma once
 
+#include <optional>
+
 #include "buffers.h"
+#include "coded_weights.h"
 #include "common.h"
 #include "experts_dots.h"
 #include "experts_tiles.h"
 
 namespace xla_engine {
+
+// The matrices of all experts [E, rows, K]: in T, or as a quantised file has them, [bytes].
+template <typename T>
+struct Matrices {
+  const T* values = nullptr;
+  std::optional<CodedWeights> coded;
+  int64_t rows = 0, width = 0;  // of all experts; none of an array of another form
+
+  explicit Matrices(const ffi::AnyBuffer& buffer) {
+    if (buffer.element_type() != ffi::U8) {
+      const int64_t* shape = buffer.dimensions();
+      values = static_cast<const T*>(buffer.untyped_data());
+      rows = shape[0] * shape[1], width = shape[2];
+    } else if (kTakesCoded) {
+      coded.emplace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count()));
+      if (coded->Fit() && !coded->IsFours()) rows = coded->Features(), width = coded->Width();
+    }
+  }
+
+  const CodedWeights* Coded() const { return coded ? &*coded : nullptr; }
+
+ private:
+#ifdef XLA_ENGINE_AMX
+  static constexpr bool kTakesCoded = false;  // of tiles
+#else
+  static constexpr bool kTakesCoded = std::is_same_v<T, BFloat16>;
+#endif
+};
 
 // What is wrong with a call's shapes and types for weights of type T, or an empty text. x: rows of the first product that there is.
 template <typename T>
@@ -34,18 +65,21 @@ inline const BFloat16* ScalesOf(const Halves& scales) {
   return scales.element_count() ? reinterpret_cast<const BFloat16*>(scales.untyped_data()) : nullptr;
 }
 
-// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F], their scales for every 64
-// columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
+// x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F] (`Matrices`), their scales for
+// every 64 columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
 template <typename T>
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
                    Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
                    Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
-  const int64_t width = x.dimensions()[1], inner = down.dimensions()[2];
+  const Matrices<T> first(gate_up), second(down);
+  const int64_t width = x.dimensions()[1], inner = second.width;
   if (const std::string complaint = Complaint<T>(x, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
+  if (!inner || first.width != width || second.rows % width || first.rows * width != second.rows * 2 * inner)
+    return ffi::Error::InvalidArgument("experts of another form");
   ExpertLayer<T> layer{};
   Set(layer.x, x);
-  Set(layer.gate_up, gate_up);
-  Set(layer.down, down);
+  layer.gate_up = first.values, layer.coded_gate_up = first.Coded();
+  layer.down = second.values, layer.coded_down = second.Coded();
   layer.gate_up_scale = ScalesOf(gate_up_scale);
   layer.down_scale = ScalesOf(down_scale);
   layer.gate_up_bias = OrNull(gate_up_bias);
@@ -56,7 +90,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
   layer.count = x.dimensions()[0];
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
-  layer.experts = gate_up.dimensions()[0];
+  layer.experts = second.rows / width;
   layer.inner = inner;
   layer.limit = limit;
   RunExperts(pool, expert.typed_data(), layer);

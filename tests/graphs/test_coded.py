@@ -57,7 +57,7 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
         np.testing.assert_array_equal(found.view(np.uint16), plain.view(np.uint16), err_msg=kind)
         packed = jnp.asarray(products.pack(plain))
         head = jnp.asarray(products.pack_head(plain))
-        for rows in (1, 2, 13, 29):
+        for rows in (1, 2, 3, 7, 12, 13, 29):
             for one, other in (
                 (products.linear(weight, x[:rows]), products.linear(packed, x[:rows])),
                 (products.gated(weight, x[:rows], norm=norm), products.gated(packed, x[:rows], norm=norm)),

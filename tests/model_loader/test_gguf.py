@@ -3,7 +3,6 @@ error."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
-from tests.support.gguf_files import Kind, random_blocks, write_gguf
+from tests.support.gguf_files import Kind, random_blocks, write_gguf, write_qwen3_moe
 from tests.support.models import TINY
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -27,8 +25,6 @@ from xla_engine.environment import embedded_model_directory
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
-from xla_engine.model_loader.config_json import read_model
-from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.gguf.reader import GgufReader, quantised_kinds
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.weights import read_rows
@@ -177,17 +173,9 @@ def test_each_architecture_is_the_family_it_came_from(
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 def test_experts_are_taken_out_of_their_stack(kind: Kind, tmp_path: Path) -> None:
     """Qwen3-MoE with experts in every layer, as llama.cpp has it."""
-    model = tmp_path / "model"
-    model.mkdir()
-    fields = json.loads((GOLDEN / "families" / "qwen3_moe" / "config.json").read_text())
-    fields |= {"decoder_sparse_step": 1, "hidden_size": 64, "num_attention_heads": 4}
-    fields |= {"intermediate_size": 64, "moe_intermediate_size": 32}
-    (model / "config.json").write_text(json.dumps(fields))
-    config, family = read_model(open_model(model))
-    draw = np.random.default_rng(0)
-    sources = [source for stacked in tensor_sources(config, family).values() for source in stacked]
-    tensors = {source.name: draw.standard_normal(source.shape, np.float32) for source in sources}
-    save_file(tensors, model / "model.safetensors")
+    model = write_qwen3_moe(
+        tmp_path / "model", hidden_size=64, intermediate_size=64, moe_intermediate_size=32
+    )
     stored = load_checkpoint(
         write_gguf(model, tmp_path / "m.gguf", arch="qwen3moe", kind=kind), dtype="float32"
     )

@@ -11,10 +11,31 @@ from typing import Any
 import gguf
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+
+from xla_engine.model_loader.config_json import read_model
+from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.model_files import open_model
 
 Kind = gguf.GGMLQuantizationType
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pairs llama.cpp puts side by side
+
+
+def write_qwen3_moe(directory: Path, *, scale: float = 1, **fields: Any) -> Path:
+    """A random float32 Qwen3-MoE with experts in every layer, as llama.cpp has it. fields: of config.json."""
+    golden = Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe" / "config.json"
+    fields = json.loads(golden.read_text()) | {"decoder_sparse_step": 1, "num_attention_heads": 4} | fields
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(fields))
+    draw = np.random.default_rng(0)
+    sources = tensor_sources(*read_model(open_model(directory)))
+    tensors = {
+        source.name: draw.standard_normal(source.shape, np.float32) * np.float32(scale)
+        for stacked in sources.values()
+        for source in stacked
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
 
 
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's words

@@ -112,8 +112,8 @@ class StoredWeights(Mapping[str, Array]):
         return {
             leaf: tuple((self._files.kind(part.name), len(self._stored_rows(part))) for part in sources)
             for leaf, sources in self._sources.items()
-            if len(shape := self._shapes[leaf]) == 2
-            and all(_has_rows(part, shape[1]) and part.name in self._files.tensors for part in sources)
+            if len(shape := self._shapes[leaf]) > 1
+            and all(_has_rows(part, shape[-1]) and part.name in self._files.tensors for part in sources)
         }
 
     def coded(self, leaf: str, form: CodedForm, index: Indices | None = None) -> Array:
