@@ -78,6 +78,7 @@ _PORTABLE_FREE = frozenset(
         *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
         *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
         *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes", "image_cache_bytes"),
+        *("allowed_local_media_path", "allowed_media_domains"),
         *("preemption", "swap_space", "compile_cache", "self_check"),
         *("speculative_config", "step_timeout_s", "phase_timers", "keep_finished", "shadow_rate", "runner"),
     )
@@ -220,6 +221,8 @@ class EngineConfig:
     image_cache_bytes: room for the features of pictures, for models with a vision tower (docs/images.md). A prompt's
         pictures must fit; those used last stay, so that further questions about a picture do not encode it again. None
         takes 64 MiB; with 0, the tower is not loaded, and prompts have no pictures.
+    allowed_local_media_path: a folder; requests may name pictures in it by path. None: no paths.
+    allowed_media_domains: hosts, by exact name; requests may name pictures there by http(s) address.
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
         (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
         modules.json of sentence-transformers.
@@ -274,6 +277,8 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     image_cache_bytes: int | None = None
+    allowed_local_media_path: str | None = None
+    allowed_media_domains: tuple[str, ...] = ()
     runner: str = "auto"
     pooler_config: Mapping[str, Any] | None = None
     hf_overrides: Mapping[str, Any] | None = None
@@ -318,6 +323,13 @@ class EngineConfig:
             at_least("max_waiting", self.max_waiting, 1)
         if self.image_cache_bytes is not None:
             at_least("image_cache_bytes", self.image_cache_bytes, 0)
+        domains = self.allowed_media_domains or ()
+        if isinstance(domains, str) or not all(isinstance(each, str) for each in domains):
+            raise ConfigError(
+                f"allowed_media_domains must be a list of host names, not {shown(self.allowed_media_domains)}"
+            )
+        object.__setattr__(self, "allowed_media_domains", tuple(domains))
+        object.__setattr__(self, "allowed_local_media_path", self.allowed_local_media_path or None)
         if self.max_num_batched_tokens is not None:
             at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if isinstance(self.quantization, str) and self.quantization in _PACKED:
@@ -524,14 +536,14 @@ class EngineConfig:
 
     def options(self) -> dict[str, Any]:
         """All options by name that are compared with those in files; without speculation, timers, and caches of
-        prefixes on disk and of pictures, which change no result.
+        prefixes on disk and of pictures and the places of these, which change no result.
 
         Options that were added later are omitted if they have their default, so that older files stay valid.
         """
         given = asdict(self)
         for name in (
             *("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"),
-            "image_cache_bytes",
+            *("image_cache_bytes", "allowed_local_media_path", "allowed_media_domains"),
         ):
             del given[name]
         late = (

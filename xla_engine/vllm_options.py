@@ -37,7 +37,7 @@ _HARMLESS = {
 
 # vLLM's default is accepted and anything else is refused, because the engine does not have the feature.
 _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
-    "only text models are supported": dict(
+    "pictures are for Idefics3 and SmolVLM, with the checkpoint's own processor (docs/images.md)": dict(
         limit_mm_per_prompt={}, mm_processor_kwargs=None, enable_mm_embeds=False, interleave_mm_strings=False,
         media_io_kwargs={}, mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_hasher_algorithm="blake3",
         mm_shm_cache_max_object_size_mb=128, mm_encoder_only=False, mm_encoder_tp_mode="weights",
@@ -45,9 +45,8 @@ _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
         mm_encoder_fp8_scale_save_path=None, mm_encoder_fp8_scale_save_margin=1.5, skip_mm_profiling=False,
         video_pruning_rate=None, video_pruning_method="evs", mm_tensor_ipc="direct_rpc", mm_processor_device="auto",
         mm_ipc_gpu_memory_gb=0, mm_device_do_normalize=True, default_mm_loras=None, enable_tower_connector_lora=False,
-        disable_chunked_mm_input=False, enable_mm_processor_stats=False, allowed_local_media_path="",
-        allowed_media_domains=None, language_model_only=False, io_processor_plugin=None, ec_transfer_config=None,
-        ec_manager_config={},
+        disable_chunked_mm_input=False, enable_mm_processor_stats=False, language_model_only=False,
+        io_processor_plugin=None, ec_transfer_config=None, ec_manager_config={},
     ),
     "use `tensor_parallel_size` to split a model over devices": dict(
         pipeline_parallel_size=1, enable_expert_parallel=False, prefill_context_parallel_size=1,

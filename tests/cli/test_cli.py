@@ -135,6 +135,8 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "prefix_cache_dir": None,
         "prefix_cache_bytes": 10 << 30,
         "image_cache_bytes": None,
+        "allowed_local_media_path": None,
+        "allowed_media_domains": (),
         "quantization": None,
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",

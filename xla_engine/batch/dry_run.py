@@ -7,17 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xla_engine import prompts
 from xla_engine.batch.last_run import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.images.tower import NO_PICTURES, load_reader, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.quantised.methods import quantisation_fields
 from xla_engine.model_loader.weights import stored_kinds
-from xla_engine.prompts import chat_prompt, prompt_parts
+from xla_engine.prompts import PicturedPrompt, chat_prompt, prompt_parts
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ class DryReport:
     quantised: the method that quantised the model's weights in safetensors, if one did.
     ok: lines that can run. failed: lines that cannot, by error code.
     prompt_tokens: of the lines that can run, after tokenization.
+    tiles: of the pictures of these lines.
     new_tokens: the most that these lines can generate.
     longest: prompt tokens plus new tokens of the longest request.
     last_run: the last run of this model on this machine, the basis of estimates; None if there is none.
@@ -40,6 +43,7 @@ class DryReport:
     ok: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
+    tiles: int = 0
     new_tokens: int = 0
     longest: int = 0
     last_run: LastRun | None = None
@@ -52,6 +56,7 @@ class DryReport:
             ("lines", f"{self.ok + self.failed.total()}: {self.ok} ok, {self.failed.total()} would fail"),
             ("codes", codes or "none"),
             ("prompt tokens", f"{self.prompt_tokens}"),
+            *([("tiles of pictures", f"{self.tiles}")] if self.tiles else []),
             ("new tokens", f"{self.new_tokens} at most{self._expected()}"),
             ("longest request", f"{self.longest} tokens, prompt and new"),
             ("time", self._time()),
@@ -101,6 +106,8 @@ class DryRun:
             has_dry=config.enable_dry,
             pooler=described.pooling,
             hidden_size=model.hidden_size,
+            pictures=load_reader(described),
+            images=why_no_pictures(described) or NO_PICTURES,
         )
 
     def run(
@@ -124,7 +131,8 @@ class DryRun:
     def _check(self, request: LineRequest, report: DryReport) -> LineError | None:
         params = request.params
         try:
-            lengths = [len(self._token_ids(prompt, request)) for prompt in request.prompts]
+            placed = [self._placed(prompt) for prompt in request.prompts]
+            lengths = [len(self._token_ids(each, request)) for each in placed]
             self._validator.token_mask(params, self._validator.stop_token_ids(params))
             self._validator.check_options(**request.options)
             self._validator.dry_breakers(params)
@@ -133,6 +141,7 @@ class DryRun:
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
         report.prompt_tokens += sum(lengths)
+        report.tiles += sum(each.tiles for each, _ in placed if isinstance(each, PicturedPrompt))
         report.new_tokens += params.n * sum(limits)
         if self._last_run is not None:
             mean = self._last_run.mean_tokens
@@ -140,11 +149,16 @@ class DryRun:
         report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
 
-    def _token_ids(self, prompt: Prompt, request: LineRequest) -> tuple[int, ...]:
+    def _placed(self, prompt: Prompt) -> tuple[prompts.Prompt, bool]:
+        """A prompt with its pictures read, and whether special tokens are added to it."""
         is_chat = isinstance(prompt, Chat)
         if isinstance(prompt, Chat):
             options = dict(prompt.options)
             template = chosen_template(self._template, options.pop("chat_template", None))
             prompt = chat_prompt(partial(render_chat, template=template), prompt.messages, **options)
-        parts = prompt_parts(self._validator.placed(prompt, add_special_tokens=not is_chat))
-        return self._validator.token_ids(parts.content, request.params, add_special_tokens=not is_chat)
+        return self._validator.placed(prompt, add_special_tokens=not is_chat), not is_chat
+
+    def _token_ids(self, placed: tuple[prompts.Prompt, bool], request: LineRequest) -> tuple[int, ...]:
+        prompt, add_special_tokens = placed
+        content = prompt_parts(prompt).content
+        return self._validator.token_ids(content, request.params, add_special_tokens=add_special_tokens)

@@ -48,6 +48,11 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
     return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
 
 
+def _hosts(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
+    """Split host names at commas."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
 def json_value(context: click.Context, option: click.Parameter, value: str | None) -> Any:
     try:
         return None if value is None else json.loads(value)
@@ -147,6 +152,18 @@ device_options = together(
         "Room for features of pictures, 64 MiB by default; with 0, the vision tower is not loaded.",
         click.IntRange(0),
         metavar="N",
+    ),
+    engine_option(
+        "allowed_local_media_path",
+        "Requests may name pictures in this folder by path.",
+        metavar="DIR",
+    ),
+    engine_option(
+        "allowed_media_domains",
+        "Requests may name pictures on these hosts by address; exact names, with commas between them.",
+        metavar="HOSTS",
+        default="",
+        callback=_hosts,
     ),
     engine_option(
         "tensor_parallel_size",

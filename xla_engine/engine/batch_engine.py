@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.adapters import Adapters
@@ -35,7 +35,7 @@ from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import GraphReport
-from xla_engine.images.tower import load_tower
+from xla_engine.images.tower import load_reader, load_tower
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.checkpoint import Checkpoint, load_weights
 from xla_engine.model_loader.describe import describe
@@ -63,6 +63,9 @@ from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.resident import release_free_memory
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
+
+if TYPE_CHECKING:
+    from xla_engine.images.pictures import PictureReader
 
 
 def _image_form(tower: VisionTower, features: FeatureBuffer | None) -> ImageForm:
@@ -99,6 +102,7 @@ class XlaBatchEngine:
         draft: Checkpoint | None = None,
         pooler: PoolingForm | None = None,
         tower: VisionTower | str = NO_PICTURES,
+        pictures: PictureReader | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights onto the device and compile all programs.
@@ -106,6 +110,7 @@ class XlaBatchEngine:
         draft: the draft model; None loads the one that `speculative_config` names.
         pooler: how prompts are pooled if `config.runner` is "pooling"; None takes the last token's vector.
         tower: encodes pictures; or why there is none, which requests with pictures are told.
+        pictures: reads the pictures that requests name; None takes decoded ones only. Closed with the engine.
         progress: called at each step of the start: weights, C++ kernels, programs, self-check.
         """
         config = config or EngineConfig()
@@ -154,6 +159,7 @@ class XlaBatchEngine:
             has_dry=config.enable_dry,
             pooler=pooler,
             hidden_size=checkpoint.config.hidden_size,
+            pictures=pictures,
             images=tower if isinstance(tower, str) else _image_form(tower, runner.features),
             never_fits=lambda prompt_tokens, max_tokens: state.scheduler.never_fits(
                 prompt_tokens, max_tokens
@@ -213,6 +219,7 @@ class XlaBatchEngine:
             chat_template=described.chat_template,
             pooler=described.pooling,
             tower=load_tower(described),
+            pictures=load_reader(described),
             progress=progress,
         )
         engine.default_params = SamplingParams.from_mapping(described.sampling_defaults)
@@ -768,6 +775,8 @@ class XlaBatchEngine:
         state.pipeline.in_flight.clear()
         state.waiter.close()
         self._intake.compiler.close()
+        if self.validator.pictures is not None:
+            self.validator.pictures.close()
         state.masks.close()
         if state.prefixes is not None:
             state.prefixes.storage.close()

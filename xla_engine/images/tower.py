@@ -1,32 +1,67 @@
-"""Load the vision tower of an engine's checkpoint."""
+"""The vision tower of an engine's checkpoint, and the reader of its pictures."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from xla_engine.config import EngineConfig
 from xla_engine.images.processor import read_image_processor
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.runner.vision_tower import VisionTower
+from xla_engine.utils.extras import install
+
+if TYPE_CHECKING:
+    from xla_engine.images.pictures import PictureReader
 
 NO_PICTURES = "this engine reads no pictures: its model has no vision tower that is supported; remove them"
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def load_tower(model: ModelDescription) -> VisionTower | str:
-    """The compiled tower of a described model; or why its engine takes no pictures, and what to do.
-
-    Raises CheckpointError naming file, field or tensor and remedy.
-    """
+def why_no_pictures(model: ModelDescription) -> str | None:
+    """Why an engine of a described model takes no pictures, and what to do; None if it takes some."""
     options, directory = model.options, model.files.path
     if not model.family.vision or not directory.is_dir():
         return NO_PICTURES
-    if (why := no_pictures_with(options)) is not None:
-        return f"this engine reads no pictures: {why}"
-    if not any((directory / name).is_file() for name in _FILES):
-        return f"this engine reads no pictures: {directory} has no {_FILES[0]}; add the file"
-    vision = load_vision(model.files, dtype=options.dtype)
-    table = read_image_processor(directory).table()
+    why = no_pictures_with(options)
+    if why is None and not any((directory / name).is_file() for name in _FILES):
+        why = f"{directory} has no {_FILES[0]}; add the file"
+    if why is None and find_spec("PIL") is None:
+        why = f"they need Pillow: {install('images')}"
+    return None if why is None else f"this engine reads no pictures: {why}"
+
+
+def load_tower(model: ModelDescription) -> VisionTower | str:
+    """The compiled tower of a described model, or `why_no_pictures`.
+
+    Raises CheckpointError naming file, field or tensor and remedy.
+    """
+    if (why := why_no_pictures(model)) is not None:
+        return why
+    vision = load_vision(model.files, dtype=model.options.dtype)
+    table = read_image_processor(model.files.path).table()
     return VisionTower(vision.config, vision.dtype, vision.weights, table)
+
+
+def load_reader(model: ModelDescription) -> PictureReader | None:
+    """The reader of the pictures that requests for a described model name; None if its engine takes none.
+
+    Raises CheckpointError, and ConfigError for a folder that does not exist or a host that cannot be one.
+    """
+    if why_no_pictures(model) is not None:
+        return None
+    from xla_engine.images.pictures import (
+        PictureReader,
+    )  # late: engines without a tower need not wait for these
+    from xla_engine.images.sources import ImageAccess
+
+    options = model.options
+    access = ImageAccess(
+        allowed_local_media_path=options.allowed_local_media_path,
+        allowed_media_domains=options.allowed_media_domains,
+    )
+    return PictureReader.of_model(model.files, access=access)
 
 
 def no_pictures_with(options: EngineConfig) -> str | None:

@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import Future
 from functools import partial
 
-from xla_engine.engine.requests.validation import NO_PICTURES, RequestValidator
+from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.errors import InvalidRequestError
 from xla_engine.prompts import Picture, PicturedPrompt, Prompt, with_pictures
 from xla_engine.server.fair_worker import FairWorker
@@ -25,7 +25,7 @@ class Pictures:
         key: of the caller. Raises what `RequestValidator.decoded` raises.
         """
         if (reader := self._validator.pictures) is None:
-            raise InvalidRequestError(NO_PICTURES)
+            raise InvalidRequestError(self._validator.no_pictures)
         begun = await self._worker.run(partial(reader.start, pictures), key)
         if fetched := [asyncio.wrap_future(each) for each in begun if isinstance(each, Future)]:
             await asyncio.gather(*fetched, return_exceptions=True)

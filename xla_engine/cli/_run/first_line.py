@@ -57,10 +57,7 @@ def check_template(request: LineRequest | None, engine: EngineClient, model: str
             "chat; give one with --chat-template FILE, or write a prompt in place of messages"
         )
     if chat is not None and reads_pictures(chat) and engine.validator.pictures is None:
-        raise NotStarted(
-            "no_pictures: the first request has pictures, which this engine does not read; remove them. "
-            "examples/pictures.py counts their tiles and tokens"
-        )
+        raise NotStarted(f"no_pictures: the first request has pictures, and {engine.validator.no_pictures}")
     if isinstance(chat, str) and engine.chat_template is not None and model is not None:
         click.echo(
             "the model has a chat template, but prompts are completed as they are; use --chat to send each as a "

@@ -102,6 +102,11 @@ class RequestValidator:
         """The names of a classifier's classes; empty where there is none."""
         return () if self.pooler is None else self.pooler.labels
 
+    @property
+    def no_pictures(self) -> str:
+        """Why requests can have no pictures that would have to be read, and what to do."""
+        return self.images if isinstance(self.images, str) else NO_PICTURES
+
     def checked(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, add_special_tokens: bool
     ) -> CheckedRequest:
@@ -157,7 +162,7 @@ class RequestValidator:
             return prompt  # nearly every prompt; token ids are not looked at
         parts = prompt_parts(prompt)
         if parts.pictures and self.pictures is None:
-            raise InvalidRequestError(NO_PICTURES)
+            raise InvalidRequestError(self.no_pictures)
         if parts.placed and self.pictures is None and isinstance(self.images, str):
             raise InvalidRequestError(self.images)
         if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):

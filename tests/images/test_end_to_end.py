@@ -1,0 +1,196 @@
+"""A question about a picture through every door of an engine with a vision tower: one answer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from tests.images.test_doors import PARTS
+from tests.images.test_features import model as small
+from tests.images.test_features import picture
+from tests.server.conftest import Running
+from tests.support.command_line import invoke
+from xla_engine import LLM, SamplingParams
+from xla_engine.async_llm import AsyncLLM
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import ConfigError, ImageNotAllowedError, InvalidImageError, InvalidRequestError
+from xla_engine.images.encoder import ImageEncoder
+from xla_engine.server.service import Service
+from xla_engine.server.settings import ServerSettings
+
+__all__ = ["small"]
+
+TEXT = "What is <image>?"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_model_len": 256,
+    "chunk_size": 16,
+    "prefill_lanes": (2,),
+    "self_check": False,
+    "compile_cache": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with an embedding for every token of its tokenizer."""
+    directory = tmp_path_factory.mktemp("whole") / "idefics3"
+    shutil.copytree(small, directory)
+    weights, size = load_file(directory / "model.safetensors"), 1024
+    for name in [name for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+        rows = np.random.default_rng(7).standard_normal((size, weights[name].shape[1])) * weights[name].std()
+        weights[name] = rows.astype(weights[name].dtype)
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["vocab_size"] = size
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "a.png").write_bytes(picture(60, 30))
+    (folder / "b.png").write_bytes(picture(20, 20))
+    (folder / "broken.png").write_bytes(picture(60, 30)[:60])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, folder: Path) -> Iterator[XlaBatchEngine]:
+    config = EngineConfig(allowed_local_media_path=str(folder), **OPTIONS)
+    with XlaBatchEngine.from_pretrained(model, config) as engine:
+        yield engine
+
+
+def asked(llm: LLM, image: object, text: str = TEXT) -> tuple[tuple[int, ...], Any]:
+    (output,) = llm.generate([{"prompt": text, "multi_modal_data": {"image": image}}], GREEDY)
+    return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+
+def test_every_form_of_a_picture_has_one_answer(engine: XlaBatchEngine, model: Path, folder: Path) -> None:
+    llm, file = LLM.from_engine(engine), (folder / "a.png").read_bytes()
+    expected = asked(llm, file)
+    with Image.open(BytesIO(file)) as opened:
+        pixels = np.asarray(opened.convert("RGB"))
+        forms = [opened.convert("RGB"), pixels, f"data:image/png;base64,{base64.b64encode(file).decode()}"]
+    forms += ["a.png", str(folder / "a.png"), (folder / "a.png").as_uri(), {"bytes": file, "path": None}]
+    assert [asked(llm, form) for form in forms] == [expected] * len(forms)
+    assert asked(llm, (folder / "b.png").read_bytes()) != expected
+    with ImageEncoder(model) as encoder:  # the library's prompt is the engine's
+        ids = encoder.prompt(TEXT, [encoder.grid(file)]).token_ids
+    (output,) = llm.generate([{"prompt": TEXT, "multi_modal_data": {"image": file}}], GREEDY)
+    assert tuple(output.prompt_token_ids) == tuple(ids)
+
+
+def test_chats_and_pictures_among_each_other(engine: XlaBatchEngine, folder: Path) -> None:
+    llm = LLM.from_engine(engine)
+
+    def said(name: str) -> list[dict[str, Any]]:
+        parts = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": "What?"}]
+        return [{"role": "user", "content": parts}]
+
+    alone = [llm.chat([said(name)], GREEDY)[0].outputs[0] for name in ("a.png", "b.png", "a.png")]
+    assert alone[0] == alone[2] and alone[0].logprobs != alone[1].logprobs
+    together = llm.chat([said(name) for name in ("a.png", "b.png", "a.png")], GREEDY)
+    assert [each.outputs[0] for each in together] == alone
+    assert asked(llm, "a.png", "user:<image>What?\n>")[0] == alone[0].token_ids
+
+
+def test_bad_pictures_are_refused_by_name(engine: XlaBatchEngine, folder: Path, tmp_path: Path) -> None:
+    llm = LLM.from_engine(engine)
+    (tmp_path / "secret.png").write_bytes(picture(8, 8))
+    for image, error in (
+        ("broken.png", InvalidImageError),
+        (str(tmp_path / "secret.png"), ImageNotAllowedError),
+        ("http://example.com/a.png", ImageNotAllowedError),
+    ):
+        with pytest.raises(error, match="image"):
+            asked(llm, image)
+    with pytest.raises(InvalidRequestError, match="1 <image> and 2 pictures"):
+        asked(llm, ["a.png", "b.png"])
+    with pytest.raises(ConfigError, match="allowed_media_domains must be a list"):
+        EngineConfig(allowed_media_domains="example.com")  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Path) -> None:
+    """Each line has its own answer or error, and an interrupted run resumes to the same bytes."""
+    data = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
+    lines = [
+        {"prompt": TEXT, "images": ["a.png"]},
+        {"prompt": TEXT, "images": [data]},
+        {"prompt": TEXT, "images": ["b.png"]},
+        {"prompt": TEXT, "images": ["broken.png"]},
+        {"prompt": "no picture"},
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--model", model, "--max-num-seqs", "2", "--max-model-len", "256", "--max-tokens", "6"]
+    options += ["--temperature", "0", "--ordered", "--created", "1", "--allowed-local-media-path", folder]
+    result = invoke("run", source, "-o", out, *options)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    errors = [json.loads(line) for path in tmp_path.glob("*error*") for line in path.read_text().splitlines()]
+    texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records if r["response"]}
+    assert texts["line-1"] == texts["line-2"] and set(texts) == {"line-1", "line-2", "line-3", "line-5"}
+    found = [r for r in records + errors if r["custom_id"] == "line-4"]
+    assert "invalid_image" in json.dumps(found) and "images[0]" in json.dumps(found), result.output
+    whole = out.read_bytes()
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    invoke("run", source, "-o", out, "--resume", *options)
+    assert out.read_bytes() == whole
+
+
+def test_a_dry_run_counts_tiles_and_their_tokens(model: Path, folder: Path, tmp_path: Path) -> None:
+    """By the headers of files: damaged pixels show when they are decoded."""
+    source, images = tmp_path / "in.jsonl", ("a.png", "b.png", "broken.png", "data:image/png;base64,AAAA")
+    lines = [{"prompt": TEXT, "images": [name]} for name in images]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": "no picture"}]))
+    allowed = ["--allowed-local-media-path", folder]
+
+    def checked(*options: object) -> str:
+        return str(invoke("run", source, "--dry-run", "--model", model, "--max-tokens", "6", *options).output)
+
+    found = checked(*allowed)
+    assert "tiles of pictures    24" in found and "5: 4 ok, 1 would fail" in found
+    assert "line 4: invalid_image: images[0]: " in found
+    assert "image_not_allowed 3, invalid_image 1" in checked()
+    assert "image_cache_bytes is 0; raise it" in checked(*allowed, "--image-cache-bytes", "0")
+
+
+def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Path) -> None:
+    """Pictures in messages; an error names the part, and others are served."""
+    server = Running(Service(AsyncLLM.from_engine(engine), ServerSettings(model_names=("tiny",))))
+    try:
+        data = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
+
+        def post(url: str) -> httpx.Response:
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+            body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "temperature": 0}
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body | {"max_tokens": 6}, timeout=60)
+
+        texts = [
+            post(url).json()["choices"][0]["message"]["content"]
+            for url in (data, (folder / "b.png").as_uri(), data)
+        ]
+        assert texts[0] == texts[2]
+        broken = post("data:image/png;base64,AAAA")
+        assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_image"
+        assert "messages[0].content[0]" in broken.json()["error"]["message"]
+        assert post("http://10.0.0.1/a.png").json()["error"]["code"] == "image_not_allowed"
+    finally:
+        server.stop()
