@@ -73,7 +73,7 @@ def test_pictures_for_an_engine_that_reads_none_stop(tmp_path: Path, engine: Fak
     for data in (b'{"prompt": "<image>", "images": ["a.png"]}\n' * 500, chat * 500):
         result, records = run_file(tmp_path, data)
         assert_not_started(
-            result, "no_pictures: the first request has pictures, which this engine does not read"
+            result, "no_pictures: the first request has pictures, and this engine reads no pictures"
         )
         assert not records and result.stderr.count("\n") == 1
     table = tmp_path / "in.csv"

@@ -18,6 +18,8 @@ from xla_engine.server.pictures import Pictures
 class Validator:
     """Takes pictures that are files already."""
 
+    no_pictures = "this engine reads no pictures"
+
     def __init__(self) -> None:
         self.fetched: dict[str, Future[bytes]] = {}
         self.pictures = SimpleNamespace(start=self.start, file_of=PictureReader.file_of)

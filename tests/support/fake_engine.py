@@ -89,7 +89,9 @@ class FakeEngine:
         self.max_num_seqs = max_num_seqs
         self.tokenizer = None
         self.chat_template: Any = "that of render_chat"
-        self.validator = SimpleNamespace(labels=(), pictures=None)  # no classifier, and no tower
+        self.validator = SimpleNamespace(
+            labels=(), pictures=None, no_pictures="this engine reads no pictures"
+        )  # no classifier, and no tower
         self.live: dict[str, FakeRequest] = {}
         self.submitted: list[str] = []
         self.as_they_are: list[bool] = []  # of the same: whether special tokens were added
