@@ -1,7 +1,7 @@
 """The vision tower as three programs over one tile: patches in, one layer, features out.
 
 A tile is a call of its own, so its features depend on its pixels and on nothing else. The residual stream and norms
-are float32; products run in the weights' dtype, by XLA.
+are float32; products run in the weights' dtype, by XLA (why not in C++: findings/images.md).
 """
 
 import math
