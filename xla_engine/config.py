@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
 from pathlib import PurePath
 from typing import Any, Final, Literal, Self
 
@@ -323,13 +324,14 @@ class EngineConfig:
             at_least("max_waiting", self.max_waiting, 1)
         if self.image_cache_bytes is not None:
             at_least("image_cache_bytes", self.image_cache_bytes, 0)
-        domains = self.allowed_media_domains or ()
-        if isinstance(domains, str) or not all(isinstance(each, str) for each in domains):
-            raise ConfigError(
-                f"allowed_media_domains must be a list of host names, not {shown(self.allowed_media_domains)}"
-            )
+        folder, domains = self.allowed_local_media_path, self.allowed_media_domains
+        if not isinstance(folder, str | PathLike | None):
+            raise ConfigError(f"allowed_local_media_path must be a folder, not {shown(folder)}")
+        domains = () if domains is None else domains
+        if not isinstance(domains, list | tuple) or not all(isinstance(each, str) for each in domains):
+            raise ConfigError(f"allowed_media_domains must be a list of host names, not {shown(domains)}")
         object.__setattr__(self, "allowed_media_domains", tuple(domains))
-        object.__setattr__(self, "allowed_local_media_path", self.allowed_local_media_path or None)
+        object.__setattr__(self, "allowed_local_media_path", str(folder) if folder else None)
         if self.max_num_batched_tokens is not None:
             at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if isinstance(self.quantization, str) and self.quantization in _PACKED:
