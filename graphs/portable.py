@@ -24,7 +24,8 @@ from xla_engine.graphs.sampling.native import LOGPROBS, SAMPLE
 ARITHMETIC = "portable-1"  # a change of any bit needs another name
 ISAS = ("avx512_bf16", "avx512", "avx2", "neon")  # best first; tiles and bfdot add in orders of their own
 KERNELS = (  # whose bits are known
-    *(TARGET, ZEROS, SAMPLE, LOGPROBS),
+    *(SAMPLE, LOGPROBS),
+    *(f"{call}_bf16" for call in (TARGET, ZEROS)),
     *(f"{product}_{kind}" for product in (LINEAR, GATED_LINEAR, HEAD) for kind in ("bf16", "int8")),
 )
 

@@ -1,4 +1,4 @@
-"""Attention backend `native`: one C++ call per layer on XLA:CPU (`attention.cc`).
+"""Attention backend `native`: one C++ call per layer on XLA:CPU (`attention.h`).
 
 It rotates, writes and attends in place and reads each row's own keys and nothing behind them. There are no key buckets
 and no masks, and prefill and decode run the same code for a query: their bits agree by construction.
@@ -27,6 +27,7 @@ from xla_engine.graphs.row_state.lanes import Extents
 
 TARGET = "xla_engine_attend"
 ZEROS = "xla_engine_zeros"
+KINDS = ("bf16", "f32", "int8")  # of keys and values
 _LANES = 16  # keys, and dimensions, side by side in a tile
 
 
@@ -60,7 +61,9 @@ class NativeAttention:
 
     def _zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         """Zeros that take no memory before they are written (`zeros.h`)."""
-        made: jax.Array = jax.ffi.ffi_call(f"{ZEROS}_{self.isa}", jax.ShapeDtypeStruct(shape, dtype))()
+        made: jax.Array = jax.ffi.ffi_call(
+            f"{ZEROS}_{_kind(dtype)}_{self.isa}", jax.ShapeDtypeStruct(shape, dtype)
+        )()
         return made
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
@@ -133,7 +136,7 @@ class NativeAttention:
         features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
         rows, form, tables = np.arange(slots, dtype=np.int32), call.form, call.block_tables
         operation = jax.ffi.ffi_call(
-            f"{TARGET}_{self.isa}",
+            f"{TARGET}_{_kind(layer.keys.dtype)}_{self.isa}",
             (
                 jax.ShapeDtypeStruct((rope.shape[0], features), _result(layer.keys.dtype)),
                 *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
@@ -162,6 +165,10 @@ def floats(layer: LayerCache) -> list[np.ndarray]:
     if keys.dtype == np.int8:
         return [np.ascontiguousarray(keys[..., -_scales(keys.dtype) :, :, :]).view(np.float32)]
     return [keys.astype(np.float32), values.astype(np.float32)]
+
+
+def _kind(dtype: jnp.dtype) -> str:
+    return {"bfloat16": "bf16", "float32": "f32"}.get(jnp.dtype(dtype).name, "int8")
 
 
 def _pack(dtype: jnp.dtype) -> int:

@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 def attention(request: pytest.FixtureRequest) -> NativeAttention:
     """The attention of each instruction set of this machine."""
     try:
-        return NativeAttention(native.register(request.param, {"attention"}))
+        return NativeAttention(native.register(request.param, native.ATTENTION))
     except native.NativeBuildError as error:
         pytest.skip(str(error))
 
@@ -392,7 +392,7 @@ def test_without_a_compiler_pure_jax_serves_with_a_notice(
         make_engine(replace(TINY_ENGINE, attention_backend="native"))
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(native.NativeBuildError, match="false failed"):
-        native.build(available()[0], ["attention"])
+        native.build(available()[0], ["attention_bf16"])
 
 
 def _resident() -> int:

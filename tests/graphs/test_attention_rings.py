@@ -70,7 +70,7 @@ def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) 
 
 def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
     model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
-    best = registered(NAMES[0], "attention")
+    best = registered(NAMES[0], "attention_bf16")
     assert best
     for backend in (XlaAttention(call_positions=128), NativeAttention(best, call_positions=128)):
         spec = ModelSpec(model, jnp.dtype(jnp.bfloat16), backend)

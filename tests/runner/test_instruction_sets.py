@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -17,6 +18,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.runner import backends
+from xla_engine.runner.native_library.build import ATTENTION
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 
 WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
@@ -120,8 +122,27 @@ def test_vectors_serve_models_whose_widths_are_not_whole_tiles(
         (replace(WIDE, intermediate_size=224), jnp.int8, "auto"),  # no set has its groups of 64
         (TINY, jnp.float32, "auto"),
     ):
-        assert backends.isa_of_model(config, model, jnp.dtype(stored), {"attention"}) == isa
+        assert backends.isa_of_model(config, model, jnp.dtype(stored), {"sampler"}) == isa
     assert backends.isa_of_model(replace(config, isa="amx"), TINY, jnp.dtype(jnp.bfloat16)) == "amx"
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "needed"),
+    [
+        ({}, "bfloat16", {"attention_bf16"}),
+        ({}, "float32", {"attention_f32"}),
+        ({"quantization": "int8"}, "bfloat16", {"attention_bf16"}),
+        ({"kv_cache_dtype": "int8"}, "bfloat16", {"attention_int8"}),
+        ({"bits": "portable"}, "bfloat16", {"attention_bf16"}),
+    ],
+)
+def test_a_model_needs_the_attention_for_the_dtype_of_its_cache(
+    options: dict[str, Any], dtype: str, needed: set[str]
+) -> None:
+    config = EngineConfig(**options)
+    held = jnp.dtype("int8" if config.quantization else dtype)
+    parts = backends.native_parts(config, TINY, jnp.dtype(dtype), held)
+    assert parts & ATTENTION == needed and "sampler" in parts
 
 
 def test_what_was_written_before_instruction_sets_had_names_stays_valid() -> None:

@@ -169,7 +169,7 @@ def write() -> None:
     """Write the golden file. Raises RuntimeError if the engine's forms disagree."""
     model = embedded_model_directory() / "model.safetensors"
     isa = next(each.name for each in available() if each.name in ISAS)
-    register(isa, {"attention", "sampler", "linear_bf16", "linear_int8"})
+    register(isa, {"attention_bf16", "sampler", "linear_bf16", "linear_int8"})
     content: dict[str, Any] = {
         "arithmetic": ARITHMETIC,
         "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(),

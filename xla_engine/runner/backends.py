@@ -21,7 +21,7 @@ from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.int8 import GROUP
-from xla_engine.runner.native_library.build import PARTS, NativeBuildError, origin, register
+from xla_engine.runner.native_library.build import ATTENTION, PARTS, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.portable import with_portable_isa
 from xla_engine.runner.weights.adapters import lora_form
@@ -57,7 +57,7 @@ def serving_isa(asked: str = AUTO, parts: Collection[str] = PARTS) -> str | None
 
 
 def choose_attention(
-    name: str, call_positions: int | None = None, isa: str = AUTO, parts: Collection[str] = ("attention",)
+    name: str, call_positions: int | None = None, isa: str = AUTO, parts: Collection[str] = ATTENTION
 ) -> Attention:
     """The attention backend for `EngineConfig.attention_backend` on this platform. Raises ConfigError.
 
@@ -106,7 +106,7 @@ def make_spec(
     """
     quantized, kept = config.quantization == "int8", config.quantization in KEPT
     held = jnp.dtype(jnp.int8) if quantized else dtype
-    parts = native_parts(config, model, held, kept=kept)
+    parts = native_parts(config, model, dtype, held, kept=kept)
     if config.is_portable:
         config = with_portable_isa(config, model, dtype, parts)
     isa = isa_of_model(config, model, held, parts)
@@ -148,13 +148,14 @@ def make_spec(
 
 
 def native_parts(
-    config: EngineConfig, model: ModelConfig, held: jnp.dtype, *, kept: bool = False
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, held: jnp.dtype, *, kept: bool = False
 ) -> frozenset[str]:
     """The parts of the C++ kernels (`native_library.build`) that a model needs, which are compiled together.
 
-    held: the dtype of its matrices. kept: whether some keep the encoding of their file.
+    dtype: of the model. held: the dtype of its matrices. kept: whether some keep the encoding of their file.
     """
-    parts = {"attention", "sampler"}
+    stores = "bf16" if dtype == jnp.bfloat16 else "f32"
+    parts = {"sampler", "attention_int8" if config.kv_cache_dtype == "int8" else f"attention_{stores}"}
     if model.delta is not None:
         parts.add("delta")
     kinds = {"bf16"} if held == jnp.bfloat16 else {"int8"} if held == jnp.int8 else set()

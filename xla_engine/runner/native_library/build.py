@@ -20,7 +20,7 @@ import jax
 
 from xla_engine import graphs
 from xla_engine.environment import compiler, native_cache_directory
-from xla_engine.graphs.attention.native import TARGET, ZEROS
+from xla_engine.graphs.attention import native as attention
 from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
@@ -36,7 +36,10 @@ _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
 
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
-    "attention": (TARGET, ZEROS),
+    **{
+        f"attention_{kind}": tuple(f"{each}_{kind}" for each in (attention.TARGET, attention.ZEROS))
+        for kind in attention.KINDS
+    },
     "sampler": (SAMPLE, PROCESS, LOGPROBS),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
     **{
@@ -52,6 +55,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     },
 }
 PARTS = frozenset(_TARGETS)
+ATTENTION = frozenset(f"attention_{kind}" for kind in attention.KINDS)  # the parts for stores of every dtype
 _SOURCES = Path(graphs.__file__).parent / "native"
 _BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
 _origins: dict[str, str] = {}  # BUNDLED or COMPILED, by instruction set
@@ -144,7 +148,7 @@ def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
         )
 
     largest_first = sorted(
-        parts, key=lambda part: (part.endswith(("coded", "fours")), part == "attention"), reverse=True
+        parts, key=lambda part: (part.endswith(("coded", "fours")), part in ATTENTION), reverse=True
     )
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

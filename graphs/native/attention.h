@@ -3,7 +3,8 @@
 // Every query reads the tiles that hold the keys it may see, in order of position, and nothing else: its bits are a
 // function of its own sequence, whatever lane, slot, page, neighbour, chunk or number of threads computed it.
 
-#include "attention_bytes.h"
+#pragma once
+
 #include "attention_cache.h"
 #include "attention_heads.h"
 #include "attention_scores.h"
@@ -14,7 +15,7 @@
 #include "zeros.h"
 
 namespace xla_engine {
-namespace {
+namespace {  // stores of each type are a library of their own
 
 struct Arguments {
   Projection projection;
@@ -58,8 +59,14 @@ class Scratch {
   std::vector<Line> scores_, weights_;
 };
 
+template <typename T>
+using ResultOf = std::conditional_t<std::is_same_v<T, int8_t>, BFloat16, T>;
+
+template <typename T>
+constexpr ffi::DataType kType = std::is_same_v<T, int8_t> ? ffi::S8 : std::is_same_v<T, float> ? ffi::F32 : ffi::BF16;
+
 // T: of the store. In int8, heads are taken in float32 and results are bf16.
-template <typename T, typename Out>
+template <typename T, typename Out = ResultOf<T>>
 void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* values, Out* out) {
   constexpr bool kBytes = std::is_same_v<T, int8_t>;
   using Taken = std::conditional_t<kBytes, float, T>;
@@ -172,6 +179,8 @@ const char* Misplaced(const Arguments& a, int64_t pool_pages) {
   return nullptr;
 }
 
+// T: of the store.
+template <typename T>
 ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, Integers start, Integers count, Integers tables,
                   Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys, ffi::AnyBuffer values,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
@@ -197,9 +206,10 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   projection.head_dim = 2 * rope.dimensions()[2];
   a.kv_heads = shape[2];
   a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
-  const bool bytes = keys.element_type() == ffi::S8;
+  if (keys.element_type() != kType<T> || values.element_type() != kType<T> || out->element_type() != kType<ResultOf<T>>)
+    return ffi::Error::InvalidArgument("the cache or the result has another type");
   const int64_t key_width = shape[4] * shape[6];
-  projection.padded = key_width - (bytes ? Head<int8_t>::kScales : 0);
+  projection.padded = key_width - (std::is_same_v<T, int8_t> ? Head<int8_t>::kScales : 0);
   a.rows = tables.dimensions()[0];
   a.pages = tables.dimensions()[1];
   a.page = shape[3] * kVector;
@@ -215,25 +225,16 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, 
   static const bool granted = RequestTiles();
   tiles = granted;
 #endif
-  if (keys.element_type() == ffi::BF16) {
-    Run(pool, a, tiles, reinterpret_cast<BFloat16*>(keys.untyped_data()) + before * key_width,
-        reinterpret_cast<BFloat16*>(values.untyped_data()) + before * projection.padded, reinterpret_cast<BFloat16*>(out->untyped_data()));
-  } else if (keys.element_type() == ffi::F32) {
-    Run(pool, a, tiles, reinterpret_cast<float*>(keys.untyped_data()) + before * key_width,
-        reinterpret_cast<float*>(values.untyped_data()) + before * projection.padded, reinterpret_cast<float*>(out->untyped_data()));
-  } else if (bytes && out->element_type() == ffi::BF16) {
-    Run(pool, a, tiles, reinterpret_cast<int8_t*>(keys.untyped_data()) + before * key_width,
-        reinterpret_cast<int8_t*>(values.untyped_data()) + before * projection.padded,
-        reinterpret_cast<BFloat16*>(out->untyped_data()));
-  } else {
-    return ffi::Error::InvalidArgument("the cache must be bf16, f32, or int8 of a model in bf16");
-  }
+  Run(pool, a, tiles, static_cast<T*>(keys.untyped_data()) + before * key_width,
+      static_cast<T*>(values.untyped_data()) + before * projection.padded, static_cast<ResultOf<T>*>(out->untyped_data()));
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_ENGINE_HANDLER(XlaEngineAttend, Attend, "layer", "window", "scale", "softcap", "eps")
-XLA_ENGINE_HANDLER(XlaEngineZeros, Zeros)
+// The handlers of a library of stores of one type.
+#define XLA_ENGINE_ATTENTION(Name, T)                                                                \
+  XLA_ENGINE_HANDLER(XlaEngineAttend##Name, Attend<T>, "layer", "window", "scale", "softcap", "eps") \
+  XLA_ENGINE_HANDLER(XlaEngineZeros##Name, Zeros)
 
 }  // namespace xla_engine
