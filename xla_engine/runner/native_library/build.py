@@ -150,7 +150,8 @@ def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
     largest_first = sorted(
         parts, key=lambda part: (part.endswith(("coded", "fours")), part in ATTENTION), reverse=True
     )
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    # One more than cores, so that most models' three parts share two cores and no core waits for the last part.
+    with ThreadPoolExecutor((os.cpu_count() or 1) + 1) as pool:
         try:
             return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
         except OSError as error:
