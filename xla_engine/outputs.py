@@ -85,6 +85,7 @@ class RequestOutput:
     num_drafted_tokens: draft tokens that were verified for it.
     num_accepted_tokens: draft tokens that were accepted.
     pooled: the result of a pooling request, once it has ended; see `LLM.embed`.
+    images_sha256: of the tiles of each of the prompt's pictures; another hash means other pixels, not another model.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class RequestOutput:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     pooled: tuple[float, ...] | None = None
+    images_sha256: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

@@ -27,6 +27,8 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, ImageNotAllowedError, InvalidImageError, InvalidRequestError
 from xla_engine.images.encoder import ImageEncoder
+from xla_engine.images.pictures import tiles_sha256
+from xla_engine.prompts import Picture
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
 
@@ -95,6 +97,11 @@ def test_every_form_of_a_picture_has_one_answer(engine: XlaBatchEngine, model: P
         ids = encoder.prompt(TEXT, [encoder.grid(file)]).token_ids
     (output,) = llm.generate([{"prompt": TEXT, "multi_modal_data": {"image": file}}], GREEDY)
     assert tuple(output.prompt_token_ids) == tuple(ids)
+    reader = engine.validator.pictures
+    assert reader is not None
+    (placed,) = reader.prompt(TEXT, [Picture("image", file)]).pictures
+    assert output.images_sha256 == (tiles_sha256(reader.tiles(placed)),)
+    assert llm.generate(["no picture"], GREEDY)[0].images_sha256 == ()
 
 
 def test_chats_and_pictures_among_each_other(engine: XlaBatchEngine, folder: Path) -> None:
@@ -127,6 +134,28 @@ def test_bad_pictures_are_refused_by_name(engine: XlaBatchEngine, folder: Path, 
         EngineConfig(allowed_media_domains="example.com")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "what", [None, *(pytest.param(each, marks=pytest.mark.full) for each in ("weights", "processor"))]
+)
+def test_tower_and_processor_are_part_of_the_fingerprint(
+    engine: XlaBatchEngine, model: Path, tmp_path: Path, what: str | None
+) -> None:
+    """A tower of its own file counts, and so does a processor that changes no tensor."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    if what == "weights":
+        weights = load_file(other / "model.safetensors")
+        name = next(name for name in weights if "vision_model" in name)
+        save_file(weights | {name: weights[name] * 2}, other / "model.safetensors")
+    elif what == "processor":
+        path = other / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"do_image_splitting": False}))
+    with XlaBatchEngine.from_pretrained(other, engine.config) as made:
+        differences = engine.identity().differences(made.identity())
+    assert [line.partition(":")[0] for line in differences if "images" in line] == ["images"] * bool(what)
+    assert bool(what) == (made.identity().digest() != engine.identity().digest())
+
+
 @pytest.mark.full
 def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Path) -> None:
     """Each line has its own answer or error, and an interrupted run resumes to the same bytes."""
@@ -146,6 +175,8 @@ def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Pa
     records = [json.loads(line) for line in out.read_text().splitlines()]
     errors = [json.loads(line) for path in tmp_path.glob("*error*") for line in path.read_text().splitlines()]
     texts = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records if r["response"]}
+    hashes = {r["custom_id"]: r["response"]["body"].get("images_sha256") for r in records if r["response"]}
+    assert hashes["line-1"] == hashes["line-2"] != hashes["line-3"] and hashes["line-5"] is None
     assert texts["line-1"] == texts["line-2"] and set(texts) == {"line-1", "line-2", "line-3", "line-5"}
     found = [r for r in records + errors if r["custom_id"] == "line-4"]
     assert "invalid_image" in json.dumps(found) and "images[0]" in json.dumps(found), result.output
@@ -188,6 +219,7 @@ def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Pa
             for url in (data, (folder / "b.png").as_uri(), data)
         ]
         assert texts[0] == texts[2]
+        assert len(post(data).json()["images_sha256"]) == 1
         broken = post("data:image/png;base64,AAAA")
         assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_image"
         assert "messages[0].content[0]" in broken.json()["error"]["message"]

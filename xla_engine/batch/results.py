@@ -177,6 +177,7 @@ def result_head(
     """A completion or chat completion with an empty list of choices."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    hashes = [each for output in outputs for each in output.images_sha256]
     return {
         "id": name,
         "object": "chat.completion" if request.is_chat else "text_completion",
@@ -189,6 +190,7 @@ def result_head(
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         },
+        **({"images_sha256": hashes} if hashes else {}),
     }
 
 

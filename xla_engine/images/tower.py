@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -9,6 +13,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.images.processor import read_image_processor
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import load_vision
+from xla_engine.runner.program_key import cores
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.utils.extras import install
 
@@ -40,8 +45,17 @@ def load_tower(model: ModelDescription) -> VisionTower | str:
     if (why := why_no_pictures(model)) is not None:
         return why
     vision = load_vision(model.files, dtype=model.options.dtype)
-    table = read_image_processor(model.files.path).table()
-    return VisionTower(vision.config, vision.dtype, vision.weights, table)
+    processor = read_image_processor(model.files.path)
+    depends = (vision.fingerprint, vision.dtype, asdict(processor), _decoder_versions(), cores())
+    fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
+    return VisionTower(vision.config, vision.dtype, vision.weights, processor.table(), fingerprint)
+
+
+def _decoder_versions() -> list[str | None]:
+    """Of Pillow and of what it decodes with, on which pixels may depend."""
+    from PIL import features  # late: engines without a tower work without Pillow
+
+    return [version("pillow"), *map(features.version, ("libjpeg_turbo", "jpg", "zlib", "webp", "libtiff"))]
 
 
 def load_reader(model: ModelDescription) -> PictureReader | None:

@@ -1,6 +1,7 @@
 """Load the vision tower of a checkpoint: its shape from config.json, its leaves from the weight files."""
 
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from xla_engine.errors import CheckpointError
@@ -32,12 +33,13 @@ class VisionCheckpoint:
     """A loaded tower.
 
     config: its shape. weights: by the names of `vision_shapes`; matrices in `dtype`, vectors in float32, read lazily.
-    dtype: "bfloat16" or "float32".
+    dtype: "bfloat16" or "float32". fingerprint: sha256 of its shape and of the files that have its weights.
     """
 
     config: VisionConfig
     weights: StoredWeights
     dtype: str
+    fingerprint: str
 
 
 def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> VisionCheckpoint:
@@ -55,7 +57,13 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
     wanted = dtype_word(dtype)
     target = stored_dtype(tensors, sources) if wanted == "auto" else wanted
     weights = StoredWeights(tensors, sources, text, target, more=vision_shapes(config))
-    return VisionCheckpoint(config=config, weights=weights, dtype=target)
+    identity = repr((asdict(config), tensors.fingerprint()))
+    return VisionCheckpoint(
+        config=config,
+        weights=weights,
+        dtype=target,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+    )
 
 
 def read_vision(fields: Fields, family: Family, text_size: int) -> VisionConfig:

@@ -116,7 +116,7 @@ class StepLogWriter:
         line: dict[str, Any] = {
             "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
         }
-        if like := self._prefixes.add(self._count - 1, request.prompt_token_ids, request.group):
+        if like := self._prefixes.add(self._count - 1, request.content, request.group):
             line["like"] = like
         if custom_id is not None:
             line["custom_id"] = custom_id

@@ -369,8 +369,9 @@ class Runner:
 
     @property
     def platform(self) -> dict[str, str]:
-        """Versions, device and backends, on which the bits of a run may depend."""
-        return platform_words(self.spec)
+        """Versions, device and backends, on which the bits of a run may depend, and the hash of a vision tower."""
+        words = platform_words(self.spec)
+        return words if self.features is None else {**words, "images": self.features.tower.fingerprint}
 
     @property
     def made_with(self) -> dict[str, dict[str, str]]:

@@ -36,9 +36,13 @@ class VisionTower:
         dtype: str,
         weights: Mapping[str, Array],
         table: Array,
+        fingerprint: str = "given",
     ) -> None:
-        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`."""
-        self.config = config
+        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`.
+
+        fingerprint: of everything that features depend on besides a picture's file; part of an engine's identity.
+        """
+        self.config, self.fingerprint = config, fingerprint
         self._inventory = Inventory()
         self._inventory.compile(vision_programs(config, jnp.dtype(DTYPES[dtype])))
 

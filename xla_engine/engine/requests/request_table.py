@@ -134,7 +134,7 @@ class RequestTable:
 
         Returns the sequences as requests for the scheduler.
         """
-        names = sequence_ids(request_id, params.n)
+        names, hashes = sequence_ids(request_id, params.n), _hashes(images)
         parts = []
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
         first = params if params.n == 1 else replace(params, n=1)  # a copy would be checked again
@@ -165,6 +165,7 @@ class RequestTable:
                 collector=collector,
                 now=now,
                 pooling=self._pooling(part),
+                images_sha256=hashes,
             )
             parts.append(self._live[name])
         if params.n > 1:
@@ -237,3 +238,12 @@ class RequestTable:
         if self.kept is not None:
             self.kept.add(request, settings)
         return reason
+
+
+def _hashes(images: Sequence[PromptImage]) -> tuple[str, ...]:
+    """`RequestOutput.images_sha256`."""
+    if not images:
+        return ()
+    from xla_engine.images.pictures import tiles_sha256  # late: text needs nothing of it
+
+    return tuple(tiles_sha256(image.tiles) for image in images)

@@ -48,8 +48,10 @@ class LiveSequence:
         collector: OutputCollector,
         now: float,
         pooling: PooledPrompt | None = None,
+        images_sha256: tuple[str, ...] = (),
     ) -> None:
         self.request_id = request_id
+        self._images_sha256 = images_sha256
         self.pooling = pooling
         self.collector = collector
         self.reader: Readable = self
@@ -380,6 +382,7 @@ class LiveSequence:
             if self._params.prompt_logprobs is None
             else MadeWhenRead(self._prompt_scores, self._by_id_or_none),
             pooled=None if self.pooling is None else self.pooling.numbers,
+            images_sha256=self._images_sha256,
         )
 
     def _by_id(self, score: Score) -> dict[int, Logprob]:
