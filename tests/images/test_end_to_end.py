@@ -99,7 +99,7 @@ def test_every_form_of_a_picture_has_one_answer(engine: XlaBatchEngine, model: P
     assert tuple(output.prompt_token_ids) == tuple(ids)
     reader = engine.validator.pictures
     assert reader is not None
-    (placed,) = reader.prompt(TEXT, [Picture("image", file)]).pictures
+    (placed,) = reader.prompt(TEXT, [Picture(source=file, name="image")]).pictures
     assert output.images_sha256 == (tiles_sha256(reader.tiles(placed)),)
     assert llm.generate(["no picture"], GREEDY)[0].images_sha256 == ()
 
