@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -25,6 +30,7 @@ from xla_engine import LLM, SamplingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.errors import ConfigError, ImageNotAllowedError, InvalidImageError, InvalidRequestError
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
@@ -186,6 +192,60 @@ def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Pa
     assert out.read_bytes() == whole
 
 
+@pytest.mark.full
+def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None:
+    """Killed by SIGKILL in the middle, and resumed: the bytes of a run that was left alone."""
+    count = int(os.environ.get("XLA_ENGINE_KILLED_PICTURES", "200"))
+    folder, draw = tmp_path / "pictures", np.random.default_rng(count)
+    folder.mkdir()
+    for number in range(count):
+        width, height = draw.integers(4, 40, 2)
+        Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"{number}.png")
+    (folder / "7.png").write_bytes(b"no picture")
+    source, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    lines = [{"prompt": TEXT, "images": [f"{number}.png"]} for number in range(count)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: list[object] = [
+        "--model",
+        model,
+        "--max-num-seqs",
+        "4",
+        "--max-model-len",
+        "256",
+        "--max-tokens",
+        "4",
+    ]
+    options += ["--ordered", "--created", "1", "--allowed-local-media-path", folder, "--no-progress"]
+
+    def written() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    command = [sys.executable, "-m", "xla_engine", "run", source, "-o", out, *options]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+    while written() < count // 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert count // 2 <= written() < count
+    for path, resume in ((whole, []), (out, ["--resume"])):
+        result = invoke("run", source, "-o", path, *resume, *options)  # type: ignore[arg-type]
+        assert result.exit_code == (0 if resume else 1), result.output  # a line that failed before was done
+    assert out.read_bytes() == whole.read_bytes()
+    records = [json.loads(line) for line in whole.read_bytes().splitlines()]
+    hashes = {tuple(r["response"]["body"]["images_sha256"]) for r in records if r["response"]}
+    assert len(hashes) == count - 1
+
+
+@pytest.mark.full
+def test_the_self_check_passes_with_a_tower(model: Path) -> None:
+    with XlaBatchEngine.from_pretrained(model, EngineConfig(**OPTIONS | {"self_check": True})) as engine:
+        found = engine.self_check
+        assert found is not None and found.row_invariant and found.lane_invariant and found.bucket_invariant
+        assert asked(LLM.from_engine(engine), picture(20, 20)) == asked(
+            LLM.from_engine(engine), picture(20, 20)
+        )
+
+
 def test_a_dry_run_counts_tiles_and_their_tokens(model: Path, folder: Path, tmp_path: Path) -> None:
     """By the headers of files: damaged pixels show when they are decoded."""
     source, images = tmp_path / "in.jsonl", ("a.png", "b.png", "broken.png", "data:image/png;base64,AAAA")
@@ -201,6 +261,19 @@ def test_a_dry_run_counts_tiles_and_their_tokens(model: Path, folder: Path, tmp_
     assert "line 4: invalid_image: images[0]: " in found
     assert "image_not_allowed 3, invalid_image 1" in checked()
     assert "image_cache_bytes is 0; raise it" in checked(*allowed, "--image-cache-bytes", "0")
+
+
+def test_inspect_counts_the_tower(model: Path, engine: XlaBatchEngine) -> None:
+    """As many bytes as the engine has of them; without room for features there is no tower."""
+    assert engine.runner.features is not None
+    with_tower = inspect_model(model, EngineConfig(**OPTIONS))
+    blind = inspect_model(model, EngineConfig(**OPTIONS, image_cache_bytes=0))
+    assert with_tower.vision is not None and with_tower.memory is not None and blind.memory is not None
+    assert with_tower.vision["features"] == engine.runner.features.rows.nbytes
+    more = with_tower.vision["weights"] + with_tower.vision["features"]
+    assert with_tower.memory["needed"] == blind.memory["needed"] + more
+    assert f"{with_tower.vision['tiles']} tiles" in "\n".join(report_lines(with_tower))
+    assert "image_cache_bytes is 0; raise it" in "\n".join(report_lines(blind))
 
 
 def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Path) -> None:

@@ -8,21 +8,24 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from xla_engine.config import AUTO, SMALLEST_BATCH, EngineConfig
+from xla_engine.config import AUTO, IMAGE_CACHE_BYTES, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.images.tower import why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
-from xla_engine.model_loader.describe import describe_decoder
+from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields
 from xla_engine.model_loader.quantised.methods import without_method
 from xla_engine.model_loader.tensor_files import TensorInfo
+from xla_engine.model_loader.vision import load_vision
 from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, serving_device
+from xla_engine.runner.features import places_within, tile_bytes
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
@@ -48,6 +51,8 @@ class Inspection:
     chat_template: whether there is one.
     dtype: the engine's.
     backends: the backends that the engine would use.
+    vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many tiles
+        that is; or why the engine would read no pictures.
     memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
     fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.
     problems: why the model cannot run, or why a part of the report is missing.
@@ -65,6 +70,7 @@ class Inspection:
     chat_template: bool | None = None
     dtype: str | None = None
     backends: dict[str, str] | None = None
+    vision: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     fits: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -100,10 +106,12 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
     with _problems(report):
         # Checks the tensors against the configuration.
-        checkpoint = load_weights(describe_decoder(files, config))
+        described = describe_decoder(files, config)
+        checkpoint = load_weights(described)
         report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
         if isinstance(checkpoint.weights, StoredWeights):
             report.quantised = dict(Counter(checkpoint.weights.forms))
+        report.vision = _vision(described)
     with _problems(report):
         tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
@@ -140,6 +148,21 @@ def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     return found
 
 
+def _vision(model: ModelDescription) -> dict[str, Any] | None:
+    """`Inspection.vision`. Raises CheckpointError for a tower that does not load."""
+    if not model.family.vision:
+        return None
+    if (why := why_no_pictures(model)) is not None:
+        return {"refused": why}
+    vision = load_vision(model.files, dtype=model.options.dtype)
+    tiles = places_within(vision.config, model.options.image_cache_bytes or IMAGE_CACHE_BYTES)
+    return {
+        "weights": vision.weights.nbytes,
+        "features": tiles * tile_bytes(vision.config),
+        "tiles": tiles,
+    }
+
+
 def _account(report: Inspection, model: ModelConfig, config: EngineConfig, stored: StoredKinds) -> None:
     """Fill in backends, memory and `fits`. Raises ConfigError if the configuration does not fit."""
     assert report.dtype is not None
@@ -154,17 +177,19 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
             specs[bounded] = make_spec(config, bounded, dtype, stored)
         return specs[bounded]
 
+    vision = report.vision or {}
+    beside = memory.Beside(vision.get("weights", 0) + vision.get("features", 0))
     config = resolve_length(config, model, report.dtype, device, stored)
     length = config.context_length(model.max_position_embeddings)
     spec = spec_of(length)
     refusal = None
     try:
-        config = resolve_sizes(config, spec, length, device)
+        config = resolve_sizes(config, spec, length, device, beside)
     except ConfigError as error:
         refusal = error
         if config.max_num_seqs == AUTO:
             config = replace(config, max_num_seqs=SMALLEST_BATCH)
-    plan = memory.plan_memory(spec, config, length, budget)
+    plan = memory.plan_memory(spec, config, length, budget, beside)
     report.backends = {
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else spec.products.name,
@@ -182,7 +207,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
     }
     longest = min(model.max_position_embeddings, _LENGTHS[-1])
     for length in (*(length for length in _LENGTHS if length < longest), longest):
-        plan = memory.plan_memory(spec_of(length), config, length, budget)
+        plan = memory.plan_memory(spec_of(length), config, length, budget, beside)
         needed = {slots: replace(plan, slots=slots).needed for slots in _SLOTS}
         report.fits.append({"max_model_len": length, "needed": needed, "most_slots": plan.most_slots})
     if refusal is not None:
@@ -211,6 +236,12 @@ def report_lines(report: Inspection) -> list[str]:
         lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
     for form, count in sorted(report.quantised.items()):
         lines.append(_row("quantised", f"{count} weights as {form}"))
+    if (vision := report.vision) is not None:
+        words = vision.get("refused") or (
+            f"weights {size(vision['weights'])}, features {size(vision['features'])} for {vision['tiles']} tiles; "
+            f"both are among the weights below"
+        )
+        lines.append(_row("vision tower", words))
     tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"
     lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
     if report.backends is not None and report.memory is not None:

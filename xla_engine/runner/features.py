@@ -11,10 +11,21 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.scheduler import Chunk, Encode
 
 STORE = "store_features"
+
+
+def tile_bytes(config: VisionConfig) -> int:
+    """Of the features of one tile."""
+    return 4 * config.tokens * config.text_size
+
+
+def places_within(config: VisionConfig, num_bytes: int) -> int:
+    """The tiles of a buffer with this room, one at least."""
+    return max(num_bytes // tile_bytes(config), 1)
 
 
 class FeatureBuffer:
@@ -27,7 +38,7 @@ class FeatureBuffer:
         """num_bytes: of the buffer, which has one place at least."""
         self.tower, self._tokens = tower, tower.config.tokens
         shape = (self._tokens, tower.config.text_size)
-        self.places = max(num_bytes // (4 * shape[0] * shape[1]), 1)
+        self.places = places_within(tower.config, num_bytes)
         self._shape = (self.places * shape[0], shape[1])
         self.blank()
         self._inventory = Inventory()
