@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,13 @@ from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
-from xla_engine.errors import ConfigError, ImageNotAllowedError, InvalidImageError, InvalidRequestError
+from xla_engine.errors import (
+    CheckpointError,
+    ConfigError,
+    ImageNotAllowedError,
+    InvalidImageError,
+    InvalidRequestError,
+)
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
 from xla_engine.prompts import Picture
@@ -160,6 +167,14 @@ def test_tower_and_processor_are_part_of_the_fingerprint(
         differences = engine.identity().differences(made.identity())
     assert [line.partition(":")[0] for line in differences if "images" in line] == ["images"] * bool(what)
     assert bool(what) == (made.identity().digest() != engine.identity().digest())
+
+
+def test_updates_of_weights_leave_the_tower(engine: XlaBatchEngine, model: Path) -> None:
+    weights, before = load_file(model / "model.safetensors"), engine.identity()
+    name = next(name for name in weights if "vision_model" in name)
+    with pytest.raises(CheckpointError, match=re.escape(f"no tensor '{name}'")):
+        engine.update_weights({name: weights[name]})
+    assert engine.identity() == before
 
 
 @pytest.mark.full
