@@ -166,7 +166,8 @@ def test_a_start_holds_the_file_once(tmp_path: Path) -> None:
             check=True,
         )
         peak, resident = map(int, run.stdout.split())
-        assert 0.3 * size < resident < 1.15 * size and peak < resident + (64 << 20), (
+        allocators = 16 << 20  # what they keep of freed memory differs from run to run
+        assert 0.3 * size < resident < 1.15 * size + allocators and peak < resident + (64 << 20), (
             f"{kind}: a file of {size >> 20} MiB, peak {peak >> 20}, resident {resident >> 20}"
         )
 
