@@ -1,7 +1,7 @@
 """Parts hold parts: our classes inherit from none of ours but for exceptions, protocols, modules and records.
 
-A class that inherits code is read in two files at once, and its base uses what only the descendant has. The exceptions
-stand below, each with its reason; the list may only get shorter.
+Inherited code has to be read in two files at once, and a base class tends to use what only its descendants
+have. The exceptions are listed below, each with its reason; the list may only get shorter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ INHERITS = {
 
 @functools.cache
 def _nodes() -> list[tuple[str, ast.ClassDef | ast.Call]]:
-    """The classes and calls of our files, each with its file."""
+    """All classes and calls in our files, each with its file."""
     return [
         (str(path.relative_to(ROOT)), node)
         for package in PACKAGES
@@ -67,14 +67,14 @@ def _classes() -> dict[str, list[ast.ClassDef]]:
 
 
 def _name(node: ast.expr) -> str:
-    """Of a base or a decorator: the last part, without type arguments or a call."""
+    """The last part of the name of a base or decorator, without type arguments or a call."""
     while isinstance(node, (ast.Subscript, ast.Call)):
         node = node.value if isinstance(node, ast.Subscript) else node.func
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_free(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> bool:
-    """Whether others may inherit from it: an exception, a protocol, a module, or a record."""
+    """Whether other classes may inherit from this one: it is an exception, a protocol, a module, or a record."""
     words = {_name(each) for each in (*node.bases, *node.decorator_list)}
     if words & RECORDS or node.name in RECORDS or "Module" in words:
         return True
@@ -100,7 +100,7 @@ def test_our_classes_hold_parts_and_inherit_no_code() -> None:
 
 
 def test_no_class_of_ours_is_cast_to_another() -> None:
-    """A cast makes one thing pass for another where no checker looks; a protocol says what both have."""
+    """A cast hides from type checkers that two classes differ; a protocol states what they share."""
     classes, found = _classes(), set[str]()
     for place, node in _nodes():
         if isinstance(node, ast.Call) and _name(node.func) == "cast" and node.args:

@@ -48,8 +48,9 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
 
 
 def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchEngine) -> None:
-    """`n` is as many requests with own seeds; prompt_logprobs are compared by `test_sampling_features`, and from
-    a position on by `test_scoring`."""
+    """Exceptions: `n` makes several requests with their own seeds; `test_sampling_features` and
+    `test_scoring` compare prompt_logprobs.
+    """
     pytest.importorskip("llguidance")
     drawn = [case.params for case in draw_cases(embedded, 220, seed=0, every_field=True)]
     plain = SamplingParams()
@@ -154,11 +155,11 @@ def test_slots_not_named_by_a_step_keep_their_bytes(make_engine: Callable[..., X
 
 
 def test_an_inactive_slot_survives_a_thousand_steps(tiny: XlaBatchEngine) -> None:
-    """Neither a short request nor a long one writes a byte into a slot that its plans do not name."""
+    """No request, short or long, writes a byte into a slot that the step's plan does not name."""
     named: set[int] = set()
 
     def others() -> dict[int, list[bytes]]:
-        """The bytes of the slots that no plan has named."""
+        """The bytes of all slots that no plan has named."""
         layers = read_cache(tiny.runner)
         free = set(range(tiny.config.device_rows)) - named
         return {slot: [bits(k[slot]) + bits(v[slot]) for k, v in layers] for slot in free}
@@ -216,7 +217,9 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A token buffer that forgets when an occupancy began gives a dead one's tokens to the slot's next request."""
+    """A token buffer that forgets when an occupancy began would credit a finished request's tokens to the
+    slot's next owner.
+    """
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -248,7 +251,7 @@ def test_credit_to_the_wrong_epoch_is_caught(
 
 
 def test_the_oracle_shares_nothing_but_the_model() -> None:
-    """A wrong cache, sampler or scheduler cannot hide in the reference: it imports none of them."""
+    """The reference imports neither cache, sampler nor scheduler, so it cannot repeat their faults."""
     import ast
     import inspect
 

@@ -27,7 +27,7 @@ DRAWN = SamplingParams(temperature=1.5, max_tokens=16, ignore_eos=True, logprobs
 
 
 def complete(engine: XlaBatchEngine, *asked: tuple[list[int], SamplingParams]) -> list[CompletionOutput]:
-    """What requests return that run together, in the order given."""
+    """The results of requests that run together, in the order given."""
     engine.reset_prefix_cache()
     names = [engine.submit(prompt, params) for prompt, params in asked]
     outputs = {output.request_id: output.outputs[0] for output in engine.drain()}
@@ -35,7 +35,7 @@ def complete(engine: XlaBatchEngine, *asked: tuple[list[int], SamplingParams]) -
 
 
 def test_a_row_without_top_k_is_not_truncated_by_its_neighbours(tiny: XlaBatchEngine) -> None:
-    """The batch's largest k was that of all rows: rows with 0, which asks for no truncation, got it too."""
+    """The bug: the batch's largest k was applied to all rows, even to rows with 0 (no truncation)."""
     (alone,) = complete(tiny, ([5, 6], DRAWN))
     among, narrow, *_ = complete(
         tiny, ([5, 6], DRAWN), *[([7, seed], replace(DRAWN, top_k=2, seed=seed)) for seed in range(4)]
@@ -46,7 +46,7 @@ def test_a_row_without_top_k_is_not_truncated_by_its_neighbours(tiny: XlaBatchEn
 
 
 def test_temperature_zero_is_the_most_likely_token_among_rows_that_draw(tiny: XlaBatchEngine) -> None:
-    """Temperature 0 divided by zero."""
+    """The bug: temperature 0 caused a division by zero."""
     (alone,) = complete(tiny, ([5, 6], GREEDY))
     _, among = complete(tiny, ([7, 8], DRAWN), ([5, 6], GREEDY))
     assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
@@ -54,7 +54,9 @@ def test_temperature_zero_is_the_most_likely_token_among_rows_that_draw(tiny: Xl
 
 
 def test_what_is_drawn_depends_on_the_request_alone(tiny: XlaBatchEngine) -> None:
-    """One random generator for all, without a seed: who was in the batch, and in what order, decided every draw."""
+    """The bug: all requests shared one unseeded random generator, so each draw depended on the batch's
+    members and their order.
+    """
     asked = [([9, seed], replace(DRAWN, seed=seed)) for seed in range(6)]
     forwards, backwards = complete(tiny, *asked), complete(tiny, *asked[::-1])[::-1]
     assert [each.token_ids for each in forwards] == [each.token_ids for each in backwards]
@@ -62,7 +64,7 @@ def test_what_is_drawn_depends_on_the_request_alone(tiny: XlaBatchEngine) -> Non
 
 
 def _ranks(output: CompletionOutput) -> list[int]:
-    """The rank of each token that was drawn."""
+    """The rank of each sampled token."""
     assert output.top_logprobs is not None
     return [at[token].rank for token, at in zip(output.token_ids, output.top_logprobs, strict=True)]
 
@@ -70,7 +72,9 @@ def _ranks(output: CompletionOutput) -> list[int]:
 def test_nothing_sleeps_between_the_tokens_of_a_lone_request(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one request live, each step was followed by 5 ms of sleep: at most 200 tokens a second."""
+    """The bug: with one live request, each step was followed by a sleep of 5 ms, which limited it to 200
+    tokens a second.
+    """
     sleeps: list[float] = []
     monkeypatch.setattr(time, "sleep", sleeps.append)
     complete(tiny, ([1, 2, 3], GREEDY))
@@ -92,7 +96,9 @@ def test_nothing_sleeps_between_the_tokens_of_a_lone_request(
 
 
 def test_characters_of_several_tokens_come_whole(embedded: XlaBatchEngine) -> None:
-    """Each token was decoded by itself: of a character that spans tokens nothing but replacement marks was left."""
+    """The bug: each token was decoded by itself, so a character that spans several tokens became replacement
+    characters.
+    """
     assert embedded.tokenizer is not None
     halves = embedded.tokenizer.encode("é")
     assert len(halves) == 2, "this vocabulary has the character as one token"
@@ -108,7 +114,9 @@ def test_characters_of_several_tokens_come_whole(embedded: XlaBatchEngine) -> No
 
 
 def test_answers_are_whole_and_say_why_they_ended(embedded: XlaBatchEngine) -> None:
-    """Without streaming the first token was the answer; the stop token's text was part of it; all ended by "stop"."""
+    """The bugs: without streaming the answer was the first token only; it contained the stop token's text;
+    every finish reason was "stop".
+    """
     llm = LLM.from_engine(embedded)
     (long,) = llm.generate(["import os"], replace(GREEDY, max_tokens=20))
     full = long.outputs[0]
@@ -122,7 +130,9 @@ def test_answers_are_whole_and_say_why_they_ended(embedded: XlaBatchEngine) -> N
 
 
 def test_what_does_not_fit_is_refused_and_neither_cut_nor_written_past_the_end(tiny: XlaBatchEngine) -> None:
-    """Prompts lost their beginning in silence; prompt and max_tokens were not held against the cache."""
+    """The bugs: prompts were silently cut at the beginning; prompt plus max_tokens was not checked against
+    the cache's length.
+    """
     room = tiny.max_model_len
     for prompt, cap in ((room - 4, 5), (room + 40, 1), (1, room)):
         with pytest.raises(TokenLimitError, match=str(room)):
@@ -132,7 +142,7 @@ def test_what_does_not_fit_is_refused_and_neither_cut_nor_written_past_the_end(t
 
 
 def test_a_row_attends_to_no_position_that_it_has_not_written(tiny: XlaBatchEngine) -> None:
-    """The mask reached one past the cell that was written."""
+    """The bug: the mask included one position beyond the last written one."""
     (before,) = complete(tiny, ([4, 5, 6], GREEDY))
     tiny.reset_prefix_cache()
     edit_cache(tiny.runner, lambda _index, _name, array: np.full_like(array, np.nan))

@@ -10,7 +10,7 @@ from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
 
 @pytest.mark.parametrize("num_blocks", LAYOUTS)
 def test_a_shared_prefix_keeps_all_its_owners(num_blocks: int | None) -> None:
-    """Sharing set the reference count to one, and the other owners lost their blocks: the sharers all go on."""
+    """The bug: sharing set the reference count to one, so the other owners lost their blocks."""
     driven = loop(3, num_blocks=num_blocks)
     stem = tuple(range(1, 13))
     for index in range(3):
@@ -25,7 +25,9 @@ def test_a_shared_prefix_keeps_all_its_owners(num_blocks: int | None) -> None:
 
 @pytest.mark.parametrize("num_blocks", LAYOUTS)
 def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: int | None) -> None:
-    """A hash of a block's tokens alone: zero padding was token 0, and a block matched at any place."""
+    """The bug: only a block's tokens were hashed, so zero padding looked like token 0, and a block matched at
+    any position.
+    """
     driven = loop(2, num_blocks=num_blocks)
     driven.submit(request("a", prompt=(5, 6, 7, 8, 1, 0), max_tokens=1))
     driven.drain()
@@ -46,7 +48,7 @@ def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: in
 def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
     cut_invariant: bool, num_blocks: int | None
 ) -> None:
-    """Nothing was left to compute, so there were no logits to sample from."""
+    """The bug: nothing was left to compute, so there were no logits to sample from."""
     driven = loop(2, cut_invariant=cut_invariant, num_blocks=num_blocks)
     for name in ("a", "b"):
         driven.submit(request(name, prompt=(1, 2, 3, 4, 5, 6, 7, 8), max_tokens=3))
@@ -59,7 +61,9 @@ def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
 
 
 def test_a_slot_reused_by_another_suffix_forgets_the_longer_prefix() -> None:
-    """Reuse did not move the slot's version: the old, longer prefix still matched and returned overwritten keys."""
+    """The bug: reuse did not change the slot's version, so the old, longer prefix still matched and returned
+    overwritten keys.
+    """
     stem = tuple(range(1, 9))
     driven = loop(1)
     for name, tail in (("long", (1, 2, 3, 4, 5)), ("short", (9,)), ("again", (1, 2, 3, 4, 5))):
@@ -69,7 +73,7 @@ def test_a_slot_reused_by_another_suffix_forgets_the_longer_prefix() -> None:
 
 
 def test_what_was_evicted_is_found_nowhere() -> None:
-    """Evicted nodes stayed linked in their parent: the next lookup raised KeyError."""
+    """The bug: evicted nodes stayed linked from their parent, and the next lookup raised KeyError."""
     driven = loop(2)
     for index in range(12):
         driven.submit(request(f"r{index}", prompt=(index % 5, *range(1, 12)), max_tokens=1))
@@ -78,7 +82,9 @@ def test_what_was_evicted_is_found_nowhere() -> None:
 
 
 def test_an_insert_with_everything_in_use_returns() -> None:
-    """With all nodes pinned, eviction looped forever. Here every slot is in use, so nothing can be evicted."""
+    """The bug: with all nodes pinned, eviction looped forever. Here every slot is in use, so nothing can be
+    evicted.
+    """
     driven = loop(2)
     stem = tuple(range(1, 13))
     driven.submit(request("a", prompt=(*stem, 1), max_tokens=50))
@@ -92,7 +98,9 @@ def test_an_insert_with_everything_in_use_returns() -> None:
 
 
 def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
-    """A capacity in token nodes: of five prompts one was findable, and four crashed the lookup."""
+    """The bug: capacity was counted in token nodes; one of five prompts was found, and the lookup crashed for
+    four.
+    """
     driven = loop(5)
     prompts = [tuple((7 * index + at) % 13 for at in range(40)) for index in range(5)]
     for name, prompt in enumerate(prompts):
@@ -106,7 +114,9 @@ def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
 
 
 def test_the_inner_pages_of_a_live_prefix_stay() -> None:
-    """Only leaves were counted, and inner nodes of a live prefix were evicted: the index has every block of a slot."""
+    """The bug: only leaves were counted, and inner nodes of a live prefix were evicted. Here the index has
+    every block of a slot.
+    """
     cache_checked: list[int] = []
     driven = loop(2)
     driven.submit(request("live", prompt=tuple(range(1, 13)) * 2, max_tokens=30))
@@ -120,7 +130,7 @@ def test_the_inner_pages_of_a_live_prefix_stay() -> None:
 
 
 def test_prompts_of_which_unequal_parts_are_cached_share_a_step() -> None:
-    """Prefill was grouped by cached length, one group at a time."""
+    """The bug: prefill was grouped by cached length, one group at a time."""
     driven = loop(4)
     stem = tuple(range(1, 9))
     driven.submit(request("first", prompt=(*stem, 9), max_tokens=30))

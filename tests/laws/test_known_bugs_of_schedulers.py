@@ -19,7 +19,7 @@ from xla_engine.scheduler import FinishReason, QueueFullError
 
 
 def test_admits_exactly_max_num_seqs_also_when_that_is_one() -> None:
-    """An off-by-one admitted one fewer, and with one slot none."""
+    """The bug: an off-by-one error admitted one request too few, and none with a single slot."""
     for slots in (1, 2, 3):
         driven = loop(slots)
         for index in range(slots + 2):
@@ -30,7 +30,9 @@ def test_admits_exactly_max_num_seqs_also_when_that_is_one() -> None:
 
 
 def test_the_oldest_is_never_the_victim() -> None:
-    """The queue was sorted, then reversed: preemption took the oldest, which never finished."""
+    """The bug: the queue was sorted, then reversed, so preemption took the oldest request, which never
+    finished.
+    """
     driven = loop(2)
     driven.submit(request("oldest", max_tokens=60, prompt=(3, 4)))
     driven.submit(request("second", max_tokens=60, prompt=(5, 4)))
@@ -43,7 +45,9 @@ def test_the_oldest_is_never_the_victim() -> None:
 
 
 def test_the_preempted_request_does_not_run_in_place_of_the_one_it_made_room_for() -> None:
-    """The victim was put at the front of the queue, and then the front was taken: it ran without its cache."""
+    """The bug: the victim was put at the front of the queue, and then the front was taken, so it ran without
+    its cache.
+    """
     driven = loop(1)
     driven.submit(request("victim", max_tokens=30))
     driven.turn()
@@ -55,7 +59,7 @@ def test_the_preempted_request_does_not_run_in_place_of_the_one_it_made_room_for
 
 
 def test_one_refused_request_does_not_affect_the_next() -> None:
-    """A flag stuck for the pass: all after an ignored request ran without having been prefilled."""
+    """The bug: a flag was never reset within a pass, so all requests after a refused one ran without prefill."""
     driven = loop(2)
     driven.submit(request("a"))
     with pytest.raises(ValueError, match="choose another"):
@@ -67,7 +71,9 @@ def test_one_refused_request_does_not_affect_the_next() -> None:
 
 
 def test_deferring_a_request_terminates() -> None:
-    """A request that could not run now was pushed back to the queue being drained: an endless loop in one pass."""
+    """The bug: a request that could not run was pushed back to the queue being drained, which made an endless
+    loop.
+    """
     driven = loop(2)
     for index in range(6):  # all but one wait for the first
         driven.submit(request(f"r{index}", prompt=(1, 2, 3, 4, 5, 6, 7, 8, index)))
@@ -77,7 +83,9 @@ def test_deferring_a_request_terminates() -> None:
 
 
 def test_nobody_ends_silently() -> None:
-    """Ignored sequences were finished without a word: each request ends in exactly one terminal result."""
+    """The bug: refused sequences ended without any result. Here each request ends in exactly one final
+    result.
+    """
     driven = loop(1)
     for index in range(5):
         driven.submit(request(f"r{index}", prompt=(index, 1)))
@@ -88,7 +96,9 @@ def test_nobody_ends_silently() -> None:
 
 
 def test_having_waited_once_gives_no_right_to_preempt() -> None:
-    """A counter that was never reset: who once waited preempted others at once, later and for ever."""
+    """The bug: a counter was never reset, so a request that had waited once could preempt others at once ever
+    after.
+    """
     driven = loop(1)
     driven.submit(request("first", max_tokens=9))
     driven.submit(request("waited", prompt=(4, 4), max_tokens=9))
@@ -118,7 +128,9 @@ def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked(num_blo
 
 
 def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
-    """Eviction took the owner away and did not return the block: a leak. Here each request needs every block."""
+    """The bug: eviction removed the owner without returning the block, a leak. Here each request needs every
+    block.
+    """
     driven = loop(2, enable_prefix_caching=False, num_blocks=6, swap_tokens=0)
     for index in range(12):
         driven.submit(request(f"r{index}", prompt=(1,) * 12 + (index,), max_tokens=12))
@@ -134,7 +146,9 @@ def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
 
 
 def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
-    """Swap-in took from one allocator and freed into the other: parking ended once the host was used up."""
+    """The bug: swap-in took from one allocator and freed into the other, so swapping ended when the host's
+    was used up.
+    """
     driven = loop(1, swap_tokens=12)
     driven.submit(request("long", prompt=(2, 3), max_tokens=40))
     for index in range(3):
@@ -147,7 +161,9 @@ def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
 
 
 def test_prompts_do_not_always_win() -> None:
-    """A step was all prompts or all completions, and a whole prompt at that: requests that generated stood still."""
+    """The bug: a step was all prefill (of whole prompts) or all decode, so decoding requests stalled during
+    prefill.
+    """
     driven = loop(2, max_num_batched_tokens=5)
     driven.submit(request("live", max_tokens=14, prompt=(3, 1)))
     driven.turn()
@@ -160,7 +176,9 @@ def test_prompts_do_not_always_win() -> None:
 
 
 def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
-    """Batches of one length: all others lost their place in each step, and were prefilled again, N times N."""
+    """The bug: a batch held one length only; all other requests were preempted in each step and prefilled
+    again.
+    """
     driven = loop(4, enable_prefix_caching=False)
     for index in range(8):
         driven.submit(request(f"r{index}", prompt=(5,) * (1 + 3 * index), max_tokens=8))
@@ -173,7 +191,9 @@ def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
 
 
 def test_rows_at_different_positions_all_decode_in_every_step() -> None:
-    """Only the largest group of rows at one position ran; a lone row starved. `FakeRunner` refuses a row left out."""
+    """The bug: only the largest group of rows at one position ran, and a lone row starved. `FakeRunner`
+    refuses a plan without all rows.
+    """
     driven = loop(4)
     for index in range(4):
         driven.submit(request(f"r{index}", prompt=tuple(range(1, 2 + 3 * index)), max_tokens=10))
@@ -183,7 +203,9 @@ def test_rows_at_different_positions_all_decode_in_every_step() -> None:
 
 
 def test_the_last_prompt_token_is_not_fed_twice() -> None:
-    """Prefill's logits were thrown away and the last prompt token decoded again, one position on."""
+    """The bug: prefill's logits were discarded, and the last prompt token was decoded again at the next
+    position.
+    """
     driven = loop(1)
     asked = request("a", prompt=(3, 1, 4, 1, 5), max_tokens=4)
     driven.submit(asked)
@@ -193,7 +215,9 @@ def test_the_last_prompt_token_is_not_fed_twice() -> None:
 
 
 def test_chunks_and_slots_stay_together_in_any_order_of_slots() -> None:
-    """Rows were sorted after the slots had been listed: keys went to other requests' slots."""
+    """The bug: rows were sorted after their slots had been listed, so keys were written to other requests'
+    slots.
+    """
     driven = loop(4)
     for index in range(4):
         driven.submit(request(f"r{index}", prompt=(index, 1, 2), max_tokens=30 - 7 * index))
@@ -204,7 +228,9 @@ def test_chunks_and_slots_stay_together_in_any_order_of_slots() -> None:
 
 
 def test_a_prompt_is_prefilled_once() -> None:
-    """`Not prefilled` meant `no output yet`: a request outside the chosen group was prefilled again and again."""
+    """The bug: a request without output counted as not prefilled, so one outside the chosen group was
+    prefilled repeatedly.
+    """
     driven = loop(2, max_num_batched_tokens=4)
     driven.submit(request("a", prompt=tuple(range(1, 11)), max_tokens=2))
     driven.submit(request("b", prompt=tuple(range(11, 1, -1)), max_tokens=2))
@@ -213,7 +239,7 @@ def test_a_prompt_is_prefilled_once() -> None:
 
 
 def test_a_request_that_is_removed_in_mid_step_frees_its_slot_once() -> None:
-    """Removal freed a slot in the middle of a step, and its tokens went to the next owner."""
+    """The bug: removal freed a slot in the middle of a step, and its tokens went to the slot's next owner."""
     driven = loop(1)
     driven.submit(request("a", max_tokens=20))
     driven.turn(lag=3)
@@ -226,7 +252,7 @@ def test_a_request_that_is_removed_in_mid_step_frees_its_slot_once() -> None:
 
 
 def test_a_queue_has_a_bound_a_timeout_and_priorities() -> None:
-    """There were none: lists without end, popped at the front, in which every request waited for ever."""
+    """The bug: there were none. Queues were unbounded lists in which a request could wait forever."""
     driven = loop(1, max_waiting=2)
     driven.submit(request("live", max_tokens=12))
     driven.turn()

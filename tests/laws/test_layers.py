@@ -134,7 +134,9 @@ def test_environment_is_read_in_one_place() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """Except compiled programs, which are code in any form, from files that only this user can have written."""
+    """The exception is stored compiled programs: they are code anyway, and only files of this user are
+    loaded.
+    """
     forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "transformers"}
     for package in PACKAGES:
         for path in modules(package):
@@ -147,7 +149,9 @@ def test_nothing_unpickles() -> None:
 
 
 def test_nothing_that_results_depend_on_asks_libm_or_numpy_for_a_transcendental() -> None:
-    """Their bits follow the age and maker of a processor (findings/same_bits.md). XLA's and our own follow neither."""
+    """Bits of libm and numpy depend on the processor's maker and generation (findings/same_bits.md). XLA's
+    and our own functions do not.
+    """
     names = "exp|exp2|expm1|log|log1p|log2|log10|pow|power|float_power|sin|cos|tan|tanh|erf"
     asked = re.compile(rf"\b(?:np|numpy|math)\.(?:{names})\b|std::(?:{names})\b")
     files = [
@@ -203,7 +207,7 @@ def test_packages_extend_no_path() -> None:
 
 
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:
-    """From a checkout's root `import graphs` would work, and make every module a second time."""
+    """In a checkout's root `import graphs` would succeed and load every module a second time."""
     everywhere = [*(path for name in (*PACKAGES, "tests", "examples") for path in modules(name))]
     for path in everywhere:
         found = {name.split(".")[0] for name in imports(path)}
@@ -241,7 +245,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def inside(path: Path) -> tuple[str, ...]:
-    """The name by which a module is imported, in parts."""
+    """The parts of a module's import name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return parts if parts[0] == "xla_engine" else ("xla_engine", *parts)

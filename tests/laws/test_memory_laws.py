@@ -19,7 +19,7 @@ from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
 
 def tally(loop: Loop) -> Counter[str]:
-    """How often a sequence came to what the laws are about."""
+    """How often a sequence reached the situations that the laws are about."""
     plans = loop.plans
     counters = loop.scheduler.snapshot().counters
     counts = Counter(

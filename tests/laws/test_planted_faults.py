@@ -58,7 +58,7 @@ def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
 
 
 def own_key_unseen(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, live: Any) -> Any:
-    """The decode mask ends one key early: the row's own key is written, and not attended to."""
+    """The decode mask ends one key early: the row's own key is written but not attended to."""
     layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
     no_row = jnp.zeros_like(live)
     return layer, attend_decode(self, layer, qkv, call, length=length - 1, live=no_row)[1]
@@ -67,7 +67,7 @@ def own_key_unseen(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, l
 def rotates_one_further_after_a_chunk(
     spec: Any, key_length: int, head_rows: int, weights: Any, rope: Any, *state: Any, **named: Any
 ) -> Any:
-    """Positions behind the first chunk are rotated as if they were one further."""
+    """RoPE positions after the first chunk are one too large."""
     chunk = FAULTY.chunk_size
     late = jnp.concatenate([rope[:, :chunk], rope[:, chunk + 1 :], rope[:, -1:]], axis=1)
     return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state, **named)
@@ -98,7 +98,7 @@ def test_what_is_wrong_alone_as_well_is_caught_by_the_reference(
 
 
 def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:
-    """Every chunk but the first is written one position too far, and attends from there."""
+    """Every chunk after the first is written one position too far, and attends from there."""
     start = lanes.start + (lanes.start > 0)
     return attend_prefill(self, layer, qkv, call, lanes._replace(start=start))
 
@@ -107,7 +107,7 @@ def writes_one_further_after_a_chunk(self: Any, layer: Any, qkv: Any, call: Any,
 def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """By verify as well, since the position left out shows the key of the slot's previous owner."""
+    """`verify` finds it as well, because the skipped position holds the key of the slot's previous owner."""
     monkeypatch.setattr(
         "xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", writes_one_further_after_a_chunk
     )
@@ -120,7 +120,7 @@ def test_a_write_one_further_after_a_chunk_is_caught_by_the_reference_and_by_ver
 
 
 def decode_counts_steps(*arguments: Any, **named: Any) -> Any:
-    """A decode step that counts itself, in the state of the last row, which must have no owner."""
+    """A decode step that counts how often it ran, in the state of the last row, which must have no owner."""
     cache, rows, *samples = decode.decode_step(*arguments, **named)
     counted = rows.sampling.top_k.at[-1].add(1)
     return cache, replace(rows, sampling=replace(rows.sampling, top_k=counted)), *samples
@@ -141,7 +141,9 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
 
 
 def in_sixteen_parts(weights: jax.Array) -> jax.Array:
-    """`sum_last` over all keys at once, in sixteen parts whatever the bucket: a longer one groups otherwise."""
+    """`sum_last` over all keys at once, always in sixteen parts, so that the grouping depends on the bucket's
+    length.
+    """
     blocks, *rows, _ = weights.shape  # [J, N, KV, R, block]
     parts = jnp.moveaxis(weights, 0, 3).reshape(*rows, 16, -1)
     total = sum_last(sum_last(parts)[..., 0])[None]  # [1, N, KV, R, 1]
@@ -152,7 +154,7 @@ def in_sixteen_parts(weights: jax.Array) -> jax.Array:
 def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_start_up(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """Parts of fixed number instead of fixed size, as a split-KV kernel may have them."""
+    """A fixed number of parts instead of parts of a fixed size, as in some split-KV kernels."""
     monkeypatch.setattr("xla_engine.graphs.attention.xla.sum_last", in_sixteen_parts)
     engine = make_engine(replace(TINY_ENGINE, attention_backend="xla", prefill_lanes=(2,)), dtype="float32")
     check = engine.self_check
@@ -190,7 +192,9 @@ def cut_shorter_under_load(
 def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """Where the cut changes bits. Honest cuts, a function of the prompt alone, keep the law even there."""
+    """On a machine whose bits depend on the cut. Cuts that depend on the prompt alone keep the law even
+    there.
+    """
     monkeypatch.setattr("xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", chunk_length_shows)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=40, schedules=1, seed=14).ok
@@ -201,7 +205,9 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
 def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If cuts change no bit: the stand-in device refuses chunks off the grid."""
+    """On a machine whose bits do not depend on the cut: the stand-in device refuses chunks that are off the
+    grid.
+    """
     monkeypatch.setattr(Prefilling, "_cut", cut_shorter_under_load(Prefilling._cut))
     loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=64))
     for name in ("a", "b"):
@@ -213,7 +219,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
 def test_credit_to_the_wrong_request_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """Tokens read late go to the request that holds the row by then; with lag 0 that is the right one."""
+    """Tokens that are read late go to the row's owner at that time, which is the right one only with lag 0."""
     credit_goes_to_the_slot(monkeypatch)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=30, schedules=1, seed=15, lags=(0,)).ok

@@ -150,7 +150,7 @@ def draw_config(draw: random.Random, alike: bool) -> SchedulerConfig:
 
 
 def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Request]:
-    """Some prompts begin alike, some are equal; most where they are `alike`."""
+    """Some prompts share a beginning and some are equal; with `alike`, most are."""
     stem = [draw.randrange(VOCABULARY) for _ in range(60)]
     for index in range(count):
         length = 0 if alike and draw.random() < 0.7 else draw.choice((0, 0, 1, 3, 20, 60))
@@ -168,7 +168,7 @@ def draw_requests(draw: random.Random, count: int, alike: bool) -> Iterator[Requ
 
 
 def recorded(seed: int, path: Path) -> Recorded:
-    """A run of thirty requests; some are aborted, and some end by their text."""
+    """A run of thirty requests, of which some are aborted and some end at a stop string."""
     draw = random.Random(seed)
     alike, aborts = seed % 4 == 0, draw.choice((0.0, 0.1, 0.3))
     config = draw_config(draw, alike)
@@ -186,7 +186,7 @@ def recorded(seed: int, path: Path) -> Recorded:
 
 
 def test_any_recorded_schedule_is_simulated_step_for_step(tmp_path: Path) -> None:
-    """What pages are found by, the order in which requests end, and answers to equal prompts count as well."""
+    """Prefix lookups, the order in which requests end, and answers to equal prompts are part of it."""
     seen: Counter[str] = Counter()
     for seed in range(48):
         run = recorded(seed, tmp_path / "steps.jsonl")

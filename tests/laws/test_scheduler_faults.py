@@ -30,7 +30,7 @@ def epochs_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def credit_ignores_the_occupancy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a token went to the request that has the id now."""
+    """A fault: a token goes to the request that has the id now."""
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
@@ -71,7 +71,7 @@ def queue_is_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def priority_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request ages: a low priority may starve."""
+    """A fault: requests do not age, so a low priority may starve."""
     monkeypatch.setattr(policy, "place", lambda arrival, priority, aging: (priority, arrival))
 
 
@@ -84,7 +84,7 @@ def missing_choice_is_taken_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a request went on where it was, with its state on the device gone."""
+    """A fault: a request continues after a restart although its state on the device is gone."""
     restarted = fake_loop.restarted
 
     def careless(old: Scheduler) -> Scheduler:
@@ -117,7 +117,7 @@ def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stop_tokens_are_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in which every row gets one token more is taken too easily."""
+    """A fault: the fast path for plain decode steps is taken although a stop token may end a row."""
     joined = Committer.joined
 
     def careless(self: Committer, state: RequestState) -> None:

@@ -55,7 +55,7 @@ patience = st.none() | st.integers(0, 9)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Anything a caller and a device may do, in any order and at any lag."""
+    """Everything a caller and a device may do, in any order and at any lag."""
 
     @initialize(config=configs)
     def begin(self, config: SchedulerConfig) -> None:
@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.frozensets(st.integers(0, 7), max_size=3))
     def hold(self, numbers: frozenset[int]) -> None:
-        """The masks of these are not there yet."""
+        """The grammar masks of these requests are not ready yet."""
         self.loop.held = frozenset(f"r{number}" for number in numbers)
 
     @rule()
@@ -140,7 +140,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
 @settings(QUICK, max_examples=40)
 @given(data=st.data(), config=configs)
 def test_lag_and_peers_change_no_token(data: st.DataObject, config: SchedulerConfig) -> None:
-    """Also that the budget shapes only when chunks run: any budget gives each prompt the same chunks."""
+    """The token budget, too, decides only when chunks run: every budget gives a prompt the same chunks."""
     submitted = [data.draw(requests(f"r{number}")) for number in range(5)]
     seen = []
     for lag, budget in ((0, 1), (1, 9), (3, 1000)):

@@ -57,10 +57,9 @@ def _scored(output: RequestOutput, start: int) -> bytes:
     ],
 )
 def test_prompt_logprobs_are_those_of_sampling(config: EngineConfig) -> None:
-    """Whatever was asked for beside them: the raw distribution does not depend on temperature, truncation, penalties.
-
-    Scored as one prompt, in other chunks and company than it was sampled in, and from the answer's first token on,
-    behind a prompt that the cache holds.
+    """They are equal for every sampling field, because the raw distribution does not depend on temperature,
+    truncation or penalties. The text is scored as one prompt, in other chunks and beside other requests than
+    those it was sampled with, and also from the answer's first token on, after a cached prompt.
     """
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
         cases = [

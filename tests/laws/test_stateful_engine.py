@@ -80,7 +80,7 @@ patience = st.none() | st.none() | st.integers(1, 30)
 
 
 def letters() -> Tokenizer:
-    """Tokens are the short strings of two letters, so that stop strings lie across their edges."""
+    """A vocabulary of short strings of two letters, so that stop strings span several tokens."""
     strings = ["".join(word) for length in range(1, 6) for word in itertools.product("ab", repeat=length)]
     model = tokenizers.models.WordLevel(
         {word: number for number, word in enumerate(strings[: MODEL.vocab_size])}
@@ -106,7 +106,7 @@ def engine() -> XlaBatchEngine:
 
 @dataclass(slots=True)
 class Life:
-    """One use of a request id, and the request's result when it runs alone."""
+    """One use of a request id, with the result of that request run alone."""
 
     case: Case
     alone: CompletionOutput
@@ -117,7 +117,7 @@ class Life:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submit, step, abort, drain, change the lag, look: the laws hold after each."""
+    """Submit, step, abort, drain, change the lag, inspect: the laws hold after each action."""
 
     clock: ClassVar[Clock]
     driven: ClassVar[XlaBatchEngine]
@@ -261,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
         cls.driven.runner.wait = wait  # type: ignore[method-assign]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Compare the outputs of a turn with the requests' results alone."""
+        """Compare a turn's outputs with the results of the same requests run alone."""
         for output in outputs:
             (found,) = output.outputs
             if found.finish_reason == "abort":
@@ -284,7 +284,9 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.live[output.request_id]
 
     def check_end(self, life: Life, output: RequestOutput, found: CompletionOutput) -> None:
-        """A request that ends by itself ends as it does alone, text included; any other end has its cause."""
+        """A request that ends by itself ends as it does alone, text included; every other end has a known
+        cause.
+        """
         now = self.clock.now
         match found.finish_reason:
             case "deadline":
@@ -330,7 +332,7 @@ def test_any_use_of_the_engine_keeps_the_laws(examples: int) -> None:
 
 
 def test_an_id_that_returns_at_once_loses_no_output() -> None:
-    """Shrunk by the machine above: submit, abort, submit the same id, and step with lag 0."""
+    """Found and shrunk by the machine above: submit, abort, submit the same id, and step with lag 0."""
     with engine() as driven:
         driven.lag = 0
         driven.submit([0], SamplingParams(max_tokens=1), request_id="a")

@@ -75,7 +75,7 @@ def running(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def server(running: Running) -> Iterator[Running]:
-    """The server, of which nothing may be left over after a test."""
+    """The server; no connection or request may be left after a test."""
     yield running
     service = running.service
     running.wait_until(lambda: not running.server.server_state.connections)
@@ -92,7 +92,7 @@ def connect(server: Running, receive_buffer: int | None = None) -> socket.socket
 
 
 def sent(one: socket.socket, data: bytes) -> bool:
-    """Whether the server has taken it, or hung up."""
+    """Whether the server read all of it rather than closing the connection."""
     try:
         one.sendall(data)
     except OSError:
@@ -101,7 +101,7 @@ def sent(one: socket.socket, data: bytes) -> bool:
 
 
 def head_of(one: socket.socket) -> bytes:
-    """The status line and headers of an answer; empty if the server hung up."""
+    """The status line and headers of an answer; empty if the server closed the connection."""
     answer = b""
     with contextlib.suppress(ConnectionError):
         while b"\r\n\r\n" not in answer and (part := one.recv(65536)):
@@ -127,14 +127,14 @@ def others_are_served(server: Running) -> bool:
 
 
 def memory() -> int:
-    """Bytes of this process, in which the server is."""
+    """Resident bytes of this process, which contains the server."""
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
     return pages * resource.getpagesize()
 
 
 @contextlib.contextmanager
 def grows_by_at_most(limit: int) -> Iterator[None]:
-    """Memory does not grow by more at any moment within."""
+    """At no moment inside the block has memory grown by more than this."""
     gc.collect()
     before, most, done = memory(), 0, threading.Event()
 
@@ -234,7 +234,7 @@ EARLY = {
 
 @pytest.mark.parametrize("name", EARLY)
 def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: str) -> None:
-    """With a body that continues a little after the answer and then stops."""
+    """The client continues its body for a moment after the answer, then stops."""
     waiting = []
     for _ in range(PLACES // 2):
         one = connect(server)
@@ -249,7 +249,9 @@ def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: st
 
 
 def test_an_answer_before_the_body_is_read_by_who_still_sends(server: Running) -> None:
-    """The connection is not reset under a client that sends all before it reads, and may be used again."""
+    """A client that sends everything before it reads gets the answer, not a reset, and may reuse the
+    connection.
+    """
     one = connect(server)
     one.sendall(post(b"/v1/completions", b"", b"x" * 300_000))
     assert head_of(one).startswith(b"HTTP/1.1 401")
@@ -267,7 +269,7 @@ def test_an_answer_before_the_body_is_read_by_who_still_sends(server: Running) -
     ],
 )
 def test_who_has_no_key_keeps_nobody_out(server: Running, begins: bytes) -> None:
-    """Three times as many connections as there may be, all held open; a stream that runs meanwhile is not cut off."""
+    """Three times the allowed number of connections are held open; a running stream is not cut off."""
     stream = connect(server)
     body = b'{"prompt":"x","max_tokens":400,"ignore_eos":true,"stream":true}'
     stream.sendall(post(b"/v1/completions", KEY + b"connection: close\r\n", body))
@@ -286,7 +288,7 @@ def test_who_has_no_key_keeps_nobody_out(server: Running, begins: bytes) -> None
 
 
 def test_a_request_that_comes_with_its_connection_finds_room(server: Running) -> None:
-    """uvloop reads it before it tells the connection that made room of its end."""
+    """uvloop reads it before it reports the end of the connection that made room."""
     waiting = [connect(server) for _ in range(PLACES)]
     server.wait_until(lambda: len(server.server.server_state.connections) == PLACES)
     server.loop.call_soon_threadsafe(time.sleep, 0.3)
@@ -300,7 +302,7 @@ def test_a_request_that_comes_with_its_connection_finds_room(server: Running) ->
 
 @pytest.mark.full
 def test_more_connections_with_keys_than_there_may_be_get_503(server: Running) -> None:
-    """Those that are there go on."""
+    """The existing connections continue."""
     asked = b'{"prompt":"x","max_tokens":150,"ignore_eos":true,"stream":true}'
     streams = []
     for _ in range(PLACES):
@@ -350,7 +352,7 @@ def floods() -> dict[str, tuple[bytes, bytes]]:
     ],
 )
 def test_a_flood_in_any_part_of_http_ends(server: Running, names: list[str]) -> None:
-    """Every connection ends, and together they grow no memory: two of each kind, or sixteen of one."""
+    """Every connection ends, and memory does not grow, with two connections of each kind or sixteen of one."""
     ended = []
 
     def flood(begin: bytes, without_end: bytes) -> None:
@@ -386,7 +388,7 @@ def test_a_flood_in_any_part_of_http_ends(server: Running, names: list[str]) -> 
 def test_fields_are_bounded_in_number_and_size(
     server: Running, where: str, fields: bytes, is_taken: bool
 ) -> None:
-    """Those of 4 bytes cost 150 each."""
+    """A field of 4 bytes costs 150 bytes of memory."""
     one = connect(server)
     head, trailers = (fields, b"") if where == "head" else (b"", fields)
     request = b"POST /tokenize HTTP/1.1\r\n" + CHUNKED + KEY + head + b"\r\n"
@@ -398,7 +400,7 @@ def test_fields_are_bounded_in_number_and_size(
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("what", ["response", "file", "metrics"])
 def test_answers_that_are_not_read_are_not_held(server: Running, what: str, closes: bool) -> None:
-    """Of 15 MB each, for twenty clients; and of 1 MB in all where each answer is small."""
+    """Answers of 15 MB each for twenty clients, and many small answers of 1 MB in all."""
     kept = {"id": "resp_x", "text": "x" * (15 * MB)}
     responses = next(
         route.endpoint
@@ -436,7 +438,7 @@ def test_answers_that_are_not_read_are_not_held(server: Running, what: str, clos
 
 
 def test_tokens_are_made_as_clients_take_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many texts as a key may hold are not read; one more is refused, and another key's is not."""
+    """A key's clients leave as many texts unread as it may have; one more is refused, another key's is not."""
     info = next(
         route.endpoint.__self__
         for route in server.server.config.loaded_app.app.routes
@@ -497,7 +499,7 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(
 def test_a_prompt_of_many_numbers_is_parsed_while_other_threads_go_on(
     monkeypatch: pytest.MonkeyPatch, number: bytes
 ) -> None:
-    """As the event loop does; and no bound but that of bytes holds for token ids."""
+    """The event loop is such a thread. Token ids are limited by the body's bytes only."""
     raw = b'{"prompt":[' + (number + b",") * 1_000_000 + number + b"]}"
     done, turns, within = threading.Event(), 0, []
     loads = json.loads
@@ -545,7 +547,7 @@ def count(value: Any) -> int:
 @settings(max_examples=60, deadline=None)
 @given(value=values, part=st.integers(1, 20), ascii_only=st.booleans())
 def test_values_are_counted_as_the_parser_finds_them(value: Any, part: int, ascii_only: bool) -> None:
-    """However a line is cut into parts: within an escape, a string, or a character."""
+    """A line may be cut anywhere: within an escape, a string, or a character."""
     raw = json.dumps({"x": value}, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(json_line, "_SCANNED", part)
@@ -559,7 +561,7 @@ def test_values_are_counted_as_the_parser_finds_them(value: Any, part: int, asci
 
 
 def test_large_bodies_of_one_key_leave_room_for_others(server: Running) -> None:
-    """One key's may have half of what all may have; a usual body is never refused for them."""
+    """One key's bodies may take half of the total; a body of usual size is never refused because of them."""
     body = b'{"prompt":"' + b"x" * (MB - 1000)
     waiting, refused = [], 0
     for _ in range(BODIES):
@@ -653,7 +655,7 @@ def test_the_effort_of_a_chat_is_a_string(server: Running) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_ends_an_idle_server_and_a_second_one_a_busy_one(tmp_path: Path, signals: int) -> None:
-    """As a user starts it, with fewer open files than it would have connections."""
+    """The server is started as a user would, with a lower limit of open files than of connections."""
     log = tmp_path / "log"
     command = [sys.executable, "-m", "xla_engine", "serve", "--port", "0", "--drain-timeout", "3600"]
     with open(log, "wb") as file:

@@ -58,7 +58,7 @@ def tops(ids: list[int], width: int | None) -> tuple[dict[int, Logprob], ...] | 
 
 @st.composite
 def answered(draw: st.DrawFn) -> tuple[Call, list[RequestOutput]]:
-    """A request and what an engine may have made of it."""
+    """A request, and a result that an engine may have returned for it."""
     is_chat, width = draw(st.booleans()), draw(st.sampled_from([None, 0, 1, 20]))
     n, most = draw(st.integers(1, 4)), draw(st.integers(1, 40))
     prompts = [
@@ -110,7 +110,7 @@ def answered(draw: st.DrawFn) -> tuple[Call, list[RequestOutput]]:
 
 
 def values_in(answer: dict[str, Any]) -> int:
-    """Tokens that the answer tells the log-probabilities of, and these."""
+    """The tokens whose log-probabilities the answer contains, with their values."""
     count = 0
     for choice in [answer, *answer["choices"]]:
         block = choice.get("logprobs") or {}
@@ -124,7 +124,7 @@ def values_in(answer: dict[str, Any]) -> int:
 @settings(max_examples=150, deadline=None)
 @given(case=answered())
 def test_an_answer_in_pieces_is_the_answer(case: tuple[Call, list[RequestOutput]]) -> None:
-    """Whatever n, prompts, echo and log-probabilities: the same JSON, in small pieces, within the bound."""
+    """For any n, prompts, echo and log-probabilities: the same JSON, in small pieces within the limit."""
     call, outputs = case
     header = ResultHeader(created=0, model="m", tokenizer=Letters())
     pieces = list(answer_pieces(call, outputs, "name", header))
@@ -143,7 +143,7 @@ def test_an_answer_in_pieces_is_the_answer(case: tuple[Call, list[RequestOutput]
 
 @pytest.mark.parametrize("n", [1, 16, 128])
 def test_a_prompt_that_is_repeated_is_encoded_once(n: int) -> None:
-    """The texts of its tokens are looked up once, however many choices repeat them."""
+    """The texts of its tokens are looked up once for all choices."""
     ids = [7] * 480
     body = {"prompt": [ids], "n": n, "max_tokens": 1, "echo": True, "logprobs": 20, "temperature": 1}
     request = parse_record({"method": "POST", "url": TEXT_URL, "body": body}, 1)
@@ -241,7 +241,7 @@ def test_the_size_of_a_chat_counts_all_its_text(texts: list[str], tools: list[di
 
 
 class Renderer:
-    """Renders nothing before it may; notes whose chat it was."""
+    """Renders when it is allowed to, and records whose chat it was."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -265,7 +265,7 @@ def chat(text: str) -> Chat:
 @settings(max_examples=20, deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=2, max_size=4))
 def test_keys_take_turns_and_small_chats_wait_for_no_large_one(counts: list[int]) -> None:
-    """However many chats each key sends: the k-th of any key comes before the (k + 2)-th of another."""
+    """The k-th chat of any key comes before the (k + 2)-th of another, however many chats each key sends."""
 
     async def main() -> list[str]:
         renderer = Renderer()

@@ -107,7 +107,7 @@ def test_a_file_that_is_no_batch_fails_as_a_whole(client: openai.OpenAI, data: b
 
 
 def test_interactive_requests_go_first(client: openai.OpenAI, http: httpx.Client, server: Running) -> None:
-    """A batch that fills every slot for seconds does not keep a request waiting for more than a few steps."""
+    """A request waits a few steps at most, although a batch fills every slot for seconds."""
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     batch = create(client, lines_of([body] * 100))
     server.wait_until(lambda: server.service.engine.num_running == server.service.engine.max_num_seqs)
@@ -139,7 +139,7 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, http: httpx.Cl
 
 
 def test_an_expired_batch_answers_every_line(client: openai.OpenAI, server: Running) -> None:
-    """What had no turn is in the error file."""
+    """Lines that did not run are in the error file."""
     store = server.service.batches.store  # type: ignore[union-attr]
     now = int(time.time())
     record = BatchRecord(
@@ -168,7 +168,7 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 class Process:
-    """A server of its own, to be killed."""
+    """A server process that the test can kill."""
 
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "socket"
@@ -204,9 +204,8 @@ class Process:
 
 @pytest.mark.full
 def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
-    """kill -9 in the middle of a batch, then SIGTERM in the middle of what is left; the third server ends it.
-
-    The results are those of a run that nothing disturbed, each once, for lines without a seed too.
+    """kill -9 in the middle of a batch, then SIGTERM in the middle of the rest; a third server finishes it.
+    The results are those of an undisturbed run, each exactly once, also for lines without a seed.
     """
     bodies = [{"prompt": f"x{number} = ", "max_tokens": 60, "ignore_eos": True} for number in range(300)]
     data = lines_of(bodies)

@@ -44,7 +44,7 @@ class Client:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: bool) -> None:
-    """For every client of fifty, some of which still wait for a slot."""
+    """For each of fifty clients, some of which still wait for a slot."""
     service = server.service
 
     async def main() -> list[int]:
@@ -91,7 +91,9 @@ def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool)
 def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
     server: Running, http: httpx.Client
 ) -> None:
-    """Its socket is full after some chunks; its neighbours go on, and it is aborted after `send_timeout_s`."""
+    """Its socket fills up after some chunks; the other clients continue, and it is aborted after
+    `send_timeout_s`.
+    """
     body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 24, "temperature": 1}).encode()
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -195,7 +197,7 @@ def test_keys_open_every_path_but_the_probes(server: Running) -> None:
 
 
 def test_a_key_finds_no_prefix_that_another_has_cached(server: Running) -> None:
-    """Else the time to a first token would tell what others have asked; its own are found."""
+    """Otherwise the time to first token would reveal others' prompts. A key finds its own prefixes."""
     settings = replace(server.service.settings, api_keys=("alpha", "beta"), batch_dir=None)
     app = make_app(Service(server.service.llm, settings))
     body = {"prompt": [5, 6, 7, 8] * 50, "max_tokens": 1}

@@ -21,7 +21,7 @@ from xla_engine.server.errors import ApiError, ended
 
 
 class Compiler:
-    """Compiles when it may, and notes the order."""
+    """Compiles when it is allowed to, and records the order."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -44,7 +44,7 @@ def constrained(regex: str) -> SamplingParams:
 @settings(max_examples=20, deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=2, max_size=4))
 def test_keys_take_turns_and_what_is_known_waits_for_nothing(counts: list[int]) -> None:
-    """However many constraints each key sends: the k-th of any key comes before the (k + 2)-th of another."""
+    """The k-th constraint of any key comes before the (k + 2)-th of another, however many each key sends."""
 
     async def main() -> list[str]:
         compiler = Compiler()
@@ -115,7 +115,9 @@ def test_a_constraint_that_is_none_is_told_to_who_sent_it_alone() -> None:
 def test_other_requests_are_answered_while_constraints_are_compiled(
     server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than threads in the loop's own pool, each slow: chats and completions come and go meanwhile."""
+    """There are more slow constraints than threads in the event loop's pool; chats and completions are
+    answered meanwhile.
+    """
     compiler = Compiler()
     monkeypatch.setattr(server.service.constraints, "_compile", compiler)
 
@@ -140,7 +142,7 @@ def test_other_requests_are_answered_while_constraints_are_compiled(
 
 
 def test_a_row_that_its_constraint_ends_is_the_clients_fault() -> None:
-    """Clients send a 500 again."""
+    """It is a 4xx, because clients retry after a 500."""
     message = (
         "structured_outputs: regex 'a': its masks take more than 1 s and 0.02 s a token of processor time"
     )

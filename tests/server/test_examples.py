@@ -1,4 +1,4 @@
-"""What operators start from: every metric that the dashboard asks for exists, and the flags are the command's."""
+"""Operators' example files: every metric in the dashboard exists, and every flag is one of the command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_documentation_names_every_flag_that_operators_set() -> None:
 
 
 def test_compose_prometheus_and_grafana_fit_together() -> None:
-    """Every file that is mounted is there, Prometheus asks the server where it listens, and panels find Prometheus."""
+    """Every mounted file exists, Prometheus scrapes the server's address, and the panels find Prometheus."""
     yaml = pytest.importorskip("yaml")
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     assert set(services) == {"engine", "prometheus", "grafana"}

@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is a result or an error in OpenAI's form; never a 5xx, and no request stays."""
+"""Any body gets a result or an error in OpenAI's form, never a 5xx, and leaves no request behind."""
 
 from __future__ import annotations
 

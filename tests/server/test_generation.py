@@ -36,7 +36,7 @@ def events(http: httpx.Client, url: str, body: dict[str, Any]) -> list[dict[str,
 
 
 def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The choices that chunks add up to."""
+    """The choices that result from joining all chunks."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:

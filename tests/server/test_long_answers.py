@@ -1,4 +1,4 @@
-"""Requests whose answers are large: refused by their fields where they are too large, else sent in small parts."""
+"""Requests with large answers: refused by their fields if too large, otherwise sent in small parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ECHO = {"prompt": [[7] * 480], "n": 8, "max_tokens": 1, "echo": True, "logprobs"
 
 
 def answered(server: Running, body: dict[str, Any]) -> list[bytes]:
-    """The parts in which a client gets its answer."""
+    """The parts in which a client receives its answer."""
 
     async def main() -> list[bytes]:
         client = Client(body)
@@ -48,7 +48,7 @@ def answered(server: Running, body: dict[str, Any]) -> list[bytes]:
 def test_an_answer_that_may_be_too_large_is_refused_before_it_is_begun(
     server: Running, change: dict[str, Any], stream: bool
 ) -> None:
-    """The limit here is what one sequence may have: 21 values for each of 512 tokens."""
+    """The limit in this test is that of one sequence: 21 values for each of 512 tokens."""
     engine = server.service.engine
 
     async def main() -> None:
@@ -70,7 +70,9 @@ def test_an_answer_that_may_be_too_large_is_refused_before_it_is_begun(
 
 
 def test_what_answers_under_way_may_hold_is_bounded(server: Running) -> None:
-    """Of many that are each allowed some get 429, and the others their answers; nothing stays counted."""
+    """When many allowed requests come at once, some get 429 and the others their answers; nothing stays
+    counted.
+    """
 
     async def main() -> None:
         service = Service(server.service.llm, replace(server.service.settings, max_answer_values=1))
@@ -100,7 +102,7 @@ def test_what_answers_under_way_may_hold_is_bounded(server: Running) -> None:
 def test_a_large_answer_is_made_and_sent_in_small_parts(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """2 MB from 100 bytes: it is sent in small parts, and what all choices repeat is built once."""
+    """A request of 100 bytes gets 2 MB. They are sent in small parts; what all choices repeat is built once."""
     positions: list[int] = []
     monkeypatch.setattr(
         columns,
@@ -156,7 +158,7 @@ def test_a_chat_of_too_many_messages_is_refused(
 def test_a_chat_does_not_wait_for_the_large_chats_of_others(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key's large chats are rendered for ever; another key's small one is answered all the same."""
+    """The large chats of one key never finish rendering; another key's small one is answered."""
     service, may = server.service, threading.Event()
     large = {"messages": [{"role": "user", "content": "x" * 90}] * 5000, "max_tokens": 1}
     render = service.engine.render_chat

@@ -41,7 +41,7 @@ def test_history_tells_who_held_which_slot(http: httpx.Client) -> None:
 
 
 def test_history_tells_of_steps_that_speculate(server: Running) -> None:
-    """Their rows stand in another part of the plan."""
+    """The plan lists their rows elsewhere."""
     history = History(server.service.engine)
     slot = Slot(index=3, epoch=0)
     history._see_plan(Plan(step=0, verify=(VerifyRow(slot=slot, request_id="x", width=2),)))
@@ -49,7 +49,7 @@ def test_history_tells_of_steps_that_speculate(server: Running) -> None:
 
 
 def test_history_of_engines_that_tell_no_plans(http: httpx.Client, server: Running) -> None:
-    """Several side by side: their slots are looked at."""
+    """With several engines side by side, the history reads their slots."""
     history = History(server.service.engine)  # which is not told of plans
     sampling = server.run(_started(history))
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 4, "temperature": 1}
@@ -65,7 +65,7 @@ async def _started(history: History) -> asyncio.Task[None]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 def test_a_link_repeats_an_answer(server: Running, http: httpx.Client, tmp_path: Path) -> None:
-    """The chat box asks what the link holds, streamed, and shows what the same body gets by POST."""
+    """The chat box streams the request in the link, and shows the answer that the same body gets by POST."""
     assert BROWSER is not None
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Add <two> num\u00fcbers."}]
     body = {"messages": messages, "temperature": 0.8, "max_tokens": 24, "seed": 7}

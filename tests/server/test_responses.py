@@ -28,7 +28,7 @@ FUNCTION: Any = {"type": "function", **TOOL["function"], "strict": True}
 
 
 def plain(response: Any) -> list[Any]:
-    """Its items without ids, which are new each time."""
+    """A response's items without their ids, which are new each time."""
     return [
         {key: value for key, value in item.model_dump().items() if key not in ("id", "call_id")}
         for item in response.output
@@ -65,7 +65,7 @@ def test_a_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_logprobs": 3}, {"include": ["message.output_text.logprobs"]}])
 def test_log_probabilities_are_those_of_a_chat(client: openai.OpenAI, asked: Any) -> None:
-    """Whole, in a stream's deltas together, and in a stored response that another follows."""
+    """In the whole response, in a stream's deltas together, and in a stored response that another continues."""
     whole = client.responses.create(**ASK, **asked, store=True)
     chat = client.chat.completions.create(
         model="embedded", messages=[{"role": "user", "content": ASK["input"]}], max_tokens=12, temperature=0,
@@ -209,7 +209,7 @@ def test_input_items_of_a_response_are_listed_in_pages(client: openai.OpenAI, ht
 
 
 def test_a_response_that_is_too_long_may_go_without_its_oldest_items(http: httpx.Client) -> None:
-    """Instructions stay, and the answer is that to the items that are left."""
+    """Instructions stay, and the answer is the one to the remaining items."""
     items: list[Any] = [
         {"role": "user", "content": f"{number} " + "def f(x): return x\n" * 4} for number in range(24)
     ]

@@ -1,4 +1,4 @@
-"""This server passes the check that is made for any."""
+"""Our server passes `verify --url`, the check for any server."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def store(server: Running) -> Store:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """The system takes no more than `LARGEST` bytes of any file, and says so in the middle of a write."""
+    """A disk that fails in the middle of a write after `LARGEST` bytes of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, before[1]))
     try:
@@ -91,8 +91,9 @@ def test_a_batch_on_a_full_disk_is_not_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_bytes_of_a_key_are_bounded(tmp_path: Path) -> None:
-    """Uploads and results that grow count; another key has room of its own; what is deleted, or refused, does not
-    count, nor after a restart."""
+    """Uploads and growing results count; another key has its own room; deleted and refused files do not
+    count, also after a restart.
+    """
     store = Store(tmp_path, 100)
     first = add(store, 60, "a")
     with pytest.raises(
@@ -117,7 +118,7 @@ def test_bytes_of_a_key_are_bounded(tmp_path: Path) -> None:
 
 
 def test_uploads_of_a_key_at_the_same_time_are_few(server: Running, http: httpx.Client) -> None:
-    """Each has a temporary file, which counts nowhere else."""
+    """Each has a temporary file, which no other limit counts."""
     head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -147,7 +148,7 @@ def test_what_a_killed_server_left_torn_is_removed(tmp_path: Path) -> None:
 
 
 def test_counts_are_known_at_once_after_a_restart(tmp_path: Path) -> None:
-    """What the last server wrote down of them is older than its files of results."""
+    """The last server's record of them is older than its result files."""
     store = Store(tmp_path)
     batch = record(id="batch_a", status="in_progress", results_id="file-r", errors_id="file-e")
     batch.request_counts = Counts(total=500)
@@ -165,7 +166,7 @@ def long_batch(client: openai.OpenAI, lines: int = 40) -> Any:
 
 
 def test_a_batch_that_fails_midway_shows_what_it_has(client: openai.OpenAI) -> None:
-    """The disk fills up in the middle of a line: the output has all complete lines before it."""
+    """The disk fills up in the middle of a line; the output has all complete lines before it."""
     with full_disk():
         batch = finished(client, long_batch(client).id)
     assert batch.status == "failed" and batch.errors.data[0].code == "insufficient_storage"
@@ -212,7 +213,7 @@ def test_results_are_shown_when_the_disk_has_room_again(
 def test_batches_that_are_over_are_few_and_small(
     client: openai.OpenAI, http: httpx.Client, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad files make no list grow: the oldest batches are forgotten, and each shows few problems of few characters."""
+    """Bad files make no list grow: the oldest batches are forgotten, and each shows a few short problems."""
     monkeypatch.setattr(store_module, "MAX_ENDED", 3)
     source = upload(client, lines_of([{"prompt": "x"}] * 200, "/" + "é" * 5000))
     names = []
@@ -253,7 +254,7 @@ def test_results_expire_where_their_batch_asks_for_it(client: openai.OpenAI, htt
 def test_requests_do_not_tell_the_ids_of_batches(
     client: openai.OpenAI, http: httpx.Client, server: Running
 ) -> None:
-    """Every key sees who is in which slot; with a batch's id it must not see more."""
+    """Every key sees which slots are in use; it must not learn the ids of others' batches from that."""
     batch = long_batch(client, 200)
     server.wait_until(lambda: server.service.engine.num_running == server.service.engine.max_num_seqs)
     found = http.get("/v1/requests", params={"since": 0}).text

@@ -92,7 +92,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def test_an_agent_gets_text_from_a_model_of_no_known_format(http: httpx.Client) -> None:
-    """As OpenAI's agents ask: tools with `strict`, and no `tool_choice`."""
+    """The request of OpenAI's agents: tools with `strict`, without `tool_choice`."""
     tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     for path, fields in (
         ("/v1/chat/completions", {"messages": MESSAGES}),
@@ -359,7 +359,7 @@ def test_fields_that_clients_send_are_taken(http: httpx.Client, fields: dict[str
 
 
 def test_calls_and_reasoning_in_a_text_are_told_apart(server: Running, http: httpx.Client) -> None:
-    """The model is held to a text by a grammar, so that there is something to parse."""
+    """A grammar forces the model to write a certain text, so that there is something to parse."""
     call = '{"name": "add", "arguments": {"a": 1}}'
     text = f"<think>so</think>I add.<tool_call>{call}</tool_call>"
     fields: Any = {"tools": [TOOL], "max_tokens": 100, "structured_outputs": {"choice": [text]}}

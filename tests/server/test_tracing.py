@@ -27,7 +27,7 @@ REFUSED = PARENT[:-1] + "0"  # the client does not want it recorded
 
 
 class Collector(HTTPServer):
-    """Keeps the spans that are sent to it, as of OTLP's protobuf."""
+    """Keeps the spans that it receives as OTLP protobuf."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -212,7 +212,7 @@ def test_no_address_of_a_request_is_asked(post: Any, part: dict[str, Any]) -> No
 
 
 async def _ask(app: Any, method: str, path: str, *headers: tuple[bytes, bytes]) -> int:
-    """The status of a request whose path and headers no client has made tidy."""
+    """The status of a request with an unnormalised path and raw headers."""
     status: list[int] = []
 
     async def receive() -> dict[str, Any]:
@@ -273,7 +273,9 @@ def test_no_path_and_no_header_goes_past_the_keys(server: Running) -> None:
 
 
 def test_every_key_is_compared_in_constant_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G: CVE-2025-59425 (the time of an answer told the key): hashes of one length, all of them, whatever is given."""
+    """G: CVE-2025-59425 (response time revealed the key): all hashes, of equal length, are compared for any
+    input.
+    """
     settings = replace(server.service.settings, api_keys=("alpha", "b", "gamma" * 50), batch_dir=None)
     app = make_app(Service(server.service.llm, settings))
     compared: list[tuple[bytes, bytes]] = []
