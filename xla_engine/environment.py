@@ -1,5 +1,6 @@
 """Directories, the compiler and keys from environment variables. The only file that reads the environment."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -63,6 +64,12 @@ def cache_directory() -> Path:
 def embedded_model_directory() -> Path:
     """The checkpoint that ships inside the package."""
     return Path(__file__).parent / "embedded"
+
+
+def has_accelerator() -> bool:
+    """Whether JAX may choose another device than the CPU: it has a plugin for one, and `JAX_PLATFORMS` permits it."""
+    permitted = not os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    return permitted and importlib.util.find_spec("jax_plugins") is not None
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -75,6 +75,11 @@ def test_what_fails_leaves_the_conversation_as_it_was(engine: FakeEngine, tmp_pa
     assert "/reset begins a new conversation" in notes and "Traceback" not in notes
 
 
+def test_the_embedded_model_is_no_partner_and_says_so(engine: FakeEngine) -> None:
+    assert "answers with Python functions; name another with --model" in talk(engine, "a\n")[1]
+    assert "--model" not in talk(engine, "a\n", "--model", str(embedded_model_directory()))[1]
+
+
 def test_a_model_without_a_template_is_refused(engine: FakeEngine) -> None:
     engine.chat_template = None
     assert_not_started(invoke("chat", stdin=b"a\n"), "--chat-template FILE")

@@ -61,10 +61,18 @@ def test_text_for_a_model_without_a_tokenizer_stops_before_it_is_loaded(
     (model / "tokenizer.json").unlink()
     for data in (prompts(500), CHAT * 500):
         result, records = run_file(tmp_path, data, "--model", str(model))
-        assert_not_started(result, "has no tokenizer.json, and the first request has text; put the model's")
-        assert not records and result.stderr.count("\n") == 1
+        assert_not_started(
+            result, "has no tokenizer.json, which text needs; put the model's tokenizer.json there"
+        )
+        assert not records and result.stderr.count("\n") == 1 and "lists of token ids" in result.stderr
     result, records = run_file(tmp_path, b'{"prompt": [5, 6]}\n', "--model", str(model))
     assert result.exit_code == 0 and len(records) == 1
+    engine.submitted.clear()
+    for command in (("run", "--prompt", "hi"), ("chat",)):
+        result = invoke(*command, "--model", model, stdin=b"hi\n")
+        assert_not_started(result, "put the model's tokenizer.json there")
+        assert "token ids" not in result.stderr  # neither command takes them
+    assert engine.submitted == []
 
 
 def test_pictures_for_an_engine_that_reads_none_stop(tmp_path: Path, engine: FakeEngine) -> None:

@@ -50,6 +50,14 @@ def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine
     assert "exclude each other" in invoke(*short, "--raw", "--chat").stderr
 
 
+def test_a_person_is_told_that_nobody_chose_a_temperature(engine: FakeEngine) -> None:
+    """A small model rambles at 1, vLLM's default."""
+    for command in (("run", "--prompt", "hi", "--model", MODEL), ("chat", "--model", MODEL)):
+        told = "the model recommends none; --temperature 0"
+        assert told in invoke(*command, stdin=b"hi\n").stderr
+        assert told not in invoke(*command, "--temperature", "0.7", stdin=b"hi\n").stderr
+
+
 def test_prompts_of_files_become_chats_with_chat(engine: FakeEngine, tmp_path: Path) -> None:
     lines = b'{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": [1]}\n'
     options = ("--chat", "--max-tokens", "5", "--ordered", "--model", MODEL)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.runner.native_library import build, bundled, recipe
+from xla_engine.runner.native_library import build, bundled, compiled, recipe
 from xla_engine.runner.native_library.bundled import Manifest, file_name, read_manifest
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 
@@ -30,7 +33,7 @@ def made(folder: Path, **changes: object) -> Path:
     for name in NAMES:
         (folder / file_name(name)).write_text(name)
         digests[name] = hashlib.sha256(name.encode()).hexdigest()
-    manifest = Manifest(recipe.source_digest(build._SOURCES), VERSION, "0.0", "g++", digests)
+    manifest = Manifest(recipe.source_digest(build.SOURCES), VERSION, "0.0", "g++", digests)
     replace(manifest, **changes).write(folder)  # type: ignore[arg-type]
     return folder
 
@@ -39,7 +42,7 @@ def made(folder: Path, **changes: object) -> Path:
 def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """The libraries that would be loaded, in order; none is loaded."""
     loaded: list[Path] = []
-    monkeypatch.setattr(build, "_BUNDLE", tmp_path / "libraries")
+    monkeypatch.setattr(build, "BUNDLE", tmp_path / "libraries")
     monkeypatch.setattr(build, "_bind", lambda isa, parts, path: loaded.append(path))
     monkeypatch.setattr(build, "build", lambda isa, parts: {part: Path("compiled", part) for part in parts})
     for name in ("_origins", "_digests"):
@@ -128,7 +131,7 @@ def test_a_process_compiles_the_parts_that_are_asked_for(bound: list[Path]) -> N
 
 
 def test_every_source_file_is_a_part_and_defines_its_handlers() -> None:
-    assert {path.stem for path in build._SOURCES.glob("*.cc")} == build.PARTS
+    assert {path.stem for path in build.SOURCES.glob("*.cc")} == build.PARTS
 
 
 def test_an_older_interface_of_the_same_major_version_serves(tmp_path: Path, bound: list[Path]) -> None:
@@ -171,6 +174,35 @@ def test_without_a_compiler_a_lesser_library_of_the_package_serves(
     assert f"for {lesser.name} only: no C++ compiler" in caplog.records[-1].getMessage()
     with pytest.raises(build.NativeBuildError, match="no C\\+\\+ compiler"):
         build.register(BEST.name)
+
+
+def test_a_first_start_compiles_the_sampler_before_it_imports_jax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a background thread, where a CPU will need it and no library came with the package."""
+    begun: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(compiled, "build", lambda isa, parts: begun.append((isa.name, tuple(parts))))
+    monkeypatch.setattr(compiled, "has_accelerator", lambda: False)
+    monkeypatch.delenv("XLA_ENGINE_ISA", raising=False)
+
+    def begin(isa: str) -> list[tuple[str, tuple[str, ...]]]:
+        begun.clear()
+        compiled.begin_compiling(isa)
+        for thread in threading.enumerate():
+            if thread.name == compiled.begin_compiling.__name__:
+                thread.join()
+        return list(begun)
+
+    assert begin("auto") == begin(BEST.name) == [(BEST.name, ("sampler",))]
+    assert begin("none") == []
+    with monkeypatch.context() as patched:
+        patched.setattr(compiled, "has_accelerator", lambda: True)
+        assert begin("auto") == []
+    monkeypatch.setattr(compiled, "BUNDLE", tmp_path)
+    assert begin("auto") == []
+    code = "import sys, xla_engine.runner.native_library.compiled; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert compiled.headers() == Path(jax.ffi.include_dir())
 
 
 def test_a_checkout_has_no_libraries() -> None:

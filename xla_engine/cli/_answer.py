@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,6 +34,15 @@ def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutpu
                 engine.abort(request_id)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def note_temperature(fields: Mapping[str, Any]) -> None:
+    """Tell a person that sampling is plain if neither they nor the model chose a temperature: small models ramble."""
+    if "temperature" not in fields:
+        click.echo(
+            "(temperature is 1, as the model recommends none; --temperature 0 gives the likeliest text)",
+            err=True,
+        )
 
 
 def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: str | None) -> dict[str, Any]:

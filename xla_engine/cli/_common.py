@@ -367,6 +367,13 @@ def startup_errors() -> Iterator[None]:
         raise NotStarted(f"the engine could not start: {type(error).__name__}: {error}") from error
 
 
+def begin_start(options: Mapping[str, Any]) -> None:
+    """Begin what takes long at a first start: a part of the C++ kernels compiles while jax is imported."""
+    from xla_engine.runner.native_library.compiled import begin_compiling
+
+    begin_compiling(options["isa"])
+
+
 @contextlib.contextmanager
 def load_engine(
     options: dict[str, Any], *, show: bool, times: StartTimes | None = None

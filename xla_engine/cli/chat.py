@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common, _help
-from xla_engine.cli._answer import chat_prompt, show_answer
+from xla_engine.cli._answer import chat_prompt, note_temperature, show_answer
 from xla_engine.cli._run.files import silence_stdout
+from xla_engine.cli._run.first_line import check_tokenizer
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 
@@ -62,9 +63,17 @@ def chat(
       echo "Name three rivers." | xla-engine chat --model ./SmolLM2-135M-Instruct
     """
     with _common.startup_errors():
+        _common.begin_start(options)
         fields = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
         template = _common.text_of(chat_template_path)
         interactive = sys.stdin.isatty()
+        check_tokenizer(options["model"])
+        if options["model"] is None:
+            click.echo(
+                "the embedded model answers with Python functions; name another with --model", err=True
+            )
+        else:
+            note_temperature(fields)
         with _common.load_engine(options, show=sys.stderr.isatty()) as engine:
             if template is None and engine.chat_template is None:
                 raise _common.NotStarted(

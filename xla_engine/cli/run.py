@@ -189,6 +189,8 @@ def run(
     """
     tables = take_table_options(options)
     with _common.startup_errors():
+        if not dry_run:
+            _common.begin_start(options)
         defaults = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
         if (template := _common.text_of(chat_template_path)) is not None:
             defaults["chat_template"] = template

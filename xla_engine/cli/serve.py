@@ -143,6 +143,7 @@ def serve(
         own = names or ("embedded" if model is None else Path(model).name or str(model),)
         if taken := set(own) & options["lora_modules"].keys():
             raise ConfigError(f"{min(taken)!r} is a name of the model; give the adapter another")
+        _common.begin_start(options)
         defaults = _common.sampling_fields(options, temperature=temperature)
         if (template := _common.text_of(template_path)) is not None:
             defaults["chat_template"] = template

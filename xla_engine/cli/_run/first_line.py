@@ -35,12 +35,19 @@ def check_first_line(
     request = parse_line(raw, line.number, defaults)
     if not isinstance(request, LineRequest):
         return None
-    if model is not None and not isinstance(request.prompts[0], tuple) and _lacks_tokenizer(Path(model)):
-        raise NotStarted(
-            f"no_tokenizer: {model} has no tokenizer.json, and the first request has text; put the model's "
-            "tokenizer.json there, or write prompts as lists of token ids"
-        )
+    if not isinstance(request.prompts[0], tuple):
+        check_tokenizer(model, ", or write prompts as lists of token ids")
     return request
+
+
+def check_tokenizer(model: str | None, otherwise: str = "") -> None:
+    """Raise NotStarted if a model's directory has no tokenizer, which text needs. otherwise: another remedy."""
+    files = Path(model or "")
+    if model and (files / "config.json").exists() and not (files / "tokenizer.json").exists():
+        raise NotStarted(
+            f"no_tokenizer: {model} has no tokenizer.json, which text needs; put the model's tokenizer.json "
+            f"there{otherwise}"
+        )
 
 
 def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
@@ -72,7 +79,3 @@ def _is_a_list_of_values(raw: bytes) -> bool:
         return not any(isinstance(each, dict) for each in json.loads(raw))
     except (ValueError, RecursionError):
         return False
-
-
-def _lacks_tokenizer(model: Path) -> bool:
-    return (model / "config.json").exists() and not (model / "tokenizer.json").exists()

@@ -6,8 +6,9 @@ from typing import Any
 import click
 
 from xla_engine.cli import _common
-from xla_engine.cli._answer import chat_prompt, show_answer
+from xla_engine.cli._answer import chat_prompt, note_temperature, show_answer
 from xla_engine.cli._run.files import silence_stdout
+from xla_engine.cli._run.first_line import check_tokenizer
 from xla_engine.sampling_params import SamplingParams
 
 
@@ -20,6 +21,9 @@ def run_prompt(
     message; None means yes if there is a chat template. Notes go to standard error.
     """
     template = defaults.pop("chat_template", None)
+    check_tokenizer(options["model"])
+    if options["model"] is not None:
+        note_temperature(defaults)
     with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
         has_template = template is not None or engine.chat_template is not None
         if chat is None and has_template:

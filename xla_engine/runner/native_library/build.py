@@ -1,4 +1,4 @@
-"""Finds or builds the libraries of C++ kernels (`graphs/native/`) and registers them.
+"""Finds or compiles the libraries of C++ kernels (`graphs/native/`) and registers them.
 
 A library bundled with the package holds all kernels and is used if it fits. Otherwise each part that a model needs is
 compiled at first use for one instruction set of this CPU (seconds), several at a time, and kept with the compiled
@@ -8,18 +8,12 @@ programs. Without a compiler the engine falls back to pure JAX.
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
 import logging
-import os
-import shutil
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 
-from xla_engine import graphs
-from xla_engine.environment import compiler, native_cache_directory
 from xla_engine.graphs.attention import native as attention
 from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
@@ -27,8 +21,8 @@ from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.runner.native_library import bundled, recipe
-from xla_engine.runner.native_library import cache as library_cache
-from xla_engine.runner.native_library.instruction_sets import InstructionSet, available, processor
+from xla_engine.runner.native_library.compiled import BUNDLE, SOURCES, build, identity
+from xla_engine.runner.native_library.instruction_sets import InstructionSet, available
 from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBuildError
 
 _log = logging.getLogger("xla_engine")
@@ -56,8 +50,6 @@ _TARGETS: dict[str, tuple[str, ...]] = {
 }
 PARTS = frozenset(_TARGETS)
 ATTENTION = frozenset(f"attention_{kind}" for kind in attention.KINDS)  # the parts for stores of every dtype
-_SOURCES = Path(graphs.__file__).parent / "native"
-_BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
 _origins: dict[str, str] = {}  # BUNDLED or COMPILED, by instruction set
 _digests: dict[str, str] = {}  # of what the kernels in use were made from, by instruction set
 _bound: set[tuple[str, str]] = set()  # parts that are registered, with their instruction set
@@ -103,8 +95,8 @@ def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
     if isa.name not in _origins:
         try:
             headers = Path(jax.ffi.include_dir())
-            sources, ffi = recipe.source_digest(_SOURCES), recipe.ffi_version(headers)
-            if (found := bundled.library(_BUNDLE, isa, sources, ffi)) is not None:
+            sources, ffi = recipe.source_digest(SOURCES), recipe.ffi_version(headers)
+            if (found := bundled.library(BUNDLE, isa, sources, ffi)) is not None:
                 _bind(isa, PARTS, found)
                 _bound.update((isa.name, part) for part in PARTS)
                 _origins[isa.name] = BUNDLED
@@ -116,7 +108,7 @@ def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
         for part, path in build(isa, missing).items():
             _bind(isa, (part,), path)
             _bound.add((isa.name, part))
-        _origins[isa.name], _digests[isa.name] = COMPILED, _identity(isa)
+        _origins[isa.name], _digests[isa.name] = COMPILED, identity(isa)
     return True
 
 
@@ -131,44 +123,3 @@ def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
             symbol = "".join(word.capitalize() for word in target.split("_"))  # as in the source
             capsule = jax.ffi.pycapsule(getattr(library, symbol))
             jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
-
-
-def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
-    """The libraries of parts for an instruction set, compiled if necessary. Raises NativeBuildError."""
-    identity, headers = _identity(isa), Path(jax.ffi.include_dir())
-    directory = library_cache.private_directory(native_cache_directory())
-
-    def made(part: str) -> Path:
-        return library_cache.library(
-            directory,
-            f"native-{isa.name}-{part}-{identity[:16]}.so",
-            lambda path: recipe.compile_library(
-                _compiler(), isa.compiler_flags(), [_SOURCES / f"{part}.cc"], headers, path
-            ),
-        )
-
-    largest_first = sorted(
-        parts, key=lambda part: (part.endswith(("coded", "fours")), part in ATTENTION), reverse=True
-    )
-    # One more than cores, so that most models' three parts share two cores and no core waits for the last part.
-    with ThreadPoolExecutor((os.cpu_count() or 1) + 1) as pool:
-        try:
-            return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
-        except OSError as error:
-            raise NativeBuildError(f"the library cannot be cached: {error}") from error
-
-
-def _identity(isa: InstructionSet) -> str:
-    """A digest of all that a compiled library depends on."""
-    version = recipe.run([_compiler(), "--version"])
-    jaxlib = importlib.metadata.version("jaxlib")  # its headers are compiled in
-    text = recipe.source_text(_SOURCES)
-    parts = (version, *recipe.FLAGS, *isa.compiler_flags(), text, jaxlib, processor())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _compiler() -> str:
-    program = shutil.which(compiler())
-    if program is None:
-        raise NativeBuildError(f"no C++ compiler {compiler()!r} (install one, for example g++, or set CXX)")
-    return program

@@ -191,9 +191,6 @@ def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> 
     seen.compare(seen.prefill, "by prefill against decode", again, alone)
     seen.compare(seen.cuts, "the last token in a chunk of its own", longest.last_token_alone(most), alone)
     seen.decoded, seen.samples, seen.positions = len(again.samples), 0, 0
-    for few in few_choices:
-        for slot, found in zip(longest.slots, longest.in_few_rows(most, few), strict=False):
-            seen.compare(seen.few, f"slot {slot} in a program of {few} rows", found, alone)
     for probe in (longest, *shorter):
         size, crowd = probe.bucket, probe.crowd(most)
         among = list(zip(probe.slots, probe.among(crowd, most, size), strict=True))
@@ -201,6 +198,9 @@ def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> 
         for slot, found in among if probe is longest else among[1:]:
             what = f"slot {slot} among neighbours, {size} keys, against slot 0 {where}"
             seen.compare(seen.rows, what, found, expected)
+        for few in few_choices if probe is longest else ():  # its slots hold the prompt's keys now
+            for slot, found in zip(probe.slots, probe.in_few_rows(most, few), strict=False):
+                seen.compare(seen.few, f"slot {slot} in a program of {few} rows", found, alone)
         if probe is not longest:  # the same crowd: only the bucket differs
             others = probe.among(crowd, most, longest.bucket)
             for (slot, found), same in zip(among, others, strict=True):

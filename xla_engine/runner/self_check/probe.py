@@ -34,6 +34,7 @@ class Prompt:
     """A prompt in a slot, with the inputs of its chunks.
 
     Run are the first `head` positions and those from `tail` on; the keys between are whatever the slot holds.
+    held: whether the slot holds the keys of an earlier run of the prompt, so that its last chunk is enough.
     last_alone: the last token is a chunk of its own.
     """
 
@@ -42,6 +43,7 @@ class Prompt:
     head: int
     tail: int
     settings: RowSettings
+    held: bool = False
     last_alone: bool = False
 
 
@@ -83,6 +85,7 @@ class Probe:
         self._head = math.lcm(chunk, runner.config.block_size if runner.config.uses_blocks else 1)
         self._tail = min(below, length - 1) // self._head * self._head
         self._crowds = crowds
+        self._holds_keys = runner.keeps_every_position and not runner.config.uses_blocks
         self.slots = (0, rows // 2, rows - 1) if crowds else (0,)
 
     def alone(self, lanes: int) -> Found:
@@ -91,10 +94,11 @@ class Probe:
         return found
 
     def in_few_rows(self, lanes: int, few: int) -> list[Found]:
-        """Its slots, as many as a decode program of `few` rows holds, through that program."""
+        """Its slots, as many as a decode program of `few` rows holds, through that program. Each ran before."""
         self._runner.few_choices = (few,)
+        probes = [replace(self._in_slot(slot), held=self._holds_keys) for slot in self.slots[:few]]
         try:
-            return self._run(lanes, self.bucket, [self._in_slot(slot) for slot in self.slots[:few]])
+            return self._run(lanes, self.bucket, probes)
         finally:
             self._runner.few_choices = ()
 
@@ -127,10 +131,14 @@ class Probe:
         sampled = tuple(sample.token_id for sample in samples[:-1])
         if not sampled:
             return []
-        prompts = [self._in_slot(slot, sampled[: slot + 1], samples=1) for slot in range(len(sampled))]
-        size = 1 + self._crowds  # a pool of blocks may hold no more
-        pairs = (prompts[at : at + size] for at in range(0, len(prompts), size))
-        return [first for pair in pairs for ((first,), _) in self._run(lanes, self.bucket, pair)]
+        found = []
+        for count in range(1, len(sampled) + 1):
+            prompt = self._in_slot(0, sampled[:count], samples=1)
+            ((first,), _), *_ = self._run(
+                lanes, self.bucket, [replace(prompt, held=count > 1 and self._holds_keys)]
+            )
+            found.append(first)
+        return found
 
     def last_token_alone(self, lanes: int) -> Found:
         """The first slot to its first sample, with the last token in a chunk of its own."""
@@ -227,6 +235,7 @@ class Probe:
         size, end = self._runner.config.chunk_size, len(prompt.tokens)
         cut = end - 1 if prompt.last_alone else end
         starts = (*range(0, min(prompt.head, prompt.tail), size), *range(prompt.tail, cut, size))
+        starts = starts[-1:] if prompt.held else starts
         for start in (*starts, *([cut] if cut < end else [])):
             stop = min(start + size, end if start == cut else cut)
             yield Chunk(
