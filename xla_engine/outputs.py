@@ -124,6 +124,7 @@ class RequestOutput:
                 "num_generated_tokens": len(each.token_ids),
                 "cumulative_logprob": each.cumulative_logprob,
                 "error": self.error,
+                "images_sha256": list(self.images_sha256),
             }
             for each in self.outputs
         ]
@@ -164,8 +165,8 @@ class RequestOutputs(list[RequestOutput]):
         """One dict for each answer, in order.
 
         Its keys are those of a batch run's tables (`generated_text`, `finish_reason`, `num_input_tokens`,
-        `num_generated_tokens`, `error`), and `request_id`, `index` (of the answer in its request), `prompt` and
-        `cumulative_logprob`.
+        `num_generated_tokens`, `error`, `images_sha256`), and `request_id`, `index` (of the answer in its request),
+        `prompt` and `cumulative_logprob`.
         """
         return [record for output in self for record in output.to_records()]
 

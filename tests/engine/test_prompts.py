@@ -194,6 +194,7 @@ def test_what_a_person_sees_is_short(llm: LLM) -> None:
         "num_generated_tokens": 12,
         "cumulative_logprob": None,
         "error": None,
+        "images_sha256": [],
     }
     several = llm.generate(TEXT, SamplingParams(seed=1, n=2), use_tqdm=False)[0]
     with pytest.raises(InvalidRequestError, match="has 2 answers"):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ from xla_engine.errors import (
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
 from xla_engine.prompts import Picture
+from xla_engine.ray.rows import result_of
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
+from xla_engine.vllm.outputs import vllm_output
 
 __all__ = ["small"]
 
@@ -114,6 +117,8 @@ def test_every_form_of_a_picture_has_one_answer(engine: XlaBatchEngine, model: P
     assert reader is not None
     (placed,) = reader.prompt(TEXT, [Picture(source=file, name="image")]).pictures
     assert output.images_sha256 == (tiles_sha256(reader.tiles(placed)),)
+    for record in (output.to_records()[0], asdict(vllm_output(output, engine.tokenizer)), result_of(output)):
+        assert record["images_sha256"] == list(output.images_sha256)
     assert llm.generate(["no picture"], GREEDY)[0].images_sha256 == ()
 
 
@@ -209,8 +214,15 @@ def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Pa
 
 @pytest.mark.full
 def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None:
-    """Killed by SIGKILL in the middle, and resumed: the bytes of a run that was left alone."""
+    """Killed by SIGKILL in the middle, and resumed: the bytes of a run that was left alone.
+
+    Above 10,000 pictures, each is one tile.
+    """
     count = int(os.environ.get("XLA_ENGINE_KILLED_PICTURES", "200"))
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    if count > 10_000:
+        path = model / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"do_image_splitting": False}))
     folder, draw = tmp_path / "pictures", np.random.default_rng(count)
     folder.mkdir()
     for number in range(count):
@@ -238,7 +250,7 @@ def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None
     command = [sys.executable, "-m", "xla_engine", "run", source, "-o", out, *options]
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
     while written() < count // 2 and process.poll() is None:
-        time.sleep(0.01)
+        time.sleep(0.01 + count / 1e5)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert count // 2 <= written() < count
@@ -297,17 +309,25 @@ def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Pa
     try:
         data = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
 
-        def post(url: str) -> httpx.Response:
+        def post(url: str, **more: Any) -> httpx.Response:
             parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
             body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "temperature": 0}
-            return httpx.post(f"{server.url}/v1/chat/completions", json=body | {"max_tokens": 6}, timeout=60)
+            body |= {"max_tokens": 6, **more}
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
         texts = [
             post(url).json()["choices"][0]["message"]["content"]
             for url in (data, (folder / "b.png").as_uri(), data)
         ]
         assert texts[0] == texts[2]
-        assert len(post(data).json()["images_sha256"]) == 1
+        hashes = post(data).json()["images_sha256"]
+        assert len(hashes) == 1
+        for more in ({}, {"n": 2}, {"stream_options": {"include_usage": True}}):  # once, when all choices end
+            lines = post(data, stream=True, **more).text.splitlines()
+            chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            ended = [each for each in chunks if any(choice["finish_reason"] for choice in each["choices"])]
+            assert [each["images_sha256"] for each in chunks if "images_sha256" in each] == [hashes]
+            assert ended[-1]["images_sha256"] == hashes and len(ended) == more.get("n", 1)
         broken = post("data:image/png;base64,AAAA")
         assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_image"
         assert "messages[0].content[0]" in broken.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from tests.images.test_features import model, picture
 from tests.images.test_pictures import reader
 from tests.support.batch_lines import interrupt_at
 from tests.support.command_line import invoke
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, FakeRequest
+from xla_engine.batch.datasets.output import kept_columns
+from xla_engine.batch.datasets.rows import RowColumns
+from xla_engine.errors import ConfigError
 from xla_engine.images.pictures import PictureReader, tiles_sha256
+from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import prompt_parts
 
 pa = pytest.importorskip("pyarrow")
@@ -24,7 +29,7 @@ __all__ = ["engine", "model", "reader"]
 
 @pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
 def test_a_table_of_pictures_goes_on_to_the_same_bytes(
-    tmp_path: Path, engine: FakeEngine, reader: PictureReader, name: str
+    tmp_path: Path, engine: FakeEngine, reader: PictureReader, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is a fake; pictures are read and decoded, in threads, and answers are hashes of tiles."""
     decoded: list[str] = []
@@ -36,6 +41,11 @@ def test_a_table_of_pictures_goes_on_to_the_same_bytes(
         decoded.extend(hashes)
         return "-".join(hashes)
 
+    def output(request: FakeRequest) -> RequestOutput:
+        return replace(plain(request), images_sha256=tuple(str(request.prompt).split("-")))
+
+    plain = FakeRequest.output
+    monkeypatch.setattr(FakeRequest, "output", output)
     engine.read_pictures, engine.validator.pictures = read_pictures, reader  # type: ignore[attr-defined]
     files = [picture(8 + row % 7, 8 + row % 5) for row in range(40)]
     files[3], files[11], files[17] = files[3][:-30], b"no picture", b""
@@ -72,3 +82,11 @@ def test_a_table_of_pictures_goes_on_to_the_same_bytes(
         errors = {row["page"]: row["error"].partition(":")[0] for row in rows if row["error"]}
         assert errors == {3: "invalid_image", 11: "invalid_image", 17: "invalid_image", 40: "invalid_row"}
         assert rows[35]["generated_text"] == rows[0]["generated_text"] != rows[1]["generated_text"]
+        for row in rows:
+            hashes = [] if row["error"] else [row["generated_text"].strip("<>")]
+            assert row["images_sha256"] == (hashes or None)
+        with pytest.raises(ConfigError, match="'images_sha256' of the input has the name of a result column"):
+            kept_columns(["images_sha256"], None, RowColumns(image="image"))
+        assert kept_columns(["images_sha256"], None, RowColumns()) == [
+            "images_sha256"
+        ]  # of a run without pictures

@@ -72,6 +72,7 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
         "prompt_logprobs": None
         if output.prompt_logprobs is None
         else [None if top is None else _logprobs(top) for top in output.prompt_logprobs],
+        "images_sha256": list(output.images_sha256),
         ERROR: "",
     }
 
@@ -86,6 +87,7 @@ def error_of(message: str) -> dict[str, Any]:
         "finish_reason": None,
         "logprobs": None,
         "prompt_logprobs": None,
+        "images_sha256": [],
         ERROR: message,
     }
 
@@ -123,6 +125,7 @@ def columns_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "finish_reason": pa.string(),
         "logprobs": pa.list_(pa.list_(logprob)),
         "prompt_logprobs": pa.list_(pa.list_(logprob)),
+        "images_sha256": pa.list_(pa.string()),
         ERROR: pa.string(),
     }
     return {name: pa.array([each[name] for each in results], kind) for name, kind in types.items()}

@@ -136,9 +136,9 @@ def build_processor(
     preprocess: from a row to columns that are added to it: `messages`, `prompt` or `tokenized_prompt`, and
         `sampling_params`. Without it the rows have them.
     postprocess: from a row with all columns so far and `generated_text`, `generated_tokens`, `num_input_tokens`,
-        `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs` to the row that the dataset gets. It
-        also makes the columns of a row with an error, whose text is "", so that all rows have the same; if it raises,
-        such a row has `id_column` and `__inference_error__` only.
+        `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs`, `images_sha256` to the row that the
+        dataset gets. It also makes the columns of a row with an error, whose text is "", so that all rows have the
+        same; if it raises, such a row has `id_column` and `__inference_error__` only.
     preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`.
 
     Raises ConfigError where Ray Data is not installed.

@@ -108,6 +108,8 @@ class ChunkWriter:
             if index not in self._prompt_ids:
                 self._prompt_ids[index] = msgspec.Raw(_encode(output.prompt_token_ids))
             chunk["prompt_token_ids"] = self._prompt_ids[index]
+        if choice["finish_reason"] is not None and (hashes := self._hashes()):
+            chunk["images_sha256"] = hashes
         if self._call.continuous_usage:
             chunk["usage"] = self.usage()
         elif self._call.include_usage:
@@ -120,6 +122,13 @@ class ChunkWriter:
         yield b"data: " + _encode(chunk)[:-1] + b',"choices":[' + _encode(choice)[:-1] + b',"logprobs":'
         yield from block.pieces()
         yield b"}]}\n\n"
+
+    def _hashes(self) -> list[str]:
+        """`images_sha256` of all prompts, once their last choice has ended."""
+        request = self._call.request
+        if sum(each.ended for each in self._choices.values()) < len(request.prompts) * request.params.n:
+            return []
+        return [each for _, output in sorted(self._outputs.items()) for each in output.images_sha256]
 
     def _news(
         self, number: int, index: int, state: _Choice, output: RequestOutput, completion: CompletionOutput

@@ -1,6 +1,6 @@
 """Outputs in vLLM's shapes: lists, and a dict of log-probabilities for each token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,10 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its sequences; fields are those of `xla_engine.RequestOutput`, tuples as lists."""
+    """A request and its sequences; fields are those of `xla_engine.RequestOutput`, tuples as lists.
+
+    images_sha256: empty without pictures.
+    """
 
     request_id: str
     prompt: str | None
@@ -64,6 +67,7 @@ class RequestOutput:
     num_cached_tokens: int
     error: str | None = None
     lora_request: LoRARequest | None = None
+    images_sha256: list[str] = field(default_factory=list)
 
 
 def vllm_output(
@@ -90,6 +94,7 @@ def vllm_output(
         num_cached_tokens=output.num_cached_tokens,
         error=output.error,
         lora_request=lora,
+        images_sha256=list(output.images_sha256),
     )
 
 

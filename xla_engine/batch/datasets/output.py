@@ -22,6 +22,12 @@ ROW_GROUP = 16 * 1024  # rows of a Parquet row group
 TEXTS = ("custom_id", "generated_text", "finish_reason", "error", "response")
 COUNTS = ("num_input_tokens", "num_generated_tokens")
 RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
+IMAGES = "images_sha256"
+
+
+def result_columns(*, pictures: bool) -> tuple[str, ...]:
+    """The result columns of a run. pictures: whether its rows have a column of pictures."""
+    return (*RESULT_COLUMNS, IMAGES) if pictures else RESULT_COLUMNS
 
 
 def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: RowColumns) -> list[str]:
@@ -36,7 +42,7 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
     if columns.id == "custom_id":
         # The result's custom_id column has the same values.
         kept = [name for name in kept if name != "custom_id"]
-    if taken := [name for name in kept if name in RESULT_COLUMNS]:
+    if taken := [name for name in kept if name in result_columns(pictures=columns.image is not None)]:
         raise ConfigError(
             f"column {taken[0]!r} of the input has the name of a result column; use --keep-columns NAME,NAME to "
             f"leave it out"
@@ -45,13 +51,13 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
 
 
 def result_row(line: bytes) -> dict[str, Any]:
-    """A result line as a row of `RESULT_COLUMNS`.
+    """A result line as a row of `result_columns`.
 
     generated_text, finish_reason: of the first choice. error: "code: message", or None for a result.
-    response: the whole body as JSON, or None for an error.
+    response: the whole body as JSON, or None for an error. images_sha256: None without pictures.
     """
     record = json.loads(line)
-    row: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS)
+    row: dict[str, Any] = dict.fromkeys(result_columns(pictures=True))
     row["custom_id"] = record["custom_id"]
     if record["error"] is not None:
         row["error"] = f"{record['error']['code']}: {record['error']['message']}"
@@ -70,15 +76,18 @@ def result_row(line: bytes) -> dict[str, Any]:
     row["finish_reason"] = choice["finish_reason"]
     row["num_input_tokens"] = body["usage"]["prompt_tokens"]
     row["num_generated_tokens"] = body["usage"]["completion_tokens"]
+    row[IMAGES] = body.get(IMAGES)
     row["response"] = json.dumps(body)
     return row
 
 
-def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]) -> int:
+def publish(
+    journal: Path, out: str, table: Table | None, columns: Sequence[str], *, pictures: bool = False
+) -> int:
     """Write a run's file of result lines to its output, which gets its final name only when it is complete.
 
     out: path or URL of a table or of a file of result lines. table: the input, or None if it was not a table.
-    columns: the input columns to copy.
+    columns: the input columns to copy. pictures: whether rows have a column of pictures.
 
     Returns the number of rows. The bytes depend only on the results, not on how often the run was resumed. Raises
     OutputError, ConfigError and OSError.
@@ -89,7 +98,8 @@ def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]
     try:
         with ResultsInOrder(journal) as results:
             if kind in ("csv", "tsv", "parquet"):
-                count = _write(results, target, out, table, columns)
+                named = result_columns(pictures=pictures)
+                count = _write(results, target, out, table, columns, named)
             else:
                 count = len(results)
                 with open_new(target) as file:
@@ -106,8 +116,14 @@ def publish(journal: Path, out: str, table: Table | None, columns: Sequence[str]
 
 
 def _write(
-    results: ResultsInOrder, target: Path, out: str, table: Table | None, columns: Sequence[str]
+    results: ResultsInOrder,
+    target: Path,
+    out: str,
+    table: Table | None,
+    columns: Sequence[str],
+    named: Sequence[str],
 ) -> int:
+    """Write a table of the input `columns` and of the result columns `named`."""
     pa = arrow()
     with contextlib.ExitStack() as stack:
         file: BinaryIO = stack.enter_context(open_new(target))
@@ -116,7 +132,7 @@ def _write(
             file = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=file, mode="wb", mtime=0)))
         writer: _Writer | None = None
         rows = 0
-        for batch in _joined(results, table, columns):
+        for batch in _joined(results, table, columns, named):
             if writer is None:
                 writer = (
                     _ParquetWriter(file, batch.schema)
@@ -126,19 +142,21 @@ def _write(
             writer.write(batch)
             rows += batch.num_rows
         if writer is None:  # a shard without lines
-            schema = pa.schema([(name, _result_type(name)) for name in RESULT_COLUMNS])
+            schema = pa.schema([(name, _result_type(name)) for name in named])
             writer = _ParquetWriter(file, schema) if kind == "parquet" else _CsvWriter(file, schema, kind)
         writer.close()
     return rows
 
 
-def _joined(results: ResultsInOrder, table: Table | None, columns: Sequence[str]) -> Iterator[Any]:
+def _joined(
+    results: ResultsInOrder, table: Table | None, columns: Sequence[str], named: Sequence[str]
+) -> Iterator[Any]:
     """Record batches of input columns and result columns, for the rows that have a result."""
     pa = arrow()
     coming = iter(results)
     if table is None or not columns:
         while some := list(itertools.islice(coming, 1024)):
-            yield pa.record_batch(_columns([line for _, line in some]), names=list(RESULT_COLUMNS))
+            yield pa.record_batch(_columns([line for _, line in some], named), names=list(named))
         return
     ahead, number = next(coming, None), 0
     for batch in table.batches(columns):
@@ -153,21 +171,21 @@ def _joined(results: ResultsInOrder, table: Table | None, columns: Sequence[str]
             continue
         if len(picked) < batch.num_rows:
             batch = batch.take(pa.array(picked))
-        yield pa.record_batch(
-            [*batch.columns, *_columns(lines)], names=[*batch.schema.names, *RESULT_COLUMNS]
-        )
+        yield pa.record_batch([*batch.columns, *_columns(lines, named)], names=[*batch.schema.names, *named])
     if ahead is not None:
         raise OutputError(f"there is a result for row {ahead[0]}, but the input has {number} rows")
 
 
 def _result_type(name: str) -> Any:
     pa = arrow()
+    if name == IMAGES:
+        return pa.list_(pa.string())
     return pa.int64() if name in COUNTS else pa.string()
 
 
-def _columns(lines: Sequence[bytes]) -> list[Any]:
+def _columns(lines: Sequence[bytes], named: Sequence[str]) -> list[Any]:
     rows = [result_row(line) for line in lines]
-    return [arrow().array([row[name] for row in rows], _result_type(name)) for name in RESULT_COLUMNS]
+    return [arrow().array([row[name] for row in rows], _result_type(name)) for name in named]
 
 
 class _Writer(Protocol):

@@ -172,6 +172,7 @@ class TableOutput:
         self.out = out
         name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
         self.journal = Path(options.journal or f"{name}.journal.jsonl")
+        self._pictures = options.image_column is not None
         self._claims_to_be_whole = False
 
     @classmethod
@@ -233,7 +234,7 @@ class TableOutput:
         from xla_engine.batch.datasets.output import publish
         from xla_engine.batch.shards.shard import state_path
 
-        publish(self.journal, self.out, source.table, source.columns)
+        publish(self.journal, self.out, source.table, source.columns, pictures=self._pictures)
         if not failed:
             Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard)).write(
                 self.out
