@@ -44,6 +44,7 @@ from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
 from xla_engine.prompts import Picture
 from xla_engine.ray.rows import result_of
+from xla_engine.runner.self_check.check import run_self_check, tile_differences
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
 from xla_engine.vllm.outputs import vllm_output
@@ -264,10 +265,23 @@ def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_the_self_check_passes_with_a_tower(model: Path) -> None:
+def test_the_self_check_covers_the_tower(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tower whose features depend on the tile before is found."""
     with XlaBatchEngine.from_pretrained(model, EngineConfig(**OPTIONS | {"self_check": True})) as engine:
-        found = engine.self_check
-        assert found is not None and found.row_invariant and found.lane_invariant and found.bucket_invariant
+        found, features = engine.self_check, engine.runner.features
+        assert found is not None and found.ok and features is not None
+        honest, before = features.tower.glance, 0.0
+
+        def faulty(tile: Any) -> Any:
+            nonlocal before
+            drift, before = before * 1e-3, float(tile.mean())
+            return honest(tile) * (1 + drift)
+
+        assert not tile_differences(features.tower)
+        monkeypatch.setattr(type(features.tower), "glance", lambda _, tile: faulty(tile))
+        again = run_self_check(engine.runner, engine.checkpoint.config.vocab_size)
+        assert again is not None and again.row_invariant and not again.tile_invariant and not again.ok
+        assert "depend on other pictures" in again.promise and "a tile after another" in again.differences[-1]
         assert asked(LLM.from_engine(engine), picture(20, 20)) == asked(
             LLM.from_engine(engine), picture(20, 20)
         )

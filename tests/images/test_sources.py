@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,14 +50,15 @@ REFUSED = (  # at least 40; the first names its kind
 class Site:
     """A web server on this machine that stands for the public host."""
 
-    def __init__(self, answer: Callable[[bytes], bytes | None]) -> None:
+    def __init__(self, answer: Callable[[bytes], bytes | None], secure: ssl.SSLContext | None = None) -> None:
         self.asked: list[bytes] = []
         self._answer = answer
+        self._secure = secure is not None
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=_run, args=(self._loop,), daemon=True)
         self._thread.start()
         self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop
+            asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=secure), self._loop
         ).result()
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -74,9 +78,9 @@ class Site:
         await writer.wait_closed()
 
     async def connect(self, address: str, port: int, **options: Any) -> Any:
-        assert (address, port) == (PUBLIC, 80)
-        assert options.pop("ssl") is None
-        options.pop("server_hostname")
+        assert (address, port) == (PUBLIC, 443 if self._secure else 80)
+        assert (options["ssl"] is not None) == self._secure
+        assert options["server_hostname"] == ("pictures.example" if self._secure else None)
         return await asyncio.open_connection("127.0.0.1", self.port, **options)
 
     def close(self) -> None:
@@ -86,8 +90,10 @@ class Site:
 
 
 @contextmanager
-def site(answer: Callable[[bytes], bytes | None], **options: Any) -> Iterator[tuple[Site, Fetcher]]:
-    server = Site(answer)
+def site(
+    answer: Callable[[bytes], bytes | None], *, secure: ssl.SSLContext | None = None, **options: Any
+) -> Iterator[tuple[Site, Fetcher]]:
+    server = Site(answer, secure)
     given = {"resolve": lambda host, port: [PUBLIC], "connect": server.connect, "max_bytes": 1000}
     fetcher = Fetcher(("pictures.example", "other.example"), **(given | options))
     try:
@@ -198,6 +204,55 @@ def test_no_proxy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with site(lambda _: answer(b"abc")) as (_, fetcher):
         assert fetcher.start("http://pictures.example/").result(10) == b"abc"
+
+
+def certificate(folder: Path, host: str) -> tuple[Path, ssl.SSLContext]:
+    """A certificate of a host that signs itself, and what a server needs to show it."""
+    key, own = folder / f"{host}.key", folder / f"{host}.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-days", "2", "-subj", f"/CN={host}", "-keyout", str(key), "-out", str(own)]
+    for extension in (f"subjectAltName=DNS:{host}", "keyUsage=critical,digitalSignature,keyCertSign"):
+        command += ["-addext", extension]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this openssl makes no such certificate: {done.stderr[-200:]}")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own, key)
+    return own, context
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl for a certificate")
+def test_the_certificate_of_a_host_must_be_trusted_and_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection goes to the address that was checked, and the certificate is compared with the host's name."""
+    own, shown = certificate(tmp_path, "pictures.example")
+    other, others = certificate(tmp_path, "evil.example")
+    whole = answer(b"abcde", "Content-Length: 5")
+    for trusted, context, error in (
+        (own, shown, None),
+        (other, shown, "CERTIFICATE_VERIFY_FAILED"),  # nobody vouches for it
+        (other, others, "CERTIFICATE_VERIFY_FAILED.*pictures.example"),  # trusted, but of another host
+    ):
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+        with site(lambda _: whole, secure=context, timeout_s=60.0) as (server, fetcher):
+            found = fetcher.start("https://pictures.example/a.png?b")
+            if error is None:
+                assert found.result(60) == b"abcde" and server.asked[0].startswith(b"GET /a.png?b ")
+                continue
+            with pytest.raises(ImageUnreachableError, match=error):
+                found.result(60)
+            assert not server.asked  # nothing of the request was sent
 
 
 def test_a_slow_host_delays_only_its_own_pictures() -> None:

@@ -59,6 +59,11 @@ class VisionTower:
         """The features of a tile: uint8 `[T, T, 3]` to float32 `[tokens, text_size]`."""
         return np.asarray(self.advance(tile, None, 0, self.stages))
 
+    def glance(self, tile: Array) -> jax.Array:
+        """What every program makes of a tile, with the first layer only: features for a check, in little time."""
+        last = self.stages - 1
+        return self.advance(tile, self.advance(tile, None, 0, 2), last, last + 1)
+
     @property
     def stages(self) -> int:
         """Calls for one tile: patches, each layer, features."""

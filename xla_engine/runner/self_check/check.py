@@ -3,7 +3,8 @@
 Law 1 rests on properties of compiled programs that no source code can guarantee: a row's bits must not depend on its
 index, its neighbours, the number of rows, the number of prefill lanes, or the key bucket. The check runs a probe
 request through the engine's own executables, alone and among neighbours. It compares its samples, and the output of
-the last layer at every position of its prompt, bit for bit.
+the last layer at every position of its prompt, bit for bit. A vision tower runs a probe tile by itself and right after
+another tile, whose programs may not have ended.
 
 If lane counts or key buckets change bits, the runner keeps only the largest, which fits any load: slower, but with the
 same bits whatever the batch. If programs of few rows change bits, every step runs all rows. If a row's place or
@@ -17,8 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
@@ -34,6 +38,7 @@ class SelfCheck:
     row_invariant: the probe's samples are the same alone and in a crowd, in the first, a middle and the last slot.
     few_invariant: and the same through the decode programs of few rows.
     lane_invariant, bucket_invariant: and the same through every prefill lane count, and every key bucket.
+    tile_invariant: the vision tower, if there is one, makes the same of a tile alone and beside another.
     prefill_equals_decode: tokens sampled by decode have the bits they have when the prefix before them is prefilled.
         Level B, for information: no request depends on it.
     cut_invariant: a prompt's last token has the same bits in a chunk of its own. Otherwise its whole chunk runs again
@@ -60,11 +65,13 @@ class SelfCheck:
     isa: str | None = None
     library: str | None = None
     day: str | None = None
+    tile_invariant: bool = True
 
     @property
     def ok(self) -> bool:
-        """Whether level A holds: no difference in rows, few rows, lanes or key buckets."""
-        return self.row_invariant and self.few_invariant and self.lane_invariant and self.bucket_invariant
+        """Whether level A holds: no difference in rows, few rows, lanes, key buckets or tiles."""
+        sizes = self.few_invariant and self.lane_invariant and self.bucket_invariant
+        return self.row_invariant and self.tile_invariant and sizes
 
     @property
     def promise(self) -> str:
@@ -73,6 +80,10 @@ class SelfCheck:
         if not self.row_invariant:
             return (
                 f"the bits of a request depend on its row or its neighbours: level A cannot be promised{by}"
+            )
+        if not self.tile_invariant:
+            return (
+                f"features of a picture depend on other pictures: level A can be promised for text only{by}"
             )
         if not self.ok:
             return f"level A: same bits whatever the batch, with the largest graphs only{by}"
@@ -112,6 +123,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     if found is None:
         runner.lane_choices, runner.bucket_choices, runner.few_choices = largest
         return None
+    tiles = [] if runner.features is None else tile_differences(runner.features.tower)
     if found.lanes:
         runner.lane_choices = largest[0]
     if found.buckets:
@@ -125,7 +137,10 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
         bucket_invariant=not found.buckets,
         prefill_equals_decode=not found.prefill,
         cut_invariant=not found.cuts,
-        differences=(*found.rows, *found.few, *found.lanes, *found.buckets, *found.prefill, *found.cuts),
+        differences=(
+            *(*found.rows, *found.few, *found.lanes, *found.buckets, *tiles, *found.prefill, *found.cuts),
+        ),
+        tile_invariant=not tiles,
         seconds=time.perf_counter() - began,
         samples=found.samples,
         positions=found.positions,
@@ -138,12 +153,26 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     return check
 
 
+def tile_differences(tower: VisionTower) -> list[str]:
+    """What differs if a tile goes through the tower's programs beside another, in words."""
+    side = tower.config.image_size
+    probe, other = np.random.default_rng(0).integers(0, 256, (2, side, side, 3), np.uint8)
+    alone = np.asarray(tower.glance(probe))
+    started = tower.glance(other), tower.glance(probe)
+    if alone.tobytes() == np.asarray(started[1]).tobytes():
+        return []
+    row = int((np.asarray(started[1]) != alone).any(axis=1).argmax())
+    return [f"a tile after another one against alone: token {row} has features of other bits"]
+
+
 def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple[int, ...]) -> None:
     if check.ok:
         return
     causes = []
     if not check.row_invariant:
         causes.append("rows are not invariant")
+    if not check.tile_invariant:
+        causes.append("a tile's features are not invariant")
     if not check.few_invariant:
         causes.append("every decode step runs all rows, as programs of few rows change bits")
     if not check.lane_invariant:
