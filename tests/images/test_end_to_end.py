@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,12 @@ from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.equivalence.cases import Case
+from xla_engine.equivalence.record import RecordError
+from xla_engine.equivalence.record_file import read_record, write_record
+from xla_engine.equivalence.recorder import record_schedule
+from xla_engine.equivalence.replay import replay
+from xla_engine.equivalence.schedule import draw_schedule, run_alone
 from xla_engine.errors import (
     CheckpointError,
     ConfigError,
@@ -42,9 +48,10 @@ from xla_engine.errors import (
 )
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
-from xla_engine.prompts import Picture
+from xla_engine.prompts import Picture, PicturedPrompt
 from xla_engine.ray.rows import result_of
 from xla_engine.runner.self_check.check import run_self_check, tile_differences
+from xla_engine.scheduler import PromptImage
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
 from xla_engine.vllm.outputs import vllm_output
@@ -262,6 +269,40 @@ def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None
     records = [json.loads(line) for line in whole.read_bytes().splitlines()]
     hashes = {tuple(r["response"]["body"]["images_sha256"]) for r in records if r["response"]}
     assert len(hashes) == count - 1
+
+
+def test_a_record_holds_tiles_and_replays_to_the_bit(
+    engine: XlaBatchEngine, folder: Path, tmp_path: Path
+) -> None:
+    """Two questions about one picture and one about another, among each other; other pixels are a difference."""
+    cases = []
+    for number, name in enumerate(("a.png", "b.png", "a.png")):
+        placed = engine.read_pictures({"prompt": TEXT, "multi_modal_data": {"image": name}})
+        assert isinstance(placed, PicturedPrompt)
+        images = tuple(each for each in placed.pictures if isinstance(each, PromptImage))
+        cases.append(
+            Case(request_id=f"r{number}", prompt_token_ids=placed.token_ids, params=GREEDY, images=images)
+        )
+    schedule = draw_schedule(cases, 5, lag=1)
+    alone = {case.request_id: run_alone(engine, case) for case in cases}
+    results, record = record_schedule(engine, schedule, alone=alone, blank=True)
+    assert results.keys() >= alone.keys() and record.first_difference is None
+    write_record(tmp_path / "record.json", record)
+    read = read_record(tmp_path / "record.json")
+    assert read == record
+    assert [each.images[0].tiles.tobytes() for each in read.schedule.cases] == [
+        np.asarray(each.images[0].tiles).tobytes() for each in cases
+    ]
+    report = replay(engine, read)
+    assert report.ok and report.steps == len(record.steps), report.lines()
+    other = replace(cases[0].images[0], digest="0" * 64, tiles=255 - np.asarray(cases[0].images[0].tiles))
+    changed = replace(schedule, cases=(replace(cases[0], images=(other,)), *cases[1:]))
+    found = replay(engine, replace(record, schedule=changed)).difference
+    assert found is not None and found.request_id == "r0" and "logprob bits" in found.what
+    text = (tmp_path / "record.json").read_text()
+    (tmp_path / "record.json").write_text(text.replace('"tiles":"', '"tiles":"AAAA'))
+    with pytest.raises(RecordError, match="damaged record: tiles"):
+        read_record(tmp_path / "record.json")
 
 
 @pytest.mark.full

@@ -68,7 +68,7 @@ def across_configurations(
 def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
     """Run all cases at once. By level A, each result equals that of the request alone."""
     for case in cases:
-        engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+        engine.submit(case.prompt, case.params, request_id=case.request_id)
     return {output.request_id: output.outputs[0] for output in engine.drain()}
 
 

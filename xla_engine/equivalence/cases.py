@@ -9,17 +9,27 @@ from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.graphs.row_state.sampling_fields import SAMPLING_FIELDS
+from xla_engine.prompts import PicturedPrompt
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PromptImage
 from xla_engine.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One drawn request."""
+    """One request. images: its pictures, decoded; drawn requests have none."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[int, ...] | PicturedPrompt:
+        """What an engine is given."""
+        return (
+            PicturedPrompt("", self.prompt_token_ids, self.images) if self.images else self.prompt_token_ids
+        )
 
 
 def draw_cases(

@@ -4,9 +4,13 @@ A file that is not a record of this version is rejected with a RecordError that 
 """
 
 import json
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.equivalence.cases import Case
@@ -15,6 +19,7 @@ from xla_engine.equivalence.schedule import Action, Schedule
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.observability.step_log import delta
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PromptImage
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.speculative_config import SpeculativeConfig
 
@@ -44,6 +49,7 @@ def to_json(record: Record) -> str:
             "id": case.request_id,
             "neighbour": index >= len(schedule.cases),
             "prompt": case.prompt_token_ids,
+            **({"images": list(map(_image_to_json, case.images))} if case.images else {}),
             "params": case.params.to_mapping(),
             "batched": _trace_to_json(record.batched.get(case.request_id)),
             "alone": _alone_to_json(record, case.request_id),
@@ -132,7 +138,12 @@ def _record(data: dict[str, Any]) -> Record:
         name = _kind(row["id"], str, "id")
         if not name.isprintable():
             raise ValueError(f"request id {name!r} has characters that cannot be shown")
-        case = Case(request_id=name, prompt_token_ids=_numbers(row["prompt"]), params=_params(row["params"]))
+        case = Case(
+            request_id=name,
+            prompt_token_ids=_numbers(row["prompt"]),
+            params=_params(row["params"]),
+            images=tuple(map(_image, _kind(row.get("images", []), list, "images"))),
+        )
         (neighbours if _kind(row["neighbour"], bool, "neighbour") else cases).append(case)
         if row["batched"] is not None:
             batched[name] = _trace(row["batched"])
@@ -223,6 +234,23 @@ def _steps(rows: Sequence[Any], names: Sequence[str]) -> tuple[Step, ...]:
 def _rows(rows: Any, names: Sequence[str]) -> list[tuple[Any, ...]]:
     numbers = [_numbers(row) for row in _kind(rows, list, "a step")]
     return [(names[index], *rest) for index, *rest in numbers]
+
+
+def _image_to_json(image: PromptImage) -> dict[str, Any]:
+    """The tiles' bytes are compressed, in base64."""
+    tiles = np.ascontiguousarray(image.tiles)
+    packed = b64encode(zlib.compress(tiles.tobytes())).decode()
+    return {"digest": image.digest, "spans": image.spans, "shape": tiles.shape, "tiles": packed}
+
+
+def _image(row: Any) -> PromptImage:
+    try:
+        raw = zlib.decompress(b64decode(_kind(row["tiles"], str, "tiles"), validate=True))
+    except zlib.error as error:
+        raise ValueError(f"tiles: {error}") from error
+    spans = tuple((start, length) for start, length in map(_numbers, row["spans"]))
+    tiles = np.frombuffer(raw, np.uint8).reshape(_numbers(row["shape"]))
+    return PromptImage(digest=_kind(row["digest"], str, "digest"), tiles=tiles, spans=spans)
 
 
 def _params(values: Any) -> SamplingParams:

@@ -49,7 +49,8 @@ def draw_schedule(
         actions.append(Action(turn=int(turn), kind="submit", request_id=case.request_id))
         if draw.random() < 0.15:
             name = f"neighbour-{len(neighbours)}"
-            neighbours.append(replace(case, request_id=name, prompt_token_ids=case.prompt_token_ids[::-1]))
+            reversed_ids = case.prompt_token_ids[::-1]
+            neighbours.append(replace(case, request_id=name, prompt_token_ids=reversed_ids, images=()))
             actions.append(Action(turn=int(turn), kind="submit", request_id=name))
             if draw.random() < 0.8:
                 end = int(turn) + draw.randrange(12)
@@ -72,7 +73,7 @@ def draw_schedule(
 def run_alone(engine: XlaBatchEngine, case: Case) -> CompletionOutput:
     """Run a request alone through the same executables, after clearing the prefix cache."""
     engine.reset_prefix_cache()
-    engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+    engine.submit(case.prompt, case.params, request_id=case.request_id)
     (output,) = engine.drain()
     return output.outputs[0]
 
@@ -131,7 +132,7 @@ def _act(engine: XlaBatchEngine, action: Action, requests: Mapping[str, Case]) -
         return engine.preempt(action.request_id, how=action.kind)
     case = requests[action.request_id]
     try:
-        engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
+        engine.submit(case.prompt, case.params, request_id=case.request_id)
     except (InvalidRequestError, QueueFullError) as error:
         raise ScheduleError(
             f"this engine refuses request {case.request_id} in turn {action.turn}: {error}"

@@ -228,7 +228,7 @@ def _prompts(trials: Trials) -> None:
 
     def shorter(case: Case) -> Iterator[Case]:
         prompt = case.prompt_token_ids
-        for length in _shorter(len(prompt), 1):
+        for length in () if case.images else _shorter(len(prompt), 1):
             yield replace(case, prompt_token_ids=prompt[:length])
             yield replace(case, prompt_token_ids=prompt[-length:])
 
