@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NOTEBOOKS = ("first_minute", "first_batch", "slots", "equivalence", "what_if", "grpo")
+NOTEBOOKS = ("first_minute", "first_batch", "slots", "equivalence", "what_if", "grpo", "captions")
 
 
 def executed(name: str) -> Any:
