@@ -230,6 +230,10 @@ class Scheduler:
         """Forget all cached prefixes."""
         self._kv.forget()
 
+    def forget_features(self) -> None:
+        """Forget all features of pictures. There must be no requests."""
+        self._kv.forget_features()
+
     def full_blocks(self, request: Request) -> Iterable[StoredBlock]:
         """The full blocks of a prompt, in order, by the keys of the block pool; none without a pool."""
         return () if self._kv.blocks is None else self._kv.blocks.full_blocks(request)

@@ -131,6 +131,11 @@ class KVAllocator:
             for index in range(len(self.slots)):
                 self.slots.revalue(index, 0)
 
+    def forget_features(self) -> None:
+        """Forget all features of pictures. No request may need some."""
+        if self.features is not None:
+            self.features.forget()
+
     def cached_tokens(self, state: RequestState) -> int:
         """How many tokens of a request's context are in the prefix cache."""
         found = 0 if self.cache is None else self.cache.match(state)[1]

@@ -26,8 +26,13 @@ class Features:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages, self._slice = config.encode_stages, config.encode_slice
+        self._num_places = config.feature_places
+        self.forget()
+
+    def forget(self) -> None:
+        """Free all places. No request may need features."""
         self._places: dict[Key, int] = {}  # least recently used first
-        self._free = list(range(config.feature_places))[::-1]
+        self._free = list(range(self._num_places))[::-1]
         self._current: tuple[Key, int, int] | None = None  # its place, and the stages that are planned
 
     def has_all(self, request: Request) -> bool:

@@ -378,8 +378,11 @@ def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Pa
         assert texts[0] == texts[2]
         hashes = post(data).json()["images_sha256"]
         assert len(hashes) == 1
-        for more in ({}, {"n": 2}, {"stream_options": {"include_usage": True}}):  # once, when all choices end
-            lines = post(data, stream=True, **more).text.splitlines()
+        two = {"n": 2, "temperature": 1.0, "seed": 1}
+        for more in ({}, two, {"stream_options": {"include_usage": True}}):  # once, when all choices end
+            answer = post(data, stream=True, **more)
+            assert answer.status_code == 200, answer.text
+            lines = answer.text.splitlines()
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             ended = [each for each in chunks if any(choice["finish_reason"] for choice in each["choices"])]
             assert [each["images_sha256"] for each in chunks if "images_sha256" in each] == [hashes]

@@ -509,9 +509,10 @@ class XlaBatchEngine:
         self.scheduler.reset_prefix_cache()
 
     def blank(self) -> None:
-        """Reset KV cache, row state and prefix cache to their state at start-up. The engine must be idle."""
+        """Reset KV cache, row state, prefixes and features to their state at start-up. The engine must be idle."""
         self.finish_steps()
         self.reset_prefix_cache()
+        self.scheduler.forget_features()
         forget_slots(self.scheduler)
         self.runner.blank()
         if self.state.shadow is not None:
