@@ -16,6 +16,7 @@ import pytest
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
@@ -45,7 +46,7 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def products(dtype: Any, isa: str) -> NativeProducts:
     try:
-        found = choose_products("native", MODEL, dtype, isa, PARTS)
+        found = choose_products("native", MODEL, dtype, isa, parts=PARTS)
     except ConfigError as error:
         pytest.skip(str(error))
     assert isinstance(found, NativeProducts)
@@ -156,7 +157,7 @@ def test_denormals_are_zeros(isa: str, row: int, weight: int) -> None:
 
 def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     """This holds without norms and activations: sums are exact, and rows are rounded alike, tiny ones to zero."""
-    products = choose_products("native", MODEL, INT8, isa, PARTS)
+    products = choose_products("native", MODEL, INT8, isa, parts=PARTS)
     assert isinstance(products, NativeProducts)
     x = rows(21, INT8, 4)
     x[3], x[4, 5:], x[5, 2], x[6] = 0, 0, 1e30, x[6] * 1e-34
@@ -188,17 +189,20 @@ def test_the_rows_of_the_head_are_those_of_the_embedding(isa: str, dtype: Any, c
 
 
 def test_what_does_not_fit_is_told() -> None:
+    def choose(name: str, model: ModelConfig, dtype: Any, isa: str = "auto") -> Products | None:
+        return choose_products(name, model, dtype, isa, parts=PARTS)
+
     odd = replace(TINY, hidden_size=40)  # no whole vectors of sixteen
     with pytest.raises(ConfigError, match="multiples of 32"):
-        choose_products("native", odd, BF16)
+        choose("native", odd, BF16)
     with pytest.raises(ConfigError, match="bfloat16"):
-        choose_products("native", MODEL, jnp.dtype(jnp.float32))
+        choose("native", MODEL, jnp.dtype(jnp.float32))
     with pytest.raises(ConfigError, match="int8 and multiples of 64"):
-        choose_products("native", replace(MODEL, hidden_size=176), INT8)  # no whole groups
+        choose("native", replace(MODEL, hidden_size=176), INT8)  # no whole groups
     with pytest.raises(ConfigError, match="isa is 'none'"):
-        choose_products("native", MODEL, BF16, "none")
+        choose("native", MODEL, BF16, "none")
     with pytest.raises(ConfigError, match="use one of auto, "):
-        choose_products("native", MODEL, BF16, "neon" if available()[0].name != "neon" else "avx2")
-    assert choose_products("auto", odd, BF16) is None
-    assert choose_products("auto", MODEL, BF16, "none") is None
-    assert choose_products("xla", MODEL, BF16) is None
+        choose("native", MODEL, BF16, "neon" if available()[0].name != "neon" else "avx2")
+    assert choose("auto", odd, BF16) is None
+    assert choose("auto", MODEL, BF16, "none") is None
+    assert choose("xla", MODEL, BF16) is None

@@ -29,7 +29,7 @@ def form(request: pytest.FixtureRequest) -> Any:
     if request.param in ("decode", "prefill"):
         return WEIGHT_LEFT if request.param == "decode" else ROWS_LEFT
     try:
-        return choose_products("native", TINY, BF16, request.param, PARTS)
+        return choose_products("native", TINY, BF16, request.param, parts=PARTS)
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -127,7 +127,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
     names = [name for name in ("avx512_bf16", "avx512", "avx2") if name in FORMS]
     found = []
     for name in names:
-        form = choose_products("native", TINY, BF16, name, PARTS)
+        form = choose_products("native", TINY, BF16, name, parts=PARTS)
         assert form is not None
         drawn = Drawn(form)
         results = drawn.run(form, np.arange(64), drawn.adapter)

@@ -95,13 +95,11 @@ def test_an_instruction_set_of_other_machines_is_refused(make_engine: Callable[.
         make_engine(replace(TINY_ENGINE, isa=foreign))
 
 
-@pytest.mark.full
-def test_the_environment_chooses_where_the_option_does_not(
-    monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
-) -> None:
+def test_the_environment_chooses_where_the_option_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_ENGINE_ISA", "none")
-    assert make_engine(replace(TINY_ENGINE, self_check=False)).runner.isa is None
-    assert make_engine(replace(TINY_ENGINE, isa=HERE[0], self_check=False)).runner.isa == HERE[0]
+    dtype = jnp.dtype(jnp.bfloat16)
+    assert backends.make_spec(TINY_ENGINE, TINY, dtype).isa is None
+    assert backends.make_spec(replace(TINY_ENGINE, isa=HERE[0]), TINY, dtype).isa == HERE[0]
 
 
 def test_vectors_serve_models_whose_widths_are_not_whole_tiles(
@@ -123,7 +121,7 @@ def test_vectors_serve_models_whose_widths_are_not_whole_tiles(
         (TINY, jnp.float32, "auto"),
     ):
         assert backends.isa_of_model(config, model, jnp.dtype(stored), {"sampler"}) == isa
-    assert backends.isa_of_model(replace(config, isa="amx"), TINY, jnp.dtype(jnp.bfloat16)) == "amx"
+    assert backends.isa_of_model(replace(config, isa="amx"), TINY, jnp.dtype(jnp.bfloat16), ()) == "amx"
 
 
 @pytest.mark.parametrize(

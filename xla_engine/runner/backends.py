@@ -21,7 +21,7 @@ from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.int8 import GROUP
-from xla_engine.runner.native_library.build import ATTENTION, PARTS, NativeBuildError, origin, register
+from xla_engine.runner.native_library.build import ATTENTION, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.portable import with_portable_isa
 from xla_engine.runner.weights.adapters import lora_form
@@ -34,7 +34,7 @@ def serving_device() -> Any:
     return jax.devices()[0]
 
 
-def serving_isa(asked: str = AUTO, parts: Collection[str] = PARTS) -> str | None:
+def serving_isa(asked: str, parts: Collection[str]) -> str | None:
     """The instruction set of the C++ kernels to use on this CPU, `parts` of them built if necessary; None: pure JAX.
 
     asked: as in `EngineConfig.isa`. Raises NativeBuildError if none can be built, and ConfigError if this machine does
@@ -118,7 +118,9 @@ def make_spec(
                 "bfloat16. Leave it out: keys and values then have the model's dtype"
             )
         attention = replace(attention, cache_dtype=jnp.dtype(jnp.int8))
-    products = choose_products(config.linear_backend, model, held, isa, parts, adapters=config.enable_lora)
+    products = choose_products(
+        config.linear_backend, model, held, isa, parts=parts, adapters=config.enable_lora
+    )
     lora = lora_form(config, model, dtype, products)
     if kept and (not isinstance(products, NativeProducts) or dtype != jnp.bfloat16):
         raise ConfigError(
@@ -170,9 +172,7 @@ def native_parts(
     return frozenset(parts | {f"{each}_{kind}" for each in products for kind in kinds})
 
 
-def isa_of_model(
-    config: EngineConfig, model: ModelConfig, stored: jnp.dtype, parts: Collection[str] = PARTS
-) -> str:
+def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype, parts: Collection[str]) -> str:
     """The instruction set for a model: by default the best one whose weight blocks match the model's widths.
 
     AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
@@ -225,8 +225,8 @@ def choose_products(
     model: ModelConfig,
     dtype: jnp.dtype,
     isa: str = AUTO,
-    parts: Collection[str] = PARTS,
     *,
+    parts: Collection[str],
     adapters: bool = False,
 ) -> Products | None:
     """The products for `EngineConfig.linear_backend`; None: XLA's. Raises ConfigError.

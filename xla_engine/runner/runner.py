@@ -111,6 +111,7 @@ class Runner:
         model = model.within(self.context_length)
         self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
         self._check_prefix_cache(device_proposer is not None)
+        self._check_speculation()
         self._devices = devices = Devices(self.spec.sharding.devices)
         buckets = config.buckets(self.context_length)
         one_bucket = self.spec.attention.bounded_by_length or device.platform != "cpu"
@@ -214,6 +215,17 @@ class Runner:
                 "prefix_cache_dir does not keep the cache of a draft model: leave it out, or speculate with method "
                 "'ngram' or 'suffix'"
             )
+
+    def _check_speculation(self) -> None:
+        """Raise ConfigError if no self-check can show that verify steps have the bits of decode steps."""
+        if self.config.speculation is None or (self.config.self_check and self.has_one_row_code):
+            return
+        why = "no self-check runs (set self_check)"
+        if not self.has_one_row_code:
+            why = "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8)"
+        raise ConfigError(
+            f"speculative_config: {why}, so speculation would change results here; leave it out"
+        )
 
     def start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
