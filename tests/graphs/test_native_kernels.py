@@ -59,8 +59,12 @@ def run(compiler: str, flags: tuple[str, ...], directory: Path, *emulator: str) 
 HERE = tuple(each.name for each in available() if each in WITHOUT_TILES)
 
 
-VARIANTS = [  # with and without what a processor may have beside the set: dot products of bytes
-    pytest.param("g++", isa, extras, id=" ".join((isa.name, *extras)))
+# With and without what a processor may have beside the set: dot products of bytes. The sets with bf16 have the same
+# code for these, and the sets without extras that for everything else, so CI runs all code.
+VARIANTS = [
+    pytest.param(
+        "g++", isa, extras, id=" ".join((isa.name, *extras)), marks=[pytest.mark.release] * len(extras)
+    )
     for isa in WITHOUT_TILES
     for extras in dict.fromkeys(((), tuple(feature for feature, _ in isa.extras)))
 ] + [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,22 +140,25 @@ def test_every_family(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "forms"),
+    ("name", "sizes", "forms"),
     [
-        ("wide", [{"dtype": "float32", "engine": {"num_blocks": 80}}, XLA, XLA_INT8]),
+        ("wide", (1, 4), [{"dtype": "float32", "engine": {"num_blocks": 80}}, XLA, XLA_INT8]),
         *(
-            pytest.param(each, [{"dtype": "float32"}, XLA, XLA_INT8], marks=pytest.mark.release)
+            pytest.param(each, (1, 2, 4), [{"dtype": "float32"}, XLA, XLA_INT8], marks=pytest.mark.release)
             for each in sorted(WIDE_MODELS)
         ),
-        pytest.param("wide", [{"dtype": "float32", **XLA}], marks=pytest.mark.release),
+        pytest.param("wide", (1, 2, 4), [{"dtype": "float32", **XLA}], marks=pytest.mark.release),
     ],
 )
-def test_products_of_xla_where_each_device_has_some_features(name: str, forms: list[dict[str, Any]]) -> None:
-    for results in run(*({"model": name, **form} for form in forms)):
+def test_products_of_xla_where_each_device_has_some_features(
+    name: str, sizes: tuple[int, ...], forms: list[dict[str, Any]]
+) -> None:
+    for results in run(*({"model": name, **form} for form in forms), sizes=sizes):
         assert results[1]["products"] == "xla"
         check(results)
         for part in ("weights", "cache"):
-            assert results[4][part] < results[2][part] < results[1][part]
+            for fewer, more in itertools.pairwise(sizes):
+                assert results[more][part] < results[fewer][part]
 
 
 def test_each_device_is_accounted_for_by_itself() -> None:
