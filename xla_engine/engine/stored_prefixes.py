@@ -21,7 +21,7 @@ from xla_engine.runner.program_key import code_digest
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Plan, Request, Scheduler
 
-_OPTIONS = ("bits", "dtype", "quantization", "kv_cache_dtype", "block_size")
+_OPTIONS = ("bits", "quantization", "kv_cache_dtype", "block_size")
 
 
 class StoredPrefixes:
@@ -118,7 +118,7 @@ def _about(config: EngineConfig, runner: Runner, fingerprint: str) -> dict[str, 
     assert runner.isa is not None
     return {
         "model": fingerprint,
-        "options": {name: getattr(config, name) for name in _OPTIONS},
+        "options": {name: getattr(config, name) for name in _OPTIONS} | {"dtype": runner.spec.dtype.name},
         "layout": runner.block_layout.digest,
         "bytes": runner.block_layout.num_bytes,
         "rope": runner.rope_digest,
