@@ -67,7 +67,7 @@ def test_a_server_that_trickles_ends_with_the_time() -> None:
         server.liar.fault, began = "trickle", time.monotonic()
         with pytest.raises(TargetError, match="limit of 1 s"):
             target.run([Ask(prompt="a", stream=True)])
-        assert server.liar.fired > 3 and time.monotonic() - began < 5
+        assert server.liar.fired > 3 and time.monotonic() - began < 60
 
 
 def test_429_is_obeyed() -> None:

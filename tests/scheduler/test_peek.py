@@ -85,7 +85,7 @@ def test_a_long_queue_costs_little() -> None:
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=4, chunk_size=16, max_num_batched_tokens=64))
     for number in range(2000):
         scheduler.submit(request(f"r{number}", tuple(range(2000)), max_tokens=4))
-    began = time.process_time()
+    began = time.thread_time()
     seen = peek(scheduler)
-    assert time.process_time() - began < 1.0
+    assert time.thread_time() - began < 1.0
     assert len(seen.plan.admitted) == 4 and len(seen.why_not) == 1999  # one prompt fills the step

@@ -132,7 +132,7 @@ def test_cost_of_a_push_does_not_grow(name: str) -> None:
     """40,000 tokens of the worst kind (invalid bytes for ever): quadratic work would take minutes."""
     tokenizer = made(name)
     bad = {"byte_level": token_of_byte(0xFF), "sentencepiece": 3 + 0xFF, "odd_ctc": 0}[name]
-    began = time.perf_counter()
+    began = time.thread_time()
     text = stream(tokenizer.incremental(), [bad] * 40_000)
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 20
     assert text == tokenizer.decode([bad] * 40_000)
