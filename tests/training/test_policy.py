@@ -19,19 +19,23 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import random_checkpoint
+from xla_engine.runner.backends import make_spec
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.training import Batch, Policy
 from xla_engine.training.batch import make_processing
 from xla_engine.training.logps import xla_logps
+from xla_engine.training.policy import trained_spec
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="a policy needs the C++ kernels")
 CONFIG = replace(TINY_ENGINE, max_model_len=128)
+BF16, WHOLE = jnp.dtype(jnp.bfloat16), replace(TINY, hidden_size=64, intermediate_size=128)
 PARAMS = SamplingParams(temperature=0.7, max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
 PROMPTS = [list(range(length)) for length in (1, 17, 40, 40, 3)]
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
@@ -288,27 +292,21 @@ def test_bad_parameters_and_outputs_are_refused(llm: LLM, policy: Policy) -> Non
 @pytest.mark.parametrize(
     ("options", "model", "named"),
     [
-        pytest.param(
-            {"quantization": "int8"}, TINY, "quantization 'int8'", marks=pytest.mark.full, id="int8"
-        ),
-        pytest.param(
-            {"kv_cache_dtype": "int8"}, TINY, "kv_cache_dtype 'int8'", marks=pytest.mark.full, id="int8-kv"
-        ),
-        pytest.param({"enable_lora": True}, TINY, "enable_lora", marks=pytest.mark.full, id="lora"),
-        pytest.param(
-            {"attention_backend": "xla"}, TINY, "needs the C.. kernels", marks=pytest.mark.full, id="xla"
-        ),
-        ({}, replace(TINY, post_norm=True), "of which XLA computes a part"),
+        ({"quantization": "int8"}, WHOLE, "quantization 'int8'"),
+        ({"kv_cache_dtype": "int8"}, WHOLE, "kv_cache_dtype 'int8'"),
+        ({"enable_lora": True}, WHOLE, "enable_lora"),
+        ({"attention_backend": "xla"}, WHOLE, "needs the C.. kernels"),
+        ({}, replace(WHOLE, post_norm=True), "of which XLA computes a part"),
     ],
+    ids=["int8", "int8-kv", "lora", "xla", "arithmetic"],
 )
-def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any], model: Any, named: str) -> None:
-    config = replace(CONFIG, self_check=False, **options)
-    checkpoint = tiny_checkpoint(model=replace(model, hidden_size=64, intermediate_size=128))
-    with (
-        XlaBatchEngine(checkpoint, None, config) as engine,
-        pytest.raises(ConfigError, match=f"a Policy .*{named}"),
-    ):
-        Policy(engine)
+def test_what_is_not_supported_is_refused_by_name(
+    options: dict[str, Any], model: ModelConfig, named: str
+) -> None:
+    config = replace(CONFIG, **options)
+    with pytest.raises(ConfigError, match=f"a Policy .*{named}"):
+        trained_spec(config, make_spec(config, model, BF16))
+    assert trained_spec(CONFIG, make_spec(CONFIG, WHOLE, BF16)).dtype == BF16
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx2"])

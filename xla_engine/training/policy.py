@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.attention.native import NativeAttention
@@ -50,7 +51,7 @@ class Policy:
         if not isinstance(engine, XlaBatchEngine):
             raise ConfigError("a Policy needs an engine in this process: leave out data_parallel_size")
         self._engine = engine
-        self._spec = spec = _spec_of(engine)
+        self._spec = spec = trained_spec(engine.config, engine.runner.spec)
         processed = engine.config.logprobs_mode == "processed_logprobs"
         self._validator = engine.validator if processed else None
         self._rope = jnp.asarray(rope_tables(spec.config, engine.runner.context_length))
@@ -155,9 +156,8 @@ class Policy:
             )
 
 
-def _spec_of(engine: XlaBatchEngine) -> ModelSpec:
-    """The spec of the engine's model with caches that keep all positions. Raises ConfigError."""
-    spec, config = engine.runner.spec, engine.config
+def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """The spec of an engine's model with caches that keep all positions. Raises ConfigError."""
     found = {
         "runner 'pooling'": config.pools,
         f"quantization {config.quantization!r}": config.quantization is not None,
