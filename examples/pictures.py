@@ -31,7 +31,7 @@ def rows(reader: PictureReader, folder: Path, *, decode: bool) -> Iterator[dict[
         name = path.relative_to(folder).as_posix()
         row: dict[str, Any] = {"file": name}
         try:
-            (picture,) = reader.prompt("<image>", [Picture(name, name)]).pictures
+            (picture,) = reader.prompt(reader.form.mark, [Picture(name, name)]).pictures
             row["width"], row["height"] = picture.grid.picture
             row["tiles"] = picture.grid.tiles
             row["tokens"] = picture.grid.tiles * reader.image_seq_len
@@ -45,7 +45,7 @@ def rows(reader: PictureReader, folder: Path, *, decode: bool) -> Iterator[dict[
 def main(arguments: list[str] | None = None) -> None:
     """Write the table to standard output, and its sums to standard error."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a directory or hub id of Idefics3 or SmolVLM")
+    parser.add_argument("model", help="a directory or hub id of Idefics3, SmolVLM or Gemma 3")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--decode", action="store_true", help="decode the pixels, too")
     parser.add_argument("--one-tile", action="store_true", help="make one tile of each picture")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         mm_processor_kwargs={"do_image_splitting": False} if given.one_tile else None,
     )
     if reader is None:
-        sys.exit(f"{given.model} reads no pictures; give a checkpoint of Idefics3 or SmolVLM")
+        sys.exit(f"{given.model} reads no pictures; give a checkpoint of Idefics3, SmolVLM or Gemma 3")
     table = csv.DictWriter(sys.stdout, COLUMNS)
     table.writeheader()
     count = tiles = tokens = errors = 0

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.policy import PREEMPTIVE
+from xla_engine.scheduler.request import Request
 from xla_engine.scheduler.user_policy import find_policy
 
 
@@ -39,6 +40,7 @@ class SchedulerConfig(Immutable):
     swap_tokens: tokens of parked requests that fit into host memory.
     recompute_tokens: requests of up to this many tokens are recomputed instead of parked, if that is exact.
     feature_places: tiles whose features fit into the feature buffer; 0: requests have no pictures.
+    whole_tiles: a tile's positions see each other, so they are prefilled in one call, and no prefix ends among them.
     encode_stages: of the vision tower, for one tile. encode_slice: how many run in a step in which rows decode.
     stores_blocks: plans say which blocks to copy out of the pool: those that a second request shares.
     keeps_finished: finished requests can be extended, see `scheduler.continuation`.
@@ -66,6 +68,7 @@ class SchedulerConfig(Immutable):
     keeps_finished: bool = False
     stores_blocks: bool = False
     feature_places: int = 0
+    whole_tiles: bool = False
     encode_stages: int = 1
     encode_slice: int = 1
 
@@ -106,3 +109,7 @@ class SchedulerConfig(Immutable):
         """Whether the scheduler needs the generated tokens of requests."""
         loses_slots = self.preemption or self.num_blocks is not None or self.keeps_finished
         return self.prefill_equals_decode and (self.enable_prefix_caching or loses_slots)
+
+    def groups(self, request: Request) -> tuple[tuple[int, int], ...]:
+        """The positions of a request that are prefilled in one call, see `policy.Groups`."""
+        return request.spans if self.whole_tiles else ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.slots import Slots
 from xla_engine.scheduler.queue.waiting import WaitingQueue
 from xla_engine.scheduler.request import Status
@@ -23,7 +24,7 @@ def check(
     constrained: Constrained,
     speculating: Speculating,
     counters: Counters,
-    chunk_size: int,
+    config: SchedulerConfig,
     parked_tokens: int,
 ) -> None:
     """Raise AssertionError if an invariant is broken, and say which."""
@@ -36,7 +37,7 @@ def check(
     _require(counters.submitted == len(states) + ended, "a request is lost", counters)
     for request_id, state in states.items():
         _require(state.request_id == request_id, f"filed as {request_id!r}", state)
-        _check_progress(state, next_step, chunk_size)
+        _check_progress(state, next_step, config)
 
     def same(part: Iterable[RequestState], status: Status) -> bool:
         return set(map(id, part)) == {id(state) for state in states.values() if state.status is status}
@@ -64,7 +65,7 @@ def check(
     )
 
 
-def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> None:
+def _check_progress(state: RequestState, next_step: int, config: SchedulerConfig) -> None:
     """Raise AssertionError unless the counts of a request agree with each other and with its status."""
     planned, cap = state.planned(next_step), state.request.max_tokens
     whole_prompt = state.prefilled == state.context_tokens
@@ -81,8 +82,11 @@ def _check_progress(state: RequestState, next_step: int, chunk_size: int) -> Non
         case Status.PREFILLING:
             _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
             _require(not whole_prompt, "wholly planned, but still a prompt", state)
-            grids = {start % chunk_size for start in (0, state.request.max_cached_tokens or 0)}
-            _require(state.prefilled % chunk_size in grids, "cut off the chunk grid", state)
+            size, groups, cut = config.chunk_size, config.groups(state.request), state.prefilled
+            starts = (0, state.request.max_cached_tokens or 0, *(start for start, _ in groups))
+            _require(cut % size in {start % size for start in starts}, "cut off the chunk grid", state)
+            split = any(start < cut < start + length for start, length in groups)
+            _require(not split, "cut inside a picture", state)
         case Status.RUNNING:
             _require(whole_prompt and planned > 0, "runs without its prompt", state)
             _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)

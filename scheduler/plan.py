@@ -50,7 +50,8 @@ class Chunk(NamedTuple):
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
     Starts are multiples of the chunk size and only the last chunk may be shorter, so the cut depends on the prompt
-    alone. (Exception: with `cut_invariant`, if all but the last token is cached, that token is a chunk of its own.)
+    alone. (With `SchedulerConfig.whole_tiles`, each tile begins a chunk, and multiples count from there. With
+    `cut_invariant`, if all but the last token is cached, that token is a chunk of its own.)
     The program that runs the last chunk also samples the request's next token.
 
     is_first: this is the first chunk in this occupancy; positions before `start` come from the prefix cache.

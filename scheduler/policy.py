@@ -5,9 +5,13 @@ request, and so its tokens, have the same bits under any load.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
+Groups = Sequence[
+    tuple[int, int]
+]  # (start, length) of positions whose chunks run in one call, in ascending order
 Place = tuple[float, int]  # a request's place in the queue; the lowest goes first
 WAYS_TO_PREEMPT = ("park", "recompute", "replay")  # see `way_to_preempt`
 
@@ -88,25 +92,71 @@ def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
     return arrival + priority * aging, arrival
 
 
-def num_chunks(prompt_tokens: int, chunk_size: int) -> int:
-    """The number of chunks of a prompt.
+def num_chunks(prompt_tokens: int, chunk_size: int, start: int = 0, groups: Groups = ()) -> int:
+    """The number of chunks of a prompt from position `start` on.
 
-    >>> num_chunks(9, 4), num_chunks(8, 4)
-    (3, 2)
+    >>> num_chunks(9, 4), num_chunks(8, 4, start=4), num_chunks(14, 4, groups=((6, 5),))
+    (3, 1, 4)
     """
-    return -(-prompt_tokens // chunk_size)
+    if not groups:
+        return -(-(prompt_tokens - start) // chunk_size)
+    return sum(1 for _ in _cuts(start, prompt_tokens, chunk_size, groups))
 
 
-def next_cuts(start: int, prompt_tokens: int, chunk_size: int, count: int) -> list[tuple[int, int]]:
-    """The next `count` chunks from position `start` on, as (start, stop).
+def next_cuts(
+    start: int, prompt_tokens: int, chunk_size: int, count: int, groups: Groups = ()
+) -> list[tuple[int, int]]:
+    """The next `count` chunks from position `start` on, as (start, stop). Each group begins a chunk.
 
     >>> next_cuts(4, 14, 4, count=2)
     [(4, 8), (8, 12)]
     >>> next_cuts(8, 14, 4, count=2)
     [(8, 12), (12, 14)]
+    >>> next_cuts(4, 14, 4, count=3, groups=((6, 5),))
+    [(4, 6), (6, 10), (10, 14)]
     """
-    starts = range(start, start + count * chunk_size, chunk_size)
-    return [(at, min(at + chunk_size, prompt_tokens)) for at in starts]
+    return list(islice(_cuts(start, prompt_tokens, chunk_size, groups), count))
+
+
+def _cuts(start: int, prompt_tokens: int, chunk_size: int, groups: Groups) -> Iterator[tuple[int, int]]:
+    for bound in (*(at for at, _ in groups if at > start), prompt_tokens):
+        for at in range(start, bound, chunk_size):
+            yield at, min(at + chunk_size, bound)
+        start = bound
+
+
+def unsplit(count: int, stops: Sequence[int], groups: Groups, *, first: bool) -> int:
+    """How many of a prompt's next chunks, which end at `stops`, run: `count` or fewer, so that no group is split.
+
+    first: one must run, as in `grant`; then so many as the first group needs, if it is at the front.
+
+    >>> unsplit(2, (4, 6, 10, 14), ((6, 5),), first=True), unsplit(3, (4, 6, 10, 14), ((6, 5),), first=True)
+    (2, 2)
+    >>> unsplit(1, (10, 14), ((6, 5),), first=True), unsplit(1, (10, 14), ((6, 5),), first=False)
+    (2, 0)
+    """
+
+    def whole(chunks: int) -> bool:
+        return not chunks or not any(start < stops[chunks - 1] < start + length for start, length in groups)
+
+    fewer = next(each for each in range(count, -1, -1) if whole(each))
+    if fewer or not first:
+        return fewer
+    return next(each for each in range(1, len(stops) + 1) if whole(each))
+
+
+def last_cut(position: int, chunk_size: int, groups: Groups = ()) -> int:
+    """The last place up to `position` at which a prompt is cut outside of groups.
+
+    >>> last_cut(9, 4), [last_cut(each, 4, ((6, 5),)) for each in (5, 6, 10, 13, 14)]
+    (8, [4, 6, 6, 6, 14])
+    """
+    begin, end = 0, 0  # of the last group that has begun
+    for start, length in groups:
+        if start <= position:
+            begin, end = start, start + length
+    cut = begin + (position - begin) // chunk_size * chunk_size
+    return begin if cut < end else cut
 
 
 def prompt_budget(max_num_batched_tokens: int, decode_rows: int) -> int:
@@ -141,12 +191,18 @@ def grant(chunks_left: int, budget: int, chunk_size: int, *, joins_decode: bool,
 
 
 def usable_prefix(
-    cached: int, context_tokens: int, chunk_size: int, *, cut_invariant: bool, most: int | None = None
+    cached: int,
+    context_tokens: int,
+    chunk_size: int,
+    *,
+    cut_invariant: bool,
+    most: int | None = None,
+    groups: Groups = (),
 ) -> int:
     """How many of `cached` tokens can be reused: whole chunks, so that the rest is cut as it is without a cache.
 
     The last token always runs, because its logits are needed. If the bits do not depend on the cut (`cut_invariant`),
-    it runs alone when all else is cached. With `most`, all tokens after the first `most` run.
+    it runs alone when all else is cached. With `most`, all tokens after the first `most` run. No group is split.
 
     >>> usable_prefix(9, 14, 4, cut_invariant=True), usable_prefix(14, 14, 4, cut_invariant=False)
     (8, 12)
@@ -156,9 +212,10 @@ def usable_prefix(
     (4, 6)
     """
     last = context_tokens - 1 if most is None else min(most, context_tokens - 1)
-    if cut_invariant and cached >= (context_tokens if most is None else last):
+    split = any(start < last < start + length for start, length in groups)
+    if cut_invariant and not split and cached >= (context_tokens if most is None else last):
         return last
-    return min(cached, last) // chunk_size * chunk_size
+    return last_cut(min(cached, last), chunk_size, groups)
 
 
 def worth_keeping(used: int, kept: int) -> bool:

@@ -112,6 +112,11 @@ class Request(Immutable):
         return tuple(found)
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) for each tile of its pictures."""
+        return tuple(span for image in self.images for span in image.spans)
+
+    @property
     def group(self) -> str:
         """Names the requests whose text may be used to draft for each other: same salt and adapter."""
         return f"{self.cache_salt}\0{self.adapter}" if self.adapter else self.cache_salt

@@ -410,7 +410,7 @@ class Scheduler:
             constrained=self._constrained,
             speculating=self._speculating,
             counters=self.counters(),
-            chunk_size=self.config.chunk_size,
+            config=self.config,
             parked_tokens=self._preemption.parked_tokens,
         )
         self._kv.check(self._states.values(), self._next_step)

@@ -51,6 +51,8 @@ class AttentionCall(NamedTuple):
         hold anything. None: slots are contiguous. The bits of a result are the same either way, but for a soft cap in
         float32 under `xla`.
     layer_in_store (static): index of the layer in its store; 0 if each store is one layer's.
+    reach: i32 `[P, T]`, in prefill, one past the last key that each query sees: after its own, and at most the end of
+        what the call writes to its slot. Windows end where they do without. None: after its own key.
     """
 
     form: AttentionForm
@@ -60,6 +62,7 @@ class AttentionCall(NamedTuple):
     compute_dtype: jnp.dtype
     block_tables: jax.Array | None = None
     layer_in_store: int = 0
+    reach: jax.Array | None = None
 
 
 class Attention(Protocol):
@@ -123,7 +126,8 @@ class Attention(Protocol):
     def attend_prefill(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
-        """Write up to T positions of each lane into its slot, then attend causally to all keys the slot holds.
+        """Write up to T positions of each lane into its slot, then attend to all keys the slot holds,
+        causally or up to `call.reach`.
 
         N = P T, `call.rope [P, T, 2, Dh/2]`; lanes end at `key_length` at most. All keys are written before any lane
         reads.

@@ -107,7 +107,14 @@ class GpuAttention:
             grid=(number, q.shape[2], -(-width // tile)),
             out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
             warps=4,
-        )(*lanes, apply_rope(q, rope).astype(layer.keys.dtype), *layer, call.block_tables, weights.sinks)
+        )(
+            *lanes,
+            apply_rope(q, rope).astype(layer.keys.dtype),
+            *layer,
+            call.block_tables,
+            weights.sinks,
+            call.reach,
+        )
         return layer, out.reshape(number * width, -1)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:

@@ -171,6 +171,7 @@ def prefill_kernel(
     values_ref: Ref,
     tables_ref: Ref | None,  # [B, blocks]
     sinks_ref: Ref | None,  # [H]
+    reach_ref: Ref | None,  # [P, T]
     out_ref: Ref,  # [P, T, H, Dh]
     *,
     tile: int,
@@ -185,13 +186,19 @@ def prefill_kernel(
     inside = (query[:, None] < count) & (column[None] < head_dim)
     at = (lane, query[:, None], head, column[None])
     longest = jnp.where(part * tile < count, start + jnp.minimum((part + 1) * tile, count), 0)
+    # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
+    position, last = jnp.minimum(start + query, longest - 1), None
+    if reach_ref is not None:
+        reach = _load_index(reach_ref, (lane, query), query < count)
+        last = jnp.where(query < count, reach - 1, position)
+        longest = jnp.maximum(longest, jnp.max(last) + 1)
     state = _attend(
         _load(q_ref, at, inside),
         functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
         functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
         form=form,
-        # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
-        position=jnp.minimum(start + query, longest - 1),
+        position=position,
+        last=last,
         tiles=(_lowest(start + part * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
     )
     if sinks_ref is not None:
@@ -212,19 +219,22 @@ def _attend(
     form: AttentionForm,
     position: jax.Array,
     tiles: tuple[Any, Any],
+    last: jax.Array | None = None,
 ) -> State:
     """Online softmax of `q [R, Dh]` at `position [R]` over tiles of keys from `tiles[0]` up to `tiles[1]`, in order.
 
+    last: `[R]`, the last key that each query sees; None: its own.
     The loaders take key indices `[tile]` and which of them to load.
     """
+    last = position if last is None else last
 
     def add(tile: jax.Array, state: State) -> State:
         peak, total, weighted = state
         key = tile * KEY_TILE + jnp.arange(KEY_TILE)
-        visible = key[None] <= position[:, None]  # [R, tile]
+        visible = key[None] <= last[:, None]  # [R, tile]
         if form.window is not None:
             visible &= key[None] > position[:, None] - form.window
-        any_query = key <= jnp.max(position)
+        any_query = key <= jnp.max(last)
         scores = _product(q, load_keys(key, any_query).T) * form.scale
         if form.softcap is not None:
             scores = form.softcap * jnp.tanh(scores / form.softcap)

@@ -25,7 +25,7 @@ from xla_engine.graphs.attention.backend import (
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.row_state.lanes import Extents
 
-TARGET = "xla_engine_attend"
+TARGET, REACHING = "xla_engine_attend", "xla_engine_attend_reaching"
 ZEROS = "xla_engine_zeros"
 KINDS = ("bf16", "f32", "int8")  # of keys and values
 _LANES = 16  # keys, and dimensions, side by side in a tile
@@ -135,18 +135,20 @@ class NativeAttention:
         slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
         features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
         rows, form, tables = np.arange(slots, dtype=np.int32), call.form, call.block_tables
+        target, reach = (TARGET, ()) if call.reach is None else (REACHING, (call.reach,))
         operation = jax.ffi.ffi_call(
-            f"{TARGET}_{_kind(layer.keys.dtype)}_{self.isa}",
+            f"{target}_{_kind(layer.keys.dtype)}_{self.isa}",
             (
                 jax.ShapeDtypeStruct((rope.shape[0], features), _result(layer.keys.dtype)),
                 *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
             ),
-            input_output_aliases={9: 1, 10: 2},
+            input_output_aliases={9 + len(reach): 1, 10 + len(reach): 2},
         )
         out, keys, values = operation(
             qkv,
             rope,
             *lanes,
+            *reach,
             rows[:, None] if tables is None else tables,  # a slot is a page of its own
             *(np.zeros(0, np.float32) if each is None else each for each in call.weights),
             *layer,

@@ -119,8 +119,12 @@ class XlaAttention:
             spans = _Slots(*(leaf[:used, slot].astype(call.compute_dtype) for leaf in layer))
         else:
             tables, last = call.block_tables[slot], start + count - 1
+            if call.reach is not None:
+                last = jnp.max(jnp.where(wanted, call.reach - 1, 0), axis=1)
             spans = _Blocks(layer, tables, last, call.key_length, call.compute_dtype)
-        visible = _visible(position, spans.positions, call.form.window, _capacity(layer, call))  # [P, T, S]
+        visible = _visible(
+            position, spans.positions, call.form.window, _capacity(layer, call), call.reach
+        )  # [P, T, S]
         # Queries of one key/value head side by side: [P, KV, T * G, Dh]
         grouped = q.reshape(number, width, kv_heads, -1, head_dim).swapaxes(1, 2)
         sinks = call.weights.sinks
@@ -236,17 +240,26 @@ def _capacity(layer: LayerCache, call: AttentionCall) -> int | None:
     return None if call.block_tables is not None else len(layer.keys) * KEY_SPAN
 
 
-def _visible(position: jax.Array, keys: int, window: int | None, capacity: int | None) -> jax.Array:
-    """Which keys the queries at `position [N, R]` see: `[N, R, S]`.
+def _visible(
+    position: jax.Array,
+    keys: int,
+    window: int | None,
+    capacity: int | None,
+    reach: jax.Array | None = None,
+) -> jax.Array:
+    """Which keys the queries at `position [N, R]` see: `[N, R, S]`. reach: as in `AttentionCall`.
 
     A slot of `capacity` positions may be a ring: a query sees what was written less than a window before its own key.
     What has been written since lies further back, going round. None: blocks, which do not repeat.
     """
     last, key = position[:, :, None], jnp.arange(keys, dtype=jnp.int32)
+    if reach is not None:
+        last = reach[:, :, None] - 1
     if window is None:
         return key <= last
+    seen = window if reach is None else last - position[:, :, None] + window
     age = last - key if capacity is None else (last - key) % capacity
-    return (age >= 0) & (age < jnp.minimum(window, last + 1))
+    return (age >= 0) & (age < jnp.minimum(seen, last + 1))
 
 
 def _attention(

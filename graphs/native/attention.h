@@ -20,6 +20,7 @@ namespace {  // stores of each type are a library of their own
 struct Arguments {
   Projection projection;
   const int32_t *slot, *start, *count;  // [P]
+  const int32_t* reach;                 // [P, T], one past the last key that a query sees; or null: after its own
   const int32_t* tables;                // [B, pages]
   const float *q_norm, *k_norm;         // [Dh] or null
   const float* sinks;                   // [heads] or null
@@ -30,6 +31,14 @@ struct Arguments {
 
   // The first key that a query at `position` sees.
   int64_t First(int64_t position) const { return window ? std::max<int64_t>(position + 1 - window, 0) : 0; }
+  // One past the last key that a lane's query sees.
+  int64_t Last(int64_t lane, int64_t t) const { return reach ? reach[lane * width + t] : start[lane] + t + 1; }
+  // The same of the queries [first, end).
+  int64_t Furthest(int64_t lane, int64_t first, int64_t end) const {
+    int64_t last = start[lane] + end;
+    for (int64_t t = first; reach && t < end; ++t) last = std::max(last, Last(lane, t));
+    return last;
+  }
 };
 
 // A thread's scratch memory, kept between tasks. Rows are whole cache lines, an odd number of them: rows a power of
@@ -109,7 +118,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     thread_local Scratch<T> scratch;
     // Whole tiles by absolute position, so that a row's keys stand in the same tiles whatever rows are beside it.
     const int64_t begin = a.First(a.start[lane] + first_token) / Head<T>::kTile * Head<T>::kTile;
-    scratch.Prepare(head_of(lane, kv), begin, a.start[lane] + used);
+    scratch.Prepare(head_of(lane, kv), begin, a.Furthest(lane, first_token, used));
     alignas(64) Taken queries[kQueries * kMaxWidth];
     alignas(64) float result[kQueries * kMaxWidth];
     float sums[kQueries];
@@ -121,7 +130,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
         const int64_t t = first_token + (from + r) / groups, head = kv * groups + (from + r) % groups;
         a.projection.Rotated(lane * a.width + t, head, a.q_norm, queries + r * a.projection.padded);
         seen.first[r] = a.First(a.start[lane] + t) - begin;
-        seen.last[r] = a.start[lane] + t + 1 - begin;
+        seen.last[r] = a.Last(lane, t) - begin;
         seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
       }
 #ifdef XLA_ENGINE_AMX
@@ -167,74 +176,85 @@ const char* Misplaced(const Arguments& a, int64_t pool_pages) {
     if (a.count[lane] == 0) continue;
     if (a.slot[lane] < 0 || a.slot[lane] >= a.rows || a.start[lane] < 0) return "a lane lies outside the cache";
     int64_t end = a.start[lane] + a.count[lane];
-    const int64_t begin = a.First(a.start[lane]);
+    const int64_t begin = a.First(a.start[lane]), furthest = a.Furthest(lane, 0, a.count[lane]);
     const int32_t* table = a.tables + a.slot[lane] * a.pages;
-    for (int64_t page = begin / a.page; page * a.page < end; ++page)
+    for (int64_t page = begin / a.page; page * a.page < furthest; ++page)
       if (table[page % a.pages] < 0 || table[page % a.pages] >= pool_pages) return "a block table names no page";
     for (int64_t other = lane + 1; a.width > 1 && other < a.lanes; ++other)
       if (a.slot[other] == a.slot[lane]) end = std::max<int64_t>(end, a.start[other] + a.count[other]);
+    if (furthest > end) return "a query reaches beyond what the call writes";
+    for (int64_t t = 0; t < a.count[lane]; ++t)
+      if (a.Last(lane, t) <= a.start[lane] + t) return "a query does not reach its own key";
     // A ring has room for one more, since a write may clear the position behind it.
     if (end > a.pages * a.page && end - begin >= a.pages * a.page) return "a lane lies outside the cache";
   }
   return nullptr;
 }
 
-// T: of the store.
-template <typename T>
-ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, Integers start, Integers count, Integers tables,
-                  Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys, ffi::AnyBuffer values,
-                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
-                  ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap, float eps) {
-  const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W], in int8 D / W + 2
-  Arguments a;
-  Projection& projection = a.projection;
-  projection.qkv = qkv.typed_data();
-  projection.rope = rope.typed_data();
-  projection.eps = eps;
-  a.slot = slot.typed_data();
-  a.start = start.typed_data();
-  a.count = count.typed_data();
-  a.tables = tables.typed_data();
-  a.q_norm = OrNull(q_norm);
-  a.k_norm = OrNull(k_norm);
-  a.sinks = OrNull(sinks);
-  a.window = window;
-  a.form = {scale, softcap};
-  const int64_t rows = rope.dimensions()[0];
-  a.lanes = slot.element_count();
-  a.width = rows / a.lanes;
-  projection.head_dim = 2 * rope.dimensions()[2];
-  a.kv_heads = shape[2];
-  a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
-  if (keys.element_type() != kType<T> || values.element_type() != kType<T> || out->element_type() != kType<ResultOf<T>>)
-    return ffi::Error::InvalidArgument("the cache or the result has another type");
-  const int64_t key_width = shape[4] * shape[6];
-  projection.padded = key_width - (std::is_same_v<T, int8_t> ? Head<int8_t>::kScales : 0);
-  a.rows = tables.dimensions()[0];
-  a.pages = tables.dimensions()[1];
-  a.page = shape[3] * kVector;
-  projection.width = (a.heads + 2 * a.kv_heads) * projection.head_dim;
-  if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
-  if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
-    return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
-  if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
-  const int64_t before = layer * shape[1] * a.kv_heads * a.page;  // positions
-  if (const char* complaint = Misplaced(a, shape[1])) return ffi::Error::InvalidArgument(complaint);
-  bool tiles = false;
+// T: of the store. Reach: `Integers` (see `Arguments`), or nothing.
+template <typename T, typename... Reach>
+struct Attention {
+  static ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, Integers start, Integers count,
+                           Reach... reach, Integers tables, Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys,
+                           ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                           ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap,
+                           float eps) {
+    const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W], in int8 D / W + 2
+    Arguments a;
+    Projection& projection = a.projection;
+    projection.qkv = qkv.typed_data();
+    projection.rope = rope.typed_data();
+    projection.eps = eps;
+    a.slot = slot.typed_data();
+    a.start = start.typed_data();
+    a.count = count.typed_data();
+    a.reach = nullptr;
+    (..., (a.reach = reach.typed_data()));
+    a.tables = tables.typed_data();
+    a.q_norm = OrNull(q_norm);
+    a.k_norm = OrNull(k_norm);
+    a.sinks = OrNull(sinks);
+    a.window = window;
+    a.form = {scale, softcap};
+    const int64_t rows = rope.dimensions()[0];
+    a.lanes = slot.element_count();
+    a.width = rows / a.lanes;
+    projection.head_dim = 2 * rope.dimensions()[2];
+    a.kv_heads = shape[2];
+    a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
+    if (keys.element_type() != kType<T> || values.element_type() != kType<T> || out->element_type() != kType<ResultOf<T>>)
+      return ffi::Error::InvalidArgument("the cache or the result has another type");
+    const int64_t key_width = shape[4] * shape[6];
+    projection.padded = key_width - (std::is_same_v<T, int8_t> ? Head<int8_t>::kScales : 0);
+    a.rows = tables.dimensions()[0];
+    a.pages = tables.dimensions()[1];
+    a.page = shape[3] * kVector;
+    projection.width = (a.heads + 2 * a.kv_heads) * projection.head_dim;
+    if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
+    if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
+      return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
+    if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
+    const int64_t before = layer * shape[1] * a.kv_heads * a.page;  // positions
+    if (const char* complaint = Misplaced(a, shape[1])) return ffi::Error::InvalidArgument(complaint);
+    bool tiles = false;
 #ifdef XLA_ENGINE_AMX
-  static const bool granted = RequestTiles();
-  tiles = granted;
+    static const bool granted = RequestTiles();
+    tiles = granted;
 #endif
-  Run(pool, a, tiles, static_cast<T*>(keys.untyped_data()) + before * key_width,
-      static_cast<T*>(values.untyped_data()) + before * projection.padded, static_cast<ResultOf<T>*>(out->untyped_data()));
-  return ffi::Error::Success();
-}
+    Run(pool, a, tiles, static_cast<T*>(keys.untyped_data()) + before * key_width,
+        static_cast<T*>(values.untyped_data()) + before * projection.padded, static_cast<ResultOf<T>*>(out->untyped_data()));
+    return ffi::Error::Success();
+  }
+};
 
 }  // namespace
 
 // The handlers of a library of stores of one type.
-#define XLA_ENGINE_ATTENTION(Name, T)                                                                \
-  XLA_ENGINE_HANDLER(XlaEngineAttend##Name, Attend<T>, "layer", "window", "scale", "softcap", "eps") \
+#define XLA_ENGINE_ATTENTION(Name, T)                                                                                   \
+  using Causal##Name = Attention<T>;                                                                                    \
+  using Reaching##Name = Attention<T, Integers>;                                                                        \
+  XLA_ENGINE_HANDLER(XlaEngineAttend##Name, Causal##Name::Attend, "layer", "window", "scale", "softcap", "eps")         \
+  XLA_ENGINE_HANDLER(XlaEngineAttendReaching##Name, Reaching##Name::Attend, "layer", "window", "scale", "softcap", "eps") \
   XLA_ENGINE_HANDLER(XlaEngineZeros##Name, Zeros)
 
 }  // namespace xla_engine

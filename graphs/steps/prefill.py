@@ -76,12 +76,15 @@ def prefill_chunk(
     *,
     processed_logprobs: bool = False,
     taps: tuple[int, ...] = (),
+    group: int | None = None,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and activates its row.
 
     Static: `spec`; `key_length`, the bucket of keys attended to, at least the end of every lane; `head_rows >= P`, the
     rows of output head and sampler, the same in every prefill graph so that no bit depends on the number of lanes;
-    `processed_logprobs`, see `sample`; `taps`, layers.
+    `processed_logprobs`, see `sample`; `taps`, layers; `group`, see below.
+    group: rows of a tile in the feature buffer, if a tile's positions see each other; they must all be in this call.
+        None: no position sees what follows.
     features: the feature buffer f32 `[R, D]`, for `Lanes.feature`.
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that do not complete a prompt), the most
     likely tokens as packed by `graphs.sampling.logprobs.logprobs`, and the residual stream after the last layer f32
@@ -105,6 +108,7 @@ def prefill_chunk(
         clears=True,
         adapter=lanes.adapter,
         read=None if lanes.whole is None else _read(lanes),
+        reach=None if group is None else _reach(lanes, group),
     )
     final = behind_last(streams[-1], lanes.count)
     length = lanes.start + lanes.count
@@ -142,6 +146,13 @@ def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
     return hidden
 
 
+def _reach(lanes: Lanes, group: int) -> jax.Array:
+    """`AttentionCall.reach`: the end of a position's group; of others, the position after."""
+    assert lanes.feature is not None
+    position = lanes.start[:, None] + jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
+    return jnp.where(lanes.feature >= 0, position + group - lanes.feature % group, position + 1)
+
+
 def through_layers(
     spec: ModelSpec,
     key_length: int,
@@ -156,13 +167,14 @@ def through_layers(
     pending: dict[int, Pending] | None = None,
     adapter: jax.Array | None = None,
     read: jax.Array | None = None,
+    reach: jax.Array | None = None,
 ) -> tuple[KVCache, list[jax.Array]]:
     """Feed `lanes` of `tokens i32 [P, T]` through all layers.
 
     clears (static): a lane may start a slot at position 0, so stale values there must be cleared.
     pending: receives, by store, the inputs of recurrent layers, whose state then does not change; None: it changes.
     adapter: i32 `[P]`, as in `Rows`; None: none.
-    read: the rows that are read after the last layer, bool `[P * T]`; None: all.
+    read: the rows that are read after the last layer, bool `[P * T]`; None: all. reach: as in `AttentionCall`.
     Returns the cache, and the residual stream before each layer and after the last, f32 `[P * T, D]`.
     """
     (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
@@ -197,6 +209,7 @@ def through_layers(
             compute_dtype=spec.dtype,
             block_tables=rows.block_tables,
             layer_in_store=layer_in_store,
+            reach=reach,
         )
         updated[store], out = spec.attention.attend_prefill(layer, projected, call, lanes)
         return out

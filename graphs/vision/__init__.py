@@ -1,1 +1,1 @@
-"""The vision tower of Idefics3 and SmolVLM."""
+"""The vision towers of Idefics3, SmolVLM and Gemma 3."""

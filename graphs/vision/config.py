@@ -41,12 +41,15 @@ _LARGEST_SIDE = 99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """A SigLIP tower over square tiles (Zhai et al. 2023), and the connector of Idefics3 (Laurençon et al. 2024).
+    """A SigLIP tower over square tiles (Zhai et al. 2023), and the connector of Idefics3 (Laurençon et al. 2024) or of
+    Gemma 3 (Gemma Team 2025).
 
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: of the tower.
     image_size, patch_size: sides of a tile and of a patch, in pixels.
     scale_factor: this many patches in either direction become one token of the prompt.
     text_size: features of a token in the decoder.
+    averages: as in Gemma 3, the connector takes the mean of these patches, and in the decoder a tile's tokens attend
+        to each other in both directions. Otherwise it puts the patches side by side.
     """
 
     hidden_size: int
@@ -58,6 +61,7 @@ class VisionConfig:
     layer_norm_eps: float
     scale_factor: int
     text_size: int
+    averages: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -70,7 +74,7 @@ class VisionConfig:
                 f"a tile of image_size / patch_size = {self.side} patches a side is not a multiple of scale_factor = "
                 f"{self.scale_factor}"
             )
-        if self.side > _LARGEST_SIDE or self.side in _ROUNDED:
+        if not self.averages and (self.side > _LARGEST_SIDE or self.side in _ROUNDED):
             raise ValueError(
                 f"tiles of {self.side} patches a side are not supported, because transformers rounds their positions"
             )

@@ -1,4 +1,4 @@
-"""The vision tower as three programs over one tile: patches in, one layer, features out.
+"""A vision tower as three programs over one tile: patches in, one layer, features out.
 
 A tile is a call of its own, so its features depend on its pixels and on nothing else. The residual stream and norms
 are float32; products run in the weights' dtype, by XLA (why not in C++: findings/images.md).
@@ -18,6 +18,7 @@ from xla_engine.graphs.vision.config import VisionConfig
 
 EMBED, LAYER, PROJECT = "vision_embed", "vision_layer", "vision_project"
 CHANNELS = 3
+_TOGETHER = 2048  # patches up to which the scores of all heads are in memory at once
 
 Leaves = Mapping[str, jax.Array]
 Shapes = dict[str, tuple[int, ...]]
@@ -52,11 +53,10 @@ def layer_shapes(c: VisionConfig) -> Shapes:
 
 def project_shapes(c: VisionConfig) -> Shapes:
     d = c.hidden_size
-    return {
-        "final_norm": (d,),
-        "final_norm_bias": (d,),
-        "projection": (c.text_size, d * c.scale_factor * c.scale_factor),
-    }
+    norm = {"final_norm": (d,), "final_norm_bias": (d,)}
+    if c.averages:
+        return {**norm, "soft_norm": (d,), "projection": (d, c.text_size)}
+    return {**norm, "projection": (c.text_size, d * c.scale_factor * c.scale_factor)}
 
 
 def vision_shapes(c: VisionConfig) -> Shapes:
@@ -120,22 +120,36 @@ def attention(c: VisionConfig, leaves: Leaves, x: jax.Array) -> jax.Array:
     """Every patch of the tile sees every other: `x [R, D]` to float32 `[R, D]`."""
     dtype = leaves["qkv"].dtype
     qkv = (rows_first(leaves["qkv"], x) + leaves["qkv_bias"]).astype(dtype)
-    q, k, v = qkv.reshape(c.patches, 3, c.num_attention_heads, c.head_dim).transpose(1, 2, 0, 3)  # [H, R, Dh]
-    scores = batched(q, k, 2) * (1 / math.sqrt(c.head_dim))  # [H, R, R]
-    seen = batched(jax.nn.softmax(scores, axis=-1).astype(dtype), v, 1)  # [H, R, Dh]
+    heads = qkv.reshape(c.patches, 3, c.num_attention_heads, c.head_dim).transpose(
+        1, 2, 0, 3
+    )  # [3, H, R, Dh]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = batched(q, k, 2) * (1 / math.sqrt(c.head_dim))  # [H, R, R]
+        return batched(jax.nn.softmax(scores, axis=-1).astype(dtype), v, 1)  # [H, R, Dh]
+
+    if c.patches <= _TOGETHER:
+        seen = attend(*heads)
+    else:
+        seen = lax.map(lambda one: attend(*one), heads.swapaxes(0, 1)[:, :, None])[:, 0]
     return seen.transpose(1, 0, 2).reshape(c.patches, c.hidden_size)
 
 
 def projected(c: VisionConfig, leaves: Leaves, x: jax.Array) -> jax.Array:
     """The tile's features in the decoder's space, rounded to the weights' dtype as embeddings are: `[tokens, text]`.
 
-    The pixel shuffle of Idefics3: a square of patches becomes one row.
+    A square of patches becomes one row: its mean, or with the pixel shuffle of Idefics3 all of it.
     """
-    s, d = c.scale_factor, c.hidden_size
+    s, d, projection = c.scale_factor, c.hidden_size, leaves["projection"]
     squares = layer_norm(c, leaves, "final_norm", x).reshape(c.side // s, s, c.side // s, s, d)
-    rows = squares.transpose(0, 2, 1, 3, 4).reshape(c.tokens, s * s * d)
-    features = rows_first(leaves["projection"], rows)
-    return features.astype(leaves["projection"].dtype).astype(jnp.float32)
+    if c.averages:
+        means = squares.mean(axis=(1, 3)).reshape(c.tokens, d)
+        rows = rms_norm(means, leaves["soft_norm"], c.layer_norm_eps).astype(projection.dtype)
+        features = batched(rows[None], projection[None], 1)[0]
+    else:
+        rows = squares.transpose(0, 2, 1, 3, 4).reshape(c.tokens, s * s * d)
+        features = rows_first(projection, rows)
+    return features.astype(projection.dtype).astype(jnp.float32)
 
 
 def layer_norm(c: VisionConfig, leaves: Leaves, name: str, x: jax.Array) -> jax.Array:

@@ -322,7 +322,12 @@ class BlockManager:
         if state.status is Status.PARKED:
             return cached // self._block_size * self._block_size
         return policy.usable_prefix(
-            cached, context, config.chunk_size, cut_invariant=config.cut_invariant, most=most
+            cached,
+            context,
+            config.chunk_size,
+            cut_invariant=config.cut_invariant,
+            most=most,
+            groups=config.groups(state.request),
         )
 
     def _copy_part(self, state: RequestState, found: list[int], length: int) -> None:

@@ -96,6 +96,9 @@ class Prefilling:
             granted = policy.grant(left, budget, self._chunk_size, joins_decode=joins, first=not chunks)
             if self._config.max_chunks is not None:
                 granted = min(granted, self._config.max_chunks - len(chunks))
+            if groups := self._config.groups(state.request):
+                stops = [stop for _, stop in self._cuts(state, start.length, left)]
+                granted = policy.unsplit(granted, stops, groups, first=not chunks)
             if granted:
                 served.append((state, start.length))
                 begins = not state.prefilled
@@ -134,7 +137,12 @@ class Prefilling:
         return _Start(source, length, wait=self._chunks(state, soon) < self._chunks(state, length))
 
     def _chunks(self, state: RequestState, start: int) -> int:
-        return policy.num_chunks(state.context_tokens - start, self._chunk_size)
+        groups = self._config.groups(state.request)
+        return policy.num_chunks(state.context_tokens, self._chunk_size, start, groups)
+
+    def _cuts(self, state: RequestState, start: int, count: int) -> list[tuple[int, int]]:
+        groups = self._config.groups(state.request)
+        return policy.next_cuts(start, state.context_tokens, self._chunk_size, count, groups)
 
     def _usable(self, state: RequestState, cached: int, saving: Collection[bytes] = ()) -> int:
         if self._saved is not None:
@@ -145,6 +153,7 @@ class Prefilling:
             self._chunk_size,
             cut_invariant=self._config.cut_invariant,
             most=state.request.max_cached_tokens,
+            groups=self._config.groups(state.request),
         )
 
     def _begin(self, state: RequestState, start: _Start) -> Iterator[Reuse]:
@@ -182,7 +191,7 @@ class Prefilling:
         """The next `count` chunks of a context; counts them as planned."""
         context, begun = state.context, state.prefilled
         slot, name, end, generated = state.slot, state.request_id, len(context), state.base
-        cuts = policy.next_cuts(begun, end, self._chunk_size, count)
+        cuts = self._cuts(state, begun, count)
         state.prefilled = cuts[-1][1]
         chunks = [
             Chunk(slot, name, start, context[start:stop], stop == end, is_first and start == begun, generated)

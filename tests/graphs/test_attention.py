@@ -38,6 +38,8 @@ from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
 from xla_engine.graphs.model.decoder import ModelSpec
 
+FULL = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("heads", "dtype"),
@@ -244,3 +246,64 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 def test_the_default_backend_is_pure_jax() -> None:
     assert ModelSpec(TINY, jnp.dtype(jnp.bfloat16)).attention == XlaAttention()
+
+
+REACHING = [
+    ((4, 2, 64), jnp.bfloat16, Features(), 64),
+    ((3, 1, 32), jnp.float32, Features(window=19, norms=True), 32),
+    ((4, 1, 64), jnp.bfloat16, Features(window=200, softcap=3.0), 256),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "heads", "dtype", "features", "block_size"),
+    [
+        pytest.param(
+            backend, *case, id=f"{backend.name}-{index}", marks=[FULL] * (index != 1 or interpreted(backend))
+        )
+        for index, case in enumerate(REACHING)
+        for backend in BACKENDS
+    ],
+)
+def test_queries_see_what_they_reach(
+    backend: Attention, heads: tuple[int, int, int], dtype: Any, features: Features, block_size: int
+) -> None:
+    """Two groups, one of them in two lanes, with windows shorter and longer than they are: NumPy's results, the same
+    bits in blocks and wherever the lanes lie, and without groups those of a causal call."""
+    case = Case(heads, dtype, features=features)
+    position = case.start[:, None] + np.arange(case.chunks.shape[1], dtype=np.int32)
+    reach = position + 1
+    for start, end in ((242, 247), (250, 279)):
+        reach = np.where((position >= start) & (position < end) & (case.slot == 1)[:, None], end, reach)
+    cache, out = case.prefill(backend, reach=reach)
+    tolerance = 0.02 if dtype == jnp.bfloat16 else 2e-5
+    for lane, token in ((0, 0), (0, 2), (0, 6), (0, 8), (0, 10), (0, 23), (1, 0), (1, 14), (1, 15), (1, 18)):
+        at = (case.slot[lane], position[lane, token], reach[lane, token])
+        expected = case.expected(cache, case.chunks[lane, token], *at)
+        np.testing.assert_allclose(out[lane, token], expected, atol=tolerance)
+    used = np.arange(out.shape[1]) < case.count[:, None]
+    _, causal = case.prefill(backend)
+    assert not np.allclose(causal[0, 10], out[0, 10], atol=tolerance)
+    assert bits(case.prefill(backend, reach=position + 1)[1][used]) == bits(causal[used])
+    if not (backend.name == "xla" and dtype == jnp.float32 and features.softcap):
+        _, blocks = case.prefill(backend, **case.in_blocks(block_size), reach=reach)
+        assert bits(blocks[used]) == bits(out[used])
+    order = [1, 0, 2]
+    lanes = {name: getattr(case, name)[order] for name in ("chunks", "slot", "start", "count")}
+    if backend.name != "native":  # whose lanes of a slot come in order
+        _, turned = case.prefill(backend, **lanes, reach=reach[order])
+        assert bits(turned[order][used]) == bits(out[used])
+
+
+def test_a_query_that_reaches_too_far_is_refused() -> None:
+    """Or not to its own key: by the C++ kernels, which read nothing else."""
+    backend = BACKENDS[-1]
+    if backend.name != "native":
+        pytest.skip("no C++ kernels here")
+    case = Case((2, 1, 16), jnp.float32)
+    reach = case.start[:, None] + np.arange(1, 25, dtype=np.int32)
+    for lane, token, wrong in ((1, 3, 284), (0, 5, 245)):
+        changed = reach.copy()
+        changed[lane, token] = wrong
+        with pytest.raises(Exception, match="reach"):
+            case.prefill(backend, reach=changed)

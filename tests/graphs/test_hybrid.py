@@ -196,7 +196,7 @@ def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
 def states_are_saved_a_chunk_late(patch: pytest.MonkeyPatch) -> None:
     """The planted fault: the state is saved after the call with the next chunk of the prompt."""
 
-    def calls(chunks: Any, most: int, saves: Any) -> Iterator[Any]:
+    def calls(chunks: Any, most: int, saves: Any, _: Any) -> Iterator[Any]:
         for at in range(0, len(chunks), most):
             call = chunks[at : at + most]
             ends = {(chunk.slot.index, chunk.start + len(chunk.tokens)) for chunk in call}

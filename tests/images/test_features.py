@@ -24,7 +24,7 @@ from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.runner.vision_tower import VisionTower
 
-CASES = ("idefics3", "smolvlm")
+CASES = ("idefics3", "smolvlm", "gemma3_vision")
 TABLE = ImageProcessor(  # of values from -1 to 1, as the golden files have them
     longest_edge=24,
     tile=24,
@@ -134,7 +134,7 @@ def test_features_of_a_picture_fit_its_prompt(model: Path) -> None:
             encoder.prompt("<image>", grids)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES[:2])
 def test_the_decoder_beside_a_tower_is_a_plain_llama(name: str, tmp_path: Path) -> None:
     """Its ModelConfig, of which every program of an engine is a function, is that of the text model alone."""
     text = json.loads((GOLDEN / "families" / name / "config.json").read_text())["text_config"]
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 def test_models_and_processors_without_a_fitting_tower_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no vision tower that is supported"):
-        load_vision(GOLDEN / "families" / "gemma3_vision")
+        load_vision(GOLDEN / "families" / "mistral3_vision")
     other = changed(model, tmp_path / "other", {})
     (other / "processor_config.json").write_text(json.dumps({"image_seq_len": 64}))
     with pytest.raises(CheckpointError, match="image_seq_len = 64: the tower makes 9 tokens"):
@@ -185,6 +185,49 @@ def test_models_and_processors_without_a_fitting_tower_are_refused(model: Path, 
     (other / "preprocessor_config.json").write_text(json.dumps(processor))
     with pytest.raises(CheckpointError, match="tiles of 36 pixels"):
         ImageEncoder(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mm_tokens_per_image": 24}, "must be the square of a divisor of 10"),
+        ({"mm_tokens_per_image": 9}, "must be the square of a divisor of 10"),
+        ({"vision_config": {"num_hidden_layers": 1}}, r"encoder\.layers\.1\."),
+        ({"vision_config": {"hidden_size": 48}}, r"patch_embedding\.weight has shape"),
+    ],
+)
+def test_what_does_not_fit_gemma3_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_vision(changed(GOLDEN / "families" / "gemma3_vision", tmp_path / "changed", change))
+
+
+def test_gemma3_has_the_names_of_its_published_files_too(tmp_path: Path) -> None:
+    """With a head over the tower, which no decoder reads, and without defaults."""
+    source = GOLDEN / "families" / "gemma3_vision"
+    renamed = changed(source, tmp_path / "renamed", {})
+    tensors = load_file(renamed / "model.safetensors")
+    tensors["vision_tower.head.probe"] = np.zeros((1, 1, 36), np.float32)
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()
+    }
+    save_file(named, renamed / "model.safetensors", metadata={"format": "pt"})
+    expected, found = (load_vision(each).weights for each in (source, renamed))
+    assert list(found) == list(expected)
+    for leaf in ("patch", "layers.1.qkv", "soft_norm", "projection"):
+        np.testing.assert_array_equal(found[leaf], expected[leaf])
+
+
+def test_many_patches_are_attended_to_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which needs less memory, and changes rounding at most."""
+    tile = np.load(GOLDEN / "families" / "gemma3_vision" / "golden.npz")["tiles"][0]
+    towers = [tower_of("gemma3_vision", "float32")]
+    monkeypatch.setattr("xla_engine.graphs.vision.tower._TOGETHER", 99)
+    towers.append(tower_of("gemma3_vision", "float32"))
+    together, apart = (tower(tile) for tower in towers)
+    assert difference(apart, together) < 1e-5
+    assert towers[1].reports[1].name == "vision_layer" and towers[0].config.patches == 100
 
 
 def test_a_tower_with_infinite_weights_is_refused(model: Path, tmp_path: Path) -> None:

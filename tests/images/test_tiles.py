@@ -40,6 +40,27 @@ PUBLISHED = {
 }
 
 
+# That of gemma-3-4b-it, which states what it leaves out.
+GEMMA3 = {
+    "do_convert_rgb": None,
+    "do_normalize": True,
+    "do_pan_and_scan": None,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Gemma3ImageProcessor",
+    "image_seq_length": 256,
+    "image_std": [0.5, 0.5, 0.5],
+    "pan_and_scan_max_num_crops": None,
+    "pan_and_scan_min_crop_size": None,
+    "pan_and_scan_min_ratio_to_activate": None,
+    "processor_class": "Gemma3Processor",
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 896, "width": 896},
+}
+
+
 def processor_of(directory: Path, fields: dict[str, Any], **overrides: Any) -> ImageProcessor:
     (directory / "preprocessor_config.json").write_text(json.dumps(fields))
     return read_image_processor(directory, overrides)
@@ -79,6 +100,38 @@ def test_tiles_and_pixels_are_those_of_transformers(
         assert found == expected
     for decoder in decoders.values():
         decoder.close()
+
+
+def test_tiles_and_pixels_of_gemma3_are_those_of_transformers(
+    script: SimpleNamespace, golden: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of every eighth picture; the oracle test compares all."""
+    decoders = {
+        name: ImageDecoder(processor_of(tmp_path, GEMMA3 | fields)) for name, fields in script.GEMMA3.items()
+    }
+    compare_gemma3(script, golden["gemma3"], decoders, 8)
+    for decoder in decoders.values():
+        decoder.close()
+
+
+def compare_gemma3(script: SimpleNamespace, golden: dict[str, Any], decoders: Any, step: int) -> None:
+    files = script.pictures(0, step, script.GEMMA3)
+    for (name, kind, data), expected in zip(files, golden["pictures"], strict=True):
+        decoder = decoders[kind]
+        assert decoder.grid(data).tiles == 1
+        tiles = decoder.tiles(data)
+        pixels = decoder.processor.table()[np.arange(3), tiles]
+        assert [name, script.digest(tiles), script.digest(pixels)] == expected
+
+
+@pytest.mark.oracle
+def test_all_pictures_of_gemma3_are_those_of_transformers(script: SimpleNamespace, tmp_path: Path) -> None:
+    decoders = {
+        name: ImageDecoder(processor_of(tmp_path, GEMMA3 | fields)) for name, fields in script.GEMMA3.items()
+    }
+    theirs = script.golden_gemma3(1)
+    assert len(theirs["pictures"]) >= 500
+    compare_gemma3(script, theirs, decoders, 1)
 
 
 @pytest.mark.oracle
@@ -263,7 +316,7 @@ def test_limits_can_be_set() -> None:
     [
         ({"do_pan_and_scan": True}, "do_pan_and_scan = true: not supported"),
         ({"patch_size": 14}, "patch_size = 14: not supported"),
-        ({"image_processor_type": "Gemma3ImageProcessor"}, "Idefics3ImageProcessor"),
+        ({"image_processor_type": "FuyuImageProcessor"}, "Idefics3ImageProcessor"),
         ({"do_resize": False}, "do_resize"),
         ({"do_convert_rgb": False}, "do_convert_rgb"),
         ({"size": {"height": 2, "width": 2}}, "size.height"),
@@ -284,6 +337,29 @@ def test_fields_that_would_change_pixels_are_refused_by_name(
     assert message in str(caught.value)
     with pytest.raises(CheckpointError, match="mm_processor_kwargs: resample"):
         processor_of(tmp_path, PUBLISHED, resample=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan = true: not supported"),
+        ({"do_image_splitting": True}, "do_image_splitting = true: not supported"),
+        ({"size": {"longest_edge": 896}}, "size.longest_edge"),
+        ({"size": {"height": 896, "width": 448}}, "must be the height, 896"),
+        ({"size": None}, '"height": PIXELS'),
+        ({"do_convert_rgb": False}, "do_convert_rgb"),
+    ],
+)
+def test_fields_of_gemma3_that_would_change_pixels_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    found = processor_of(tmp_path, GEMMA3, do_pan_and_scan=False)
+    assert (found.tile, found.resample, found.grid(3000, 20).tiles) == (896, 2, 1)
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json") as caught:
+        processor_of(tmp_path, GEMMA3 | change)
+    assert message in str(caught.value)
+    with pytest.raises(CheckpointError, match="mm_processor_kwargs: size"):
+        processor_of(tmp_path, GEMMA3, size={"height": 448, "width": 448})
 
 
 def test_the_processor_is_read_from_the_newer_file_too(tmp_path: Path) -> None:

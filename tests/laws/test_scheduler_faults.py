@@ -110,7 +110,7 @@ def floor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_depends_on_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(start: int, tokens: int, size: int, count: int) -> list[tuple[int, int]]:
+    def cut(start: int, tokens: int, size: int, count: int, _: object) -> list[tuple[int, int]]:
         return [(start, min(start + size + 1, tokens))][:count]
 
     monkeypatch.setattr(policy, "next_cuts", cut)

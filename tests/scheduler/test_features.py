@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import random
 from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from xla_engine.runner.features import FeatureBuffer
+from xla_engine.runner.state_moves import prefill_calls
 from xla_engine.scheduler import (
     Decoded,
     Encode,
@@ -17,6 +23,7 @@ from xla_engine.scheduler import (
     Scheduler,
     SchedulerConfig,
     StepResult,
+    policy,
 )
 
 STAGES, LENGTH = 4, 5
@@ -162,3 +169,120 @@ def test_content_tells_pictures_apart_at_each_position() -> None:
     assert list(plain) == list(range(30)) and len(set(one)) == 30
     moved = request("a", picture(0, 4)).content
     assert one[3] == moved[4] and one[4] != moved[4]
+
+
+class WholeTiles(Device):
+    """Also checks that no plan splits a tile, or the calls of its chunks."""
+
+    def step(self, plan: Plan) -> None:
+        super().step(plan)
+        for reuse in plan.reuses:
+            spans = self.requests[reuse.request_id].spans
+            assert not any(start < reuse.length < start + length for start, length in spans)
+        buffer = SimpleNamespace(group=LENGTH)
+        joined = FeatureBuffer.joined(buffer, plan.chunks)  # type: ignore[arg-type]
+        calls = [call for call, _ in prefill_calls(plan.chunks, LANES, (), joined)]
+        assert [chunk for call in calls for chunk in call] == list(plan.chunks)
+        for call in calls:
+            assert len(call) <= LANES
+            for name in {chunk.request_id for chunk in call}:
+                written = {
+                    at
+                    for chunk in call
+                    if chunk.request_id == name
+                    for at in range(chunk.start, chunk.start + len(chunk.tokens))
+                }
+                for start, length in self.requests[name].spans:
+                    inside = written & set(range(start, start + length))
+                    assert not inside or len(inside) == length, f"a tile of {name} is split"
+
+
+LANES = 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 40}, {"max_chunks": LANES, "cut_invariant": True}], ids=str
+)
+def test_whole_tiles_run_in_one_call(seed: int, options: dict[str, Any]) -> None:
+    """With cached prefixes, limits on them, aborts and preemption, and beside text."""
+    draw = random.Random(seed)
+    common = {"enable_prefix_caching": True, "block_size": 4, "preemption": True, "whole_tiles": True}
+    if draw.random() < 0.5:
+        common |= {"prefill_equals_decode": True, "recompute_tokens": 40}
+    driven, requests = scheduler(6, draw.randint(1, 3), **common | options), []
+    for at in range(14):
+        images = []
+        begin = draw.randrange(8)
+        for _ in range(draw.randrange(4)):
+            images.append(picture(draw.randrange(2), begin))
+            begin += LENGTH + draw.randrange(5)
+        ids = tuple(range(begin + draw.randrange(1, 9)))
+        most = draw.choice([None, None, 0, draw.randrange(1, len(ids) + 1)])
+        requests.append(
+            Request(
+                request_id=str(at),
+                prompt_token_ids=ids,
+                max_tokens=draw.randint(1, 6),
+                images=tuple(images),
+                max_cached_tokens=most,
+            )
+        )
+    device = WholeTiles(driven, requests)
+    for each in requests:
+        driven.submit(each)
+        for _ in range(draw.randrange(6)):
+            if (plan := driven.plan()).is_empty:
+                break
+            driven.check()
+            device.step(plan)
+            decoded = Decoded(tokens=[1] * driven.config.max_num_seqs)
+            driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        if draw.random() < 0.4:
+            name = draw.choice(requests).request_id
+            driven.abort(name) if draw.random() < 0.3 else driven.preempt(name)
+    device.run()
+
+
+def test_a_split_tile_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "unsplit", lambda count, *_, **__: count)
+    driven, asked = scheduler(whole_tiles=True, max_chunks=1), request("a", picture(0, 3))
+    driven.submit(asked)
+    with pytest.raises(AssertionError, match=r"is split|inside a picture"):
+        WholeTiles(driven, [asked]).run()
+
+
+positions = st.integers(0, 60)
+
+
+@given(
+    gaps=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), max_size=4),
+    rest=st.integers(1, 12),
+    size=st.integers(1, 6),
+    cached=positions,
+    most=st.none() | positions,
+    invariant=st.booleans(),
+)
+def test_cuts_and_usable_prefixes_agree(
+    gaps: list[tuple[int, int]], rest: int, size: int, cached: int, most: int | None, invariant: bool
+) -> None:
+    """Every usable prefix ends at a cut of the whole prompt, and leaves the cuts behind it where they were."""
+    groups, end = [], 0
+    for gap, length in gaps:
+        groups.append((end + gap, length))
+        end += gap + length
+    end += rest
+    cuts = policy.next_cuts(0, end, size, end, groups)
+    assert policy.num_chunks(end, size, 0, groups) == len(cuts)
+    assert [at for start, stop in cuts for at in range(start, stop)] == list(range(end))
+    assert all(stop - start <= size for start, stop in cuts)
+    assert {start for start, _ in groups} <= {start for start, _ in cuts}
+    usable = policy.usable_prefix(
+        min(cached, end), end, size, cut_invariant=invariant, most=most, groups=groups
+    )
+    assert 0 <= usable < end and usable <= cached and (most is None or usable <= most)
+    assert not any(start < usable < start + length for start, length in groups)
+    rest_of = policy.next_cuts(usable, end, size, end, groups)
+    if invariant and usable in (end - 1, most):
+        return
+    assert rest_of == [cut for cut in cuts if cut[0] >= usable]

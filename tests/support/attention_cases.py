@@ -84,15 +84,20 @@ class Case:
         chunks = own["chunks"]
         layer, out = _prefill(backend, self.dtype, self.form, _stored(backend, own["cache"]), chunks, self.rope,
                               self.weights, own["slot"], own["start"], own["count"], own["tables"],
-                              own["key_length"])  # fmt: skip
+                              own["key_length"], own.get("reach"))  # fmt: skip
         return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32).reshape(
             *chunks.shape[:2], -1
         )
 
     def expected(
-        self, cache: tuple[np.ndarray, np.ndarray], qkv: np.ndarray, slot: int, position: int
+        self,
+        cache: tuple[np.ndarray, np.ndarray],
+        qkv: np.ndarray,
+        slot: int,
+        position: int,
+        reach: int | None = None,
     ) -> np.ndarray:
-        """Attention of one token over a cache that holds its key, in float64: `[H Dh]`."""
+        """Attention of one token over a cache that holds the keys it sees, in float64: `[H Dh]`."""
         cos, sin = np.asarray(self.rope, np.float64)[position]
         heads = qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64)
         q_norm, _, sinks = self.weights
@@ -100,7 +105,7 @@ class Case:
             heads = heads / np.sqrt((heads**2).mean(axis=1, keepdims=True) + self.form.norm_eps) * q_norm
         first, second = np.split(heads, 2, axis=1)
         q = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
-        seen = slice(max(0, position + 1 - (self.form.window or POSITIONS)), position + 1)
+        seen = slice(max(0, position + 1 - (self.form.window or POSITIONS)), reach or position + 1)
         keys, values = (x[slot, :, seen].astype(np.float64) for x in cache)
         out = []
         for head, query in enumerate(q):
@@ -162,10 +167,10 @@ def _decode(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 11))
 def _prefill(
     backend: Attention, dtype: Any, form: AttentionForm, layer: LayerCache, chunks: Any, rope: Any, weights: Any,
-    slot: Any, start: Any, count: Any, tables: Any, key_length: int,
+    slot: Any, start: Any, count: Any, tables: Any, key_length: int, reach: Any,
 ) -> Any:  # fmt: skip
     angles = rope[start[:, None] + jnp.arange(chunks.shape[1])]
-    call = AttentionCall(form, weights, angles, key_length, dtype, tables)
+    call = AttentionCall(form, weights, angles, key_length, dtype, tables, reach=reach)
     qkv = chunks.reshape(-1, chunks.shape[2])
     return backend.attend_prefill(layer, qkv, call, Extents(slot, start, count))
 

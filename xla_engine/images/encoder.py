@@ -10,7 +10,7 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
 from xla_engine.images.processor import Grid, read_image_processor
-from xla_engine.images.prompt import ImagePrompt, image_prompt
+from xla_engine.images.prompt import ImagePrompt, image_prompt, prompt_form
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision
@@ -19,7 +19,7 @@ from xla_engine.text.tokenizer import Tokenizer
 
 
 class ImageEncoder:
-    """Pictures for the decoder of an Idefics3 or SmolVLM checkpoint.
+    """Pictures for the decoder of a checkpoint with a vision tower.
 
         with ImageEncoder("path/to/SmolVLM-256M-Instruct") as encoder:
             prompt = encoder.prompt("User:<image>What is this?", [encoder.grid(file)])
@@ -37,7 +37,7 @@ class ImageEncoder:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """model: a Hugging Face directory or hub id. dtype: as in `EngineConfig`. mm_processor_kwargs: `size` and
-        `do_image_splitting`, instead of the checkpoint's.
+        `do_image_splitting`, instead of the checkpoint's (Idefics3 and SmolVLM).
 
         Raises CheckpointError naming file, field or tensor and remedy; ConfigError without Pillow.
         """
@@ -47,11 +47,11 @@ class ImageEncoder:
         self.config = vision.config
         if processor.tile != self.config.image_size:
             raise CheckpointError(
-                f"{files.path}: the processor makes tiles of {processor.tile} pixels (max_image_size), and the tower "
+                f"{files.path}: the processor makes tiles of {processor.tile} pixels, and the tower "
                 f"reads {self.config.image_size} (image_size). Download the files again"
             )
         _check_tokens(files.path, self.config.tokens)
-        self.decoder = ImageDecoder(processor, limits)
+        self.decoder, self._form = ImageDecoder(processor, limits), prompt_form(vision.model_type)
         self.tokenizer = Tokenizer.of_model(files)
         self._tower = VisionTower(self.config, vision.dtype, vision.weights, processor.table())
 
@@ -60,11 +60,11 @@ class ImageEncoder:
         return self.decoder.grid(data)
 
     def tokens(self, grid: Grid) -> int:
-        """Rows of features of a picture: its `<image>` tokens in a prompt."""
+        """Rows of features of a picture: its tokens in a prompt."""
         return grid.tiles * self.config.tokens
 
     def prompt(self, text: str, grids: Sequence[Grid]) -> ImagePrompt:
-        """The token ids of a text with one `<image>` for each picture, and where their features go.
+        """The token ids of a text with one mark for each picture, as `<image>`, and where their features go.
 
         Raises InvalidRequestError if they are not equally many, and CheckpointError without a tokenizer.
         """
@@ -72,7 +72,7 @@ class ImageEncoder:
             raise CheckpointError(
                 "the model has no tokenizer.json, so text cannot be tokenised. Add the file"
             )
-        return image_prompt(text, grids, self.config.tokens, self.tokenizer)
+        return image_prompt(text, grids, self.config.tokens, self.tokenizer, self._form)
 
     def encode(self, data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The features of the picture in the file `data`: float32 `[tokens, text_size]`. Raises InvalidImageError."""
@@ -96,5 +96,6 @@ def _check_tokens(directory: Path, tokens: int) -> None:
     """Raise CheckpointError if processor_config.json counts a tile's tokens otherwise than the tower does."""
     file = directory / "processor_config.json"
     fields = Fields.of_file(file) if file.is_file() else Fields(file, {})
-    if fields.given("image_seq_len") and fields.values["image_seq_len"] != tokens:
-        fields.fail("image_seq_len", f"the tower makes {tokens} tokens of a tile. Download the files again")
+    for name in ("image_seq_len", "image_seq_length"):
+        if fields.given(name) and fields.values[name] != tokens:
+            fields.fail(name, f"the tower makes {tokens} tokens of a tile. Download the files again")

@@ -14,7 +14,7 @@ import numpy as np
 from xla_engine.errors import CheckpointError, InvalidImageError, InvalidRequestError
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
 from xla_engine.images.processor import read_image_processor
-from xla_engine.images.prompt import IMAGE, PlacedPicture, image_prompt
+from xla_engine.images.prompt import PlacedPicture, PromptForm, image_prompt, prompt_form
 from xla_engine.images.sources import ImageAccess, ImageSources
 from xla_engine.model_loader.config_json import transformers_model
 from xla_engine.model_loader.model_files import ModelFiles
@@ -38,10 +38,11 @@ class PictureReader:
         decoder: ImageDecoder,
         image_seq_len: int,
         tokenizer: Tokenizer,
+        form: PromptForm,
         sources: ImageSources | None = None,
     ) -> None:
         """image_seq_len: tokens of a tile."""
-        self.decoder = decoder
+        self.decoder, self.form = decoder, form
         self.image_seq_len = image_seq_len
         self._tokenizer = tokenizer
         self._sources = sources or ImageSources(limits=decoder.limits)
@@ -73,12 +74,12 @@ class PictureReader:
         # `ImageSources` checks the bytes of files; images and arrays of the caller become PNGs, which may be larger.
         unpacked = replace(limits, max_image_bytes=max(limits.max_image_bytes, 8 * limits.max_image_pixels))
         decoder = ImageDecoder(read_image_processor(files.path, mm_processor_kwargs), unpacked)
-        return cls(decoder, vision.tokens, tokenizer, ImageSources(access, limits))
+        form = prompt_form(family.model_type)
+        return cls(decoder, vision.tokens, tokenizer, form, ImageSources(access, limits))
 
-    @staticmethod
-    def marks(text: str) -> bool:
+    def marks(self, text: str) -> bool:
         """Whether a text has places for pictures, which a text without pictures must not have."""
-        return IMAGE in text
+        return self.form.mark in text
 
     def start(self, pictures: Sequence[Picture]) -> list[bytes | Future[bytes]]:
         """The files of pictures; those of hosts are futures, so that nobody waits here.
@@ -102,7 +103,7 @@ class PictureReader:
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
     ) -> PicturedPrompt:
-        """Tokenise a text with one `<image>` for each picture. Waits for hosts, for a limited time.
+        """Tokenise a text with one mark for each picture, as `<image>`. Waits for hosts, for a limited time.
 
         Raises InvalidRequestError if they are not as many, and what `ImageSources.read` and `ImageDecoder.grid` raise;
         these errors name the picture.
@@ -113,7 +114,7 @@ class PictureReader:
             _named(each.name, self.decoder.grid, file) for each, file in zip(pictures, files, strict=True)
         ]
         placed = image_prompt(
-            text, grids, self.image_seq_len, self._tokenizer, add_special_tokens=add_special_tokens
+            text, grids, self.image_seq_len, self._tokenizer, self.form, add_special_tokens=add_special_tokens
         )
         return PicturedPrompt(
             text,

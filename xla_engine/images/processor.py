@@ -1,6 +1,7 @@
-"""How Idefics3 and SmolVLM cut a picture into tiles and scale its values, as preprocessor_config.json says.
+"""How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Sizes and values are those of transformers' PIL backend (`image_processing_pil_idefics3.py`). With torchvision
+Idefics3 and SmolVLM make tiles of a grid, and Gemma 3 makes one tile of each picture. Sizes and values are those of
+transformers' PIL backend (`image_processing_pil_{idefics3,gemma3}.py`). With torchvision
 installed transformers prefers that, and then its pixels differ by up to two steps of 255.
 """
 
@@ -14,22 +15,22 @@ import numpy as np
 
 from xla_engine.model_loader.json_fields import Fields, read_json
 
-PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImageProcessor")
+_ONE_TILE = PROCESSORS[2:]  # of these, a picture is one tile
 _SUFFIXES = ("", "Fast", "Pil")
 _LONGEST = 4096  # pixels; transformers never makes a side longer
 _MOST_TILES = 16  # in a row or a column
 _OVERRIDES = ("size", "do_image_splitting")
+_PAN_AND_SCAN = "do_pan_and_scan"
 _READ = (
-    *(
-        "do_convert_rgb",
-        "do_image_splitting",
-        "do_normalize",
-        "do_rescale",
-        "do_resize",
-        "image_mean",
-        "image_std",
-    ),
-    *("max_image_size", "resample", "rescale_factor", "size", "image_processor_type"),
+    *("do_convert_rgb", "do_normalize", "do_rescale", "do_resize", "image_mean", "image_std", "resample"),
+    *("rescale_factor", "size", "image_processor_type"),
+)
+_READ_OF_TILES = ("do_image_splitting", "max_image_size")
+# Read of processors of one tile: pan and scan is refused, and without it the other fields say nothing.
+_READ_OF_ONE = (
+    *(_PAN_AND_SCAN, "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+    *("pan_and_scan_min_ratio_to_activate", "image_seq_length"),
 )
 # Fields that say nothing about the tiles of one picture: names, the layout of the output, padding of batches, videos.
 _IGNORED = (
@@ -62,14 +63,14 @@ class Grid:
 class ImageProcessor:
     """The processor of a checkpoint.
 
-    longest_edge: of a picture after the first resize, pixels.
+    longest_edge: of a picture after the first resize, pixels; None: the picture is resized to one tile at once.
     tile: side of a tile, pixels.
     do_image_splitting: cut a picture into several tiles; otherwise each picture is one tile.
     resample: Pillow's number of the filter.
     rescale_factor, image_mean, image_std: of `table`; None if the step is left out.
     """
 
-    longest_edge: int
+    longest_edge: int | None
     tile: int
     do_image_splitting: bool
     resample: int
@@ -79,9 +80,10 @@ class ImageProcessor:
 
     def grid(self, width: int, height: int) -> Grid:
         """How a picture of this upright size is cut. Depends on nothing else, so headers give token counts."""
-        resized = _to_longest_edge(width, height, self.longest_edge)
         rows = columns = 0
-        whole = (self.tile, self.tile)
+        resized = whole = (self.tile, self.tile)
+        if self.longest_edge is not None:
+            resized = _to_longest_edge(width, height, self.longest_edge)
         if self.do_image_splitting:
             whole = _to_tiles(*resized, self.tile)
             if max(whole) > self.tile:
@@ -107,36 +109,47 @@ class ImageProcessor:
 def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor:
     """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
 
-    overrides: replaces `size` and `do_image_splitting`, as vLLM's `mm_processor_kwargs` does. Raises CheckpointError
-    naming file, field and remedy; a field that is not known is an error too, because it might change the pixels.
+    overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
+        `do_pan_and_scan`, which can only be false.
+
+    Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
+    change the pixels.
     """
-    fields = _fields(directory).with_defaults(
-        {"do_image_splitting": True, "resample": 1, "rescale_factor": 1 / 255}
-    )
-    overrides = dict(overrides or {})
-    for name in sorted(overrides.keys() - set(_OVERRIDES)):
-        Fields(Path("mm_processor_kwargs"), overrides).fail(
-            name, f"not supported. Use {' or '.join(_OVERRIDES)}"
-        )
-    fields = Fields(fields.file, {**fields.values, **overrides})
-    for name in fields.values:
-        if name not in (*_READ, *_IGNORED) and fields.given(name):
-            fields.fail(
-                name, "not supported for Idefics3 and SmolVLM. Use the checkpoint's own processor file"
-            )
+    fields = _fields(directory).with_defaults({"rescale_factor": 1 / 255})
     kind = fields.values.get("image_processor_type")
-    if kind not in {None, *(name + suffix for name in PROCESSORS for suffix in _SUFFIXES)}:
+    known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
+    if kind not in {None, *known}:
         fields.fail(
             "image_processor_type", f"not supported. Use a checkpoint with one of: {', '.join(PROCESSORS)}"
         )
+    one_tile = kind is not None and known[kind] in _ONE_TILE
+    overrides = dict(overrides or {})
+    allowed = (_PAN_AND_SCAN,) if one_tile else _OVERRIDES
+    for name in sorted(overrides.keys() - set(allowed)):
+        Fields(Path("mm_processor_kwargs"), overrides).fail(
+            name, f"not supported. Use {' or '.join(allowed)}"
+        )
+    fields = Fields(fields.file, {**fields.values, **overrides}).with_defaults(
+        {"resample": 2 if one_tile else 1}
+    )
+    read = (*_READ, *(_READ_OF_ONE if one_tile else _READ_OF_TILES), *_IGNORED)
+    for name in fields.values:
+        if name not in read and fields.given(name):
+            fields.fail(name, "not supported by this processor. Use the checkpoint's own processor file")
     for name in ("do_resize", "do_convert_rgb"):
         if not fields.flag(name, default=True):
             fields.fail(name, "not supported (pictures as they are). Set it to true")
-    tile, longest = (_edge(fields, name) for name in ("max_image_size", "size"))
-    if longest > _MOST_TILES * tile:
-        fields.fail(
-            "size", f"at most {_MOST_TILES} tiles of {tile} pixels in a row. Use a smaller longest_edge"
-        )
+    if fields.flag(_PAN_AND_SCAN, default=False):
+        fields.fail(_PAN_AND_SCAN, "not supported (several crops of a picture). Set it to false")
+    longest = None
+    if one_tile:
+        tile = _side(fields)
+    else:
+        tile, longest = (_edge(fields, name) for name in ("max_image_size", "size"))
+        if longest > _MOST_TILES * tile:
+            fields.fail(
+                "size", f"at most {_MOST_TILES} tiles of {tile} pixels in a row. Use a smaller longest_edge"
+            )
     normalises = fields.flag("do_normalize", default=True)
     mean, deviation = (
         _channels(fields, name) if normalises else None for name in ("image_mean", "image_std")
@@ -144,7 +157,7 @@ def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = 
     return ImageProcessor(
         longest_edge=longest,
         tile=tile,
-        do_image_splitting=fields.flag("do_image_splitting", default=True),
+        do_image_splitting=not one_tile and fields.flag("do_image_splitting", default=True),
         resample=fields.integer("resample", low=0, high=5),
         rescale_factor=(
             fields.number("rescale_factor", high=1e6) if fields.flag("do_rescale", default=True) else None
@@ -161,6 +174,22 @@ def _fields(directory: Path) -> Fields:
         if fields is not None:
             return fields
     return Fields.of_file(own)
+
+
+def _side(fields: Fields) -> int:
+    """The side of the only tile."""
+    size = fields.within("size")
+    if size is None:
+        fields.fail(
+            "size", 'must be {"height": PIXELS, "width": PIXELS}. Correct the file or download it again'
+        )
+    for other in sorted(size.values.keys() - {"height", "width"}):
+        if size.given(other):
+            size.fail(other, "not supported; height and width are. Correct the file or download it again")
+    side = size.integer("height", high=_LONGEST)
+    if size.integer("width", high=_LONGEST) != side:
+        size.fail("width", f"must be the height, {side}: tiles are square. Use the checkpoint's own file")
+    return side
 
 
 def _edge(fields: Fields, name: str) -> int:

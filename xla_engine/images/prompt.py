@@ -1,18 +1,31 @@
-"""Prompts with pictures: `<image>` in a text becomes the tokens of all tiles of the next picture.
+"""Prompts with pictures: a mark in a text, as `<image>`, becomes the tokens of all tiles of the next picture.
 
-The text is expanded before it is tokenised, as in transformers (`processing_idefics3.py`), because some tokenizers
-merge the line ends around pictures. Places are found by position in the text, never by token id.
+The text is expanded before it is tokenised, as in transformers (`processing_{idefics3,gemma3}.py`), because some
+tokenizers merge the line ends around pictures. Places are found by position in the text, never by token id.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.images.processor import Grid
 from xla_engine.text.tokenizer import Tokenizer
 
-IMAGE = "<image>"
 _AROUND, _GLOBAL = "<fake_token_around_image>", "<global-img>"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How a family writes pictures.
+
+    mark: stands for a picture in a text. token: stands for each row of features in the expanded text.
+    heads: what is before each tile's run of tokens. tail: what is behind the last.
+    """
+
+    mark: str
+    token: str
+    heads: Callable[[Grid], list[str]]
+    tail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +67,43 @@ def image_prompt(
     grids: Sequence[Grid],
     image_seq_len: int,
     tokenizer: Tokenizer,
+    form: PromptForm,
     *,
     add_special_tokens: bool = True,
 ) -> ImagePrompt:
     """Expand and tokenise a prompt. grids: of its pictures. image_seq_len: tokens of a tile.
 
-    Raises InvalidRequestError unless the text has one `<image>` for each picture, and CheckpointError for a tokenizer
-    that does not know `<image>` as one token.
+    Raises InvalidRequestError unless the text has one mark for each picture, and CheckpointError for a tokenizer that
+    does not know the form's token as one.
     """
-    expanded, runs = expand(text, grids, image_seq_len)
+    expanded, runs = expand(text, grids, image_seq_len, form)
     ids, offsets = tokenizer.encode_with_offsets(expanded, add_special_tokens=add_special_tokens)
     index = {begin: at for at, (begin, end) in enumerate(offsets) if end > begin}
-    spans, width = [], len(IMAGE)
+    spans, width = [], len(form.token)
     for image, tile, place in runs:
         start = index.get(place, len(ids))
         wanted = [(at, at + width) for at in range(place, place + width * image_seq_len, width)]
         if list(offsets[start : start + image_seq_len]) != wanted:
             raise CheckpointError(
-                f"the tokenizer does not read {IMAGE} as one token. Use the checkpoint's own tokenizer files"
+                f"the tokenizer does not read {form.token} as one token. Use the checkpoint's own tokenizer files"
             )
         spans.append(Span(start=start, length=image_seq_len, image=image, tile=tile))
     return ImagePrompt(token_ids=tuple(ids), spans=tuple(spans))
 
 
-def expand(text: str, grids: Sequence[Grid], image_seq_len: int) -> tuple[str, list[tuple[int, int, int]]]:
-    """The expanded text, and for each tile its picture, its index and the character where its first `<image>` is."""
-    pieces = text.split(IMAGE)
+def expand(
+    text: str, grids: Sequence[Grid], image_seq_len: int, form: PromptForm
+) -> tuple[str, list[tuple[int, int, int]]]:
+    """The expanded text, and for each tile its picture, its index and the character where its run begins."""
+    mark, token = form.mark, form.token
+    if token != mark and token in text:
+        raise InvalidRequestError(
+            f"the prompt has {token}, which stands for features of pictures. Write {mark} where a picture is"
+        )
+    pieces = text.split(mark)
     if len(pieces) != len(grids) + 1:
         raise InvalidRequestError(
-            f"the prompt has {len(pieces) - 1} {IMAGE} and {len(grids)} pictures. Write one {IMAGE} for each "
+            f"the prompt has {len(pieces) - 1} {mark} and {len(grids)} pictures. Write one {mark} for each "
             "picture, and nowhere else"
         )
     parts, length = [pieces[0]], len(pieces[0])
@@ -94,11 +115,11 @@ def expand(text: str, grids: Sequence[Grid], image_seq_len: int) -> tuple[str, l
         length += len(part)
 
     for image, (grid, after) in enumerate(zip(grids, pieces[1:], strict=True)):
-        for tile, head in enumerate(_heads(grid)):
+        for tile, head in enumerate(form.heads(grid)):
             add(head)
             runs.append((image, tile, length))
-            add(IMAGE * image_seq_len)
-        add(_AROUND)
+            add(token * image_seq_len)
+        add(form.tail)
         add(after)
     return "".join(parts), runs
 
@@ -111,3 +132,17 @@ def _heads(grid: Grid) -> list[str]:
         for column in range(grid.columns)
     ]
     return [*heads, ("\n\n" if heads else "") + _AROUND + _GLOBAL]
+
+
+IDEFICS3 = PromptForm("<image>", "<image>", _heads, _AROUND)
+GEMMA3 = PromptForm(
+    "<start_of_image>",
+    "<image_soft_token>",
+    lambda grid: ["\n\n<start_of_image>"] * grid.tiles,
+    "<end_of_image>\n\n",
+)
+
+
+def prompt_form(model_type: str) -> PromptForm:
+    """The form of a family with this `model_type`."""
+    return GEMMA3 if model_type == "gemma3" else IDEFICS3

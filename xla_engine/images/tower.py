@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from xla_engine.config import EngineConfig
 from xla_engine.images.processor import read_image_processor
 from xla_engine.model_loader.describe import ModelDescription
-from xla_engine.model_loader.vision import load_vision
+from xla_engine.model_loader.vision import load_vision, read_vision
+from xla_engine.runner.features import too_few_lanes
 from xla_engine.runner.program_key import cores
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.utils.extras import install
@@ -34,6 +35,9 @@ def why_no_pictures(model: ModelDescription) -> str | None:
         why = f"{directory} has no {_FILES[0]}; add the file"
     if why is None and find_spec("PIL") is None:
         why = f"they need Pillow: {install('images')}"
+    if why is None:
+        vision = read_vision(model.files.config_fields(), model.family, model.config.hidden_size)
+        why = too_few_lanes(vision, options)
     return None if why is None else f"this engine reads no pictures: {why}"
 
 

@@ -171,7 +171,8 @@ class Dispatch:
         saves: states of recurrent layers to save between the calls.
         """
         found = []
-        for call, due in prefill_calls(chunks, lane_choices[-1], saves):
+        joined = () if self._features is None else self._features.joined(chunks)
+        for call, due in prefill_calls(chunks, lane_choices[-1], saves, joined):
             found.append(self._prefill(call, settings, lane_choices, key_choices))
             self._state_moves.save(due)
         return tuple(found)

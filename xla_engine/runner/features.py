@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.runner.vision_tower import VisionTower
@@ -26,6 +27,18 @@ def tile_bytes(config: VisionConfig) -> int:
 def places_within(config: VisionConfig, num_bytes: int) -> int:
     """The tiles of a buffer with this room, one at least."""
     return max(num_bytes // tile_bytes(config), 1)
+
+
+def too_few_lanes(vision: VisionConfig, config: EngineConfig) -> str | None:
+    """Why no prefill call has room for a tile whose positions see each other, and what to do; None if one has."""
+    needed = -(-vision.tokens // config.chunk_size)
+    if not vision.averages or needed <= config.prefill_lanes[-1]:
+        return None
+    return (
+        f"the {vision.tokens} tokens of a picture run in one prefill call, and the largest has "
+        f"{config.prefill_lanes[-1]} lanes of chunk_size {config.chunk_size}; raise the last of prefill_lanes to "
+        f"{needed}"
+    )
 
 
 class FeatureBuffer:
@@ -74,6 +87,19 @@ class FeatureBuffer:
                 begin = place * self._tokens + row
                 found[lane, at : at + length] = np.arange(begin, begin + length, dtype=np.int32)
         return found
+
+    @property
+    def group(self) -> int | None:
+        """Positions of a tile that see each other in both directions; None if all see only what is before them."""
+        return self._tokens if self.tower.config.averages else None
+
+    def joined(self, chunks: Sequence[Chunk]) -> frozenset[int]:
+        """Indices of chunks that run in the call of the chunk before, because they go on with its group."""
+        return frozenset(
+            index
+            for index, chunk in enumerate(chunks)
+            if self.group and chunk.features and chunk.features[0].at == 0 and chunk.features[0].row > 0
+        )
 
     def close(self) -> None:
         """Free the buffer and the tower's programs."""

@@ -55,13 +55,14 @@ def make_programs(
     device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
     features: jax.Array | None = None,
+    group: int | None = None,
 ) -> list[Program]:
     """All programs of one engine. Only the shapes of the arrays matter.
 
     buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
-    features: the feature buffer, which prefill reads; None without a vision tower.
+    features: the feature buffer, which prefill reads; None without a vision tower. group: see `FeatureBuffer`.
     saved: the room for saved states of recurrent layers; empty: none are saved.
 
     Row state and lanes are packed (`graphs.row_state.packing`) between programs.
@@ -86,7 +87,13 @@ def make_programs(
         decode = functools.partial(decode_step, spec, bucket, processed_logprobs=processed)
         add(decode_name(bucket), decode, scheduled)
         prefill = functools.partial(
-            prefill_chunk, spec, bucket, config.head_rows, processed_logprobs=processed, taps=taps
+            prefill_chunk,
+            spec,
+            bucket,
+            config.head_rows,
+            processed_logprobs=processed,
+            taps=taps,
+            group=group,
         )
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes)

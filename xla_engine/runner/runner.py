@@ -35,7 +35,7 @@ from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import Devices
 from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
-from xla_engine.runner.features import FeatureBuffer
+from xla_engine.runner.features import FeatureBuffer, too_few_lanes
 from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -89,6 +89,8 @@ class Runner:
         """
         self.features: FeatureBuffer | None = None
         if tower is not None:
+            if (why := too_few_lanes(tower.config, config)) is not None:
+                raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
         # As resolved, it tells whether there is a buffer.
         kept = None if self.features is None else self.features.rows.nbytes
@@ -448,6 +450,7 @@ class Runner:
         same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
         same["features"] = None if self.features is None else self.features.rows
+        same["group"] = None if self.features is None else self.features.group
         make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
         whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved, **same)
         if devices.is_one:

@@ -1,6 +1,6 @@
 """Saves the recurrent state of slots on the device, and restores it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,17 +48,21 @@ class StateMoves:
 
 
 def prefill_calls(
-    chunks: Sequence[Chunk], most: int, saves: Sequence[SavedState]
+    chunks: Sequence[Chunk], most: int, saves: Sequence[SavedState], joined: Collection[int] = ()
 ) -> Iterator[tuple[Sequence[Chunk], list[SavedState]]]:
     """The chunks of each prefill call, at most `most`, and the states to save after it.
 
     A state exists at the end of a call alone, so a prompt's next chunk after a saved state is in another call.
+    joined: indices of chunks that run in the call of the chunk before.
     """
     wanted = {(each.slot.index, each.length): each for each in saves}
     begin, due = 0, list[SavedState]()
     for at, chunk in enumerate(chunks):
         follows = any(each.slot == chunk.slot for each in due)
         if at - begin == most or follows:
+            while at in joined:
+                at -= 1
+            assert at > begin, "a call has too few lanes for a picture"
             yield chunks[begin:at], due
             begin, due = at, []
         if (save := wanted.get((chunk.slot.index, chunk.start + len(chunk.tokens)))) is not None:

@@ -340,10 +340,16 @@ CASES |= {
         0.3,
         sighted(shape(36, 6, 2), 3, image_size=20, patch_size=3, **tower(40, 56, 5)),
     ),
-    "gemma3_vision": (
+    "gemma3_vision": (  # a picture is longer than a window
         "Gemma3ForConditionalGeneration",
         0.3,
-        beside("siglip_vision_model", CASES["gemma3"][2]) | {"mm_tokens_per_image": 4},
+        {
+            "text_config": {"vocab_size": VOCABULARY, **CASES["gemma3"][2]},
+            "vision_config": {"model_type": "siglip_vision_model", "image_size": 40, "patch_size": 4}
+            | {"num_hidden_layers": 2, "vision_use_head": False, **tower(36, 44, 3)},
+            "mm_tokens_per_image": 25,
+            "image_token_index": VOCABULARY - 1,
+        },
     ),
     "mistral3_vision": (
         "Mistral3ForConditionalGeneration",
@@ -488,12 +494,14 @@ def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarra
 @torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
-    if not isinstance(model, (transformers.Idefics3PreTrainedModel, transformers.SmolVLMPreTrainedModel)):
+    kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
+    if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return {}
     side = model.config.vision_config.image_size
     tiles = np.random.default_rng(seed).integers(0, 256, (2, side, side, 3), dtype=np.uint8)
     pixels = torch.from_numpy(tiles.transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1)
-    found = model.model.get_image_features(pixel_values=pixels[:, None])
+    gemma = model.config.model_type == "gemma3"
+    found = model.model.get_image_features(pixel_values=pixels if gemma else pixels[:, None])
     return {"tiles": tiles, "features": torch.stack(list(found.pooler_output)).numpy()}
 
 

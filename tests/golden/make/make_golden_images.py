@@ -4,15 +4,15 @@
 
 Run with the `oracle` extra and Pillow installed. Pictures are saved without loss, so that no version of a codec
 changes a bit. `golden.json` holds, for each picture of `pictures()`, its rows and columns of tiles, digests of the
-uint8 tiles and the float32 pixels; and for each prompt of `PROMPTS`, its token ids. It imports nothing of this
-package, and transformers only in `golden`.
+uint8 tiles and the float32 pixels; and for each prompt of `PROMPTS`, its token ids. The same under `gemma3`, of every
+eighth picture. It imports nothing of this package, and transformers only in `golden`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "bicubic": {"size": {"longest_edge": 70}, "max_image_size": {"longest_edge": 28}, "resample": 3},
 }
+GEMMA3: dict[str, dict[str, Any]] = {
+    "gemma3": {"size": {"height": 28, "width": 28}},
+    "gemma3 larger": {"size": {"height": 112, "width": 112}},
+    "gemma3 bicubic": {"size": {"height": 56, "width": 56}, "resample": 3},
+}
 IMAGE_SEQ_LEN = 4
 # Prompts and the sizes of their pictures, for the processor `small`.
 PROMPTS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
@@ -50,6 +55,12 @@ PROMPTS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
     ("a\n<image>\n\nb<image><image> c", ((10, 40), (1, 1), (160, 90))),
     ("no picture", ()),
     ("é<image>ü\n", ((300, 200),)),
+)
+
+
+GEMMA3_PROMPTS = tuple(
+    (text.replace("<image>", "<start_of_image>"), sizes)
+    for text, sizes in (*PROMPTS, ("\n<image>\n\n\n<image>", ((5, 5), (9, 9))))
 )
 
 
@@ -91,7 +102,9 @@ def saved(image: Image.Image, form: str, orientation: int) -> bytes:
     return file.getvalue()
 
 
-def pictures(first: int = 0, step: int = 1) -> Iterator[tuple[str, str, bytes]]:
+def pictures(
+    first: int = 0, step: int = 1, processors: Iterable[str] = PROCESSORS
+) -> Iterator[tuple[str, str, bytes]]:
     """Name, processor and file of each picture: every size in every mode, formats and orientations in turn.
 
     first, step: which of them.
@@ -99,7 +112,7 @@ def pictures(first: int = 0, step: int = 1) -> Iterator[tuple[str, str, bytes]]:
     seed = 0
     for size in SIZES:
         for mode in MODES:
-            for processor in PROCESSORS:
+            for processor in processors:
                 seed += 1
                 if (seed - 1) % step != first:
                     continue
@@ -125,7 +138,9 @@ def tokenizer() -> Any:
     made.decoder = decoders.ByteLevel()
     around = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
     places = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
-    made.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in around + places])
+    gemma3 = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    special = around + places + gemma3
+    made.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in special])
     return made
 
 
@@ -142,29 +157,64 @@ def golden() -> dict[str, Any]:
         processor = processors[kind]
         pixels = processor(upright, return_tensors="np", return_row_col_info=True)
         bytes_only = processor(upright, return_tensors="np", do_rescale=False, do_normalize=False)
-        tiles = bytes_only["pixel_values"][0].transpose(0, 2, 3, 1)
-        as_bytes = tiles.astype(np.uint8)
-        assert (as_bytes == tiles).all()
-        values = pixels["pixel_values"][0].transpose(0, 2, 3, 1)
-        assert values.dtype == np.float32
-        found.append([name, pixels["rows"][0][0], pixels["cols"][0][0], digest(as_bytes), digest(values)])
+        tiles = digests(bytes_only["pixel_values"][0], pixels["pixel_values"][0])
+        found.append([name, pixels["rows"][0][0], pixels["cols"][0][0], *tiles])
     backend = PreTrainedTokenizerFast(tokenizer_object=tokenizer())
     whole = Idefics3Processor(processors["small"], backend, image_seq_len=IMAGE_SEQ_LEN)
-    prompts = []
-    for seed, (text, sizes) in enumerate(PROMPTS):
+    return {"pictures": found, "prompts": token_ids(whole, PROMPTS), "gemma3": golden_gemma3()}
+
+
+def golden_gemma3(step: int = 8) -> dict[str, Any]:
+    """step: which pictures, as in `pictures`."""
+    from PIL import ImageOps
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    processors = {name: Gemma3ImageProcessorPil(**fields) for name, fields in GEMMA3.items()}
+    found = []
+    for name, kind, data in pictures(0, step, GEMMA3):
+        upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        pixels = processors[kind](upright, return_tensors="np")["pixel_values"]
+        bytes_only = processors[kind](upright, return_tensors="np", do_rescale=False, do_normalize=False)
+        found.append([name, *digests(bytes_only["pixel_values"], pixels)])
+    marks = {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    }
+    backend = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=marks)
+    whole = Gemma3Processor(processors["gemma3"], backend, image_seq_length=IMAGE_SEQ_LEN)
+    return {"pictures": found, "prompts": token_ids(whole, GEMMA3_PROMPTS)}
+
+
+def digests(as_bytes: np.ndarray, values: np.ndarray) -> tuple[str, str]:
+    """Of tiles `[tiles, 3, side, side]` in bytes, and of what a tower reads."""
+    tiles = as_bytes.astype(np.uint8)
+    assert (tiles == as_bytes).all() and values.dtype == np.float32
+    return digest(tiles.transpose(0, 2, 3, 1)), digest(values.transpose(0, 2, 3, 1))
+
+
+def token_ids(processor: Any, prompts: Any) -> list[list[int]]:
+    found = []
+    for seed, (text, sizes) in enumerate(prompts):
         images = [picture(seed, "RGB", size) for size in sizes]
         given = {"images": [images]} if images else {}
-        prompts.append(whole(text=[text], **given)["input_ids"][0])
-    return {"pictures": found, "prompts": [list(map(int, ids)) for ids in prompts]}
+        found.append(list(map(int, processor(text=[text], **given)["input_ids"][0])))
+    return found
+
+
+def _listed(made: dict[str, Any]) -> str:
+    """Pictures and prompts as JSON, one a line."""
+    rows, prompts = (",\n".join(map(json.dumps, made[name])) for name in ("pictures", "prompts"))
+    return f'"pictures": [\n{rows}\n],\n"prompts": [\n{prompts}\n]'
 
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     tokenizer().save(str(GOLDEN / "tokenizer.json"), pretty=False)
     made = golden()
-    rows = ",\n".join(json.dumps(each) for each in made["pictures"])
-    prompts = ",\n".join(json.dumps(each) for each in made["prompts"])
-    text = f'{{"pictures": [\n{rows}\n],\n"prompts": [\n{prompts}\n]}}\n'
+    text = f'{{{_listed(made)},\n"gemma3": {{{_listed(made["gemma3"])}}}}}\n'
     (GOLDEN / "golden.json").write_text(text)
     print(f"{len(made['pictures'])} pictures, {len(text)} bytes")
 

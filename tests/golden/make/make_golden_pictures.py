@@ -1,45 +1,62 @@
 """Greedy tokens of prompts with pictures: `python make_golden_pictures.py`, with torch and transformers.
 
-Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles of
-golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between the two likeliest.
+Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles (or
+of the first) of golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between
+the two likeliest.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-FAMILIES = {"idefics3": "Idefics3ForConditionalGeneration", "smolvlm": "SmolVLMForConditionalGeneration"}
+FAMILIES = {
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+    "gemma3_vision": "Gemma3ForConditionalGeneration",
+}
 GOLDEN = Path(__file__).parents[1]
 NEW_TOKENS = 48
 
 
 @torch.no_grad()
-def tokens_of(name: str) -> dict[str, object]:
+def tokens_of(name: str, count: int) -> dict[str, object]:
     directory = GOLDEN / "families" / name
     kind = getattr(transformers, FAMILIES[name])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    tiles = np.load(directory / "golden.npz")["tiles"]
-    pixels = torch.from_numpy(tiles.transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1)[None]
-    config = model.config
-    length = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
-    image, starts = config.image_token_id, [3, 3 + length + 4]
-    ids = [7 + at % 11 for at in range(starts[1] + length + 6)]
+    tiles = np.load(directory / "golden.npz")["tiles"][:count]
+    pixels = torch.from_numpy(tiles.transpose(0, 3, 1, 2).astype(np.float32) / 127.5 - 1)
+    config, gemma = model.config, name.startswith("gemma3")
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    length = config.mm_tokens_per_image if gemma else (side // config.scale_factor) ** 2
+    image, starts = config.image_token_id, [3, 3 + length + 4][:count]
+    ids = [7 + at % 11 for at in range(starts[-1] + length + 6)]
     for start in starts:
         ids[start : start + length] = [image] * length
     sequence, gaps = torch.tensor([ids]), []
     for _ in range(NEW_TOKENS):
         # A generated <image> has no picture, so features go in before the text model and not by token id.
         embedded = model.get_input_embeddings()(sequence)
-        found = model.model.get_image_features(pixel_values=pixels)
-        features = torch.cat(list(found.pooler_output)).reshape(2, length, -1)
+        found = model.model.get_image_features(pixel_values=pixels if gemma else pixels[None])
+        features = torch.cat(list(found.pooler_output)).reshape(count, length, -1)
         for start, each in zip(starts, features, strict=True):
             embedded[0, start : start + length] = each
-        states = model.model.text_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        text = model.model.language_model if gemma else model.model.text_model
+        masks = {"attention_mask": both_ways(config, embedded, starts, length)} if gemma else {}
+        states = text(inputs_embeds=embedded, use_cache=False, **masks).last_hidden_state
+        if gemma and not gaps:  # as the whole model reads them
+            types = torch.tensor(
+                [[any(0 <= at - start < length for start in starts) for at in range(len(ids))]]
+            )
+            whole = model(
+                input_ids=sequence, pixel_values=pixels, token_type_ids=types.long(), use_cache=False
+            )
+            assert torch.allclose(whole.logits[0, -1], model.lm_head(states[0, -1]), atol=1e-4)
         best = model.lm_head(states[0, -1]).topk(2)
         gaps.append(float(best.values[0] - best.values[1]))
         sequence = torch.cat([sequence, best.indices[None, :1]], 1)
@@ -47,8 +64,19 @@ def tokens_of(name: str) -> dict[str, object]:
     return {"prompt": ids, "starts": starts, "length": length, "tokens": tokens, "smallest_gap": min(gaps)}
 
 
+def both_ways(config: Any, embedded: torch.Tensor, starts: list[int], length: int) -> Any:
+    """The masks with which the tokens of a picture see each other, by position."""
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    blocks = torch.full(embedded.shape[:2], -1)
+    for number, start in enumerate(starts):
+        blocks[0, start : start + length] = number
+    return create_masks_for_vision_model(config.text_config, embedded, None, None, None, blocks)
+
+
 if __name__ == "__main__":
-    made = {name: tokens_of(name) for name in FAMILIES}
+    made = {name: tokens_of(name, 2) for name in FAMILIES}
+    made["gemma3_vision, one picture"] = tokens_of("gemma3_vision", 1)
     (GOLDEN / "images" / "tokens.json").write_text(json.dumps(made) + "\n")
     for name, each in made.items():
         print(name, each["smallest_gap"], len(set(each["tokens"])), "distinct tokens")  # type: ignore[arg-type]

@@ -96,6 +96,29 @@ class Family:
     vision: Mapping[str, tuple[str, ...]] | None = None
 
 
+def siglip(tower: str) -> dict[str, tuple[str, ...]]:
+    """The tensors of a SigLIP tower by leaf. tower: prefix of their names."""
+    layer = tower + "encoder.layers.{index}."
+
+    def with_bias(leaf: str, *names: str) -> dict[str, tuple[str, ...]]:
+        return {
+            leaf: tuple(f"{name}.weight" for name in names),
+            f"{leaf}_bias": tuple(f"{name}.bias" for name in names),
+        }
+
+    return {
+        **with_bias("patch", f"{tower}embeddings.patch_embedding"),
+        "positions": (f"{tower}embeddings.position_embedding.weight",),
+        **with_bias("norm1", f"{layer}layer_norm1"),
+        **with_bias("qkv", *(f"{layer}self_attn.{part}_proj" for part in "qkv")),
+        **with_bias("output", f"{layer}self_attn.out_proj"),
+        **with_bias("norm2", f"{layer}layer_norm2"),
+        **with_bias("up", f"{layer}mlp.fc1"),
+        **with_bias("down", f"{layer}mlp.fc2"),
+        **with_bias("final_norm", f"{tower}post_layernorm"),
+    }
+
+
 def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
     """The text decoder of a vision-language checkpoint; vision weights are not read."""
     beside = {

@@ -1,10 +1,10 @@
-"""Gemma 1, 2 and 3 (text): scaled embeddings, GeGLU, norm weights stored minus one; later caps, windows, more
-norms."""
+"""Gemma 1, 2 and 3: scaled embeddings, GeGLU, norm weights stored minus one; later caps, windows, more norms; Gemma 3
+also with a SigLIP tower."""
 
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.model_loader.families.family import ACTIVATIONS, Family, within_vision_model
+from xla_engine.model_loader.families.family import ACTIVATIONS, Family, siglip, within_vision_model
 from xla_engine.model_loader.families.llama import ATTENTION, HEAD_NORMS, MLP, MODEL, PRE_NORMS
 from xla_engine.model_loader.families.windows import all_but_each, sliding
 from xla_engine.model_loader.json_fields import Fields
@@ -85,4 +85,11 @@ GEMMA3 = replace(
     rope_theta=1e6,
     rope_local=True,
 )
-GEMMA3_VISION = within_vision_model(GEMMA3, "Gemma3ForConditionalGeneration", "gemma3")
+GEMMA3_VISION = replace(
+    within_vision_model(GEMMA3, "Gemma3ForConditionalGeneration", "gemma3"),
+    vision={
+        **siglip("vision_tower.vision_model."),
+        "soft_norm": ("multi_modal_projector.mm_soft_emb_norm.weight",),
+        "projection": ("multi_modal_projector.mm_input_projection_weight",),
+    },
+)

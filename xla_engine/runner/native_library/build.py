@@ -31,7 +31,9 @@ _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
     **{
-        f"attention_{kind}": tuple(f"{each}_{kind}" for each in (attention.TARGET, attention.ZEROS))
+        f"attention_{kind}": tuple(
+            f"{each}_{kind}" for each in (attention.TARGET, attention.REACHING, attention.ZEROS)
+        )
         for kind in attention.KINDS
     },
     "sampler": (SAMPLE, PROCESS, LOGPROBS),
