@@ -39,7 +39,8 @@ class SchedulerConfig(Immutable):
     preemption: a request may take the slot of one that is behind it in line; see `Scheduler.preempt`.
     swap_tokens: tokens of parked requests that fit into host memory.
     recompute_tokens: requests of up to this many tokens are recomputed instead of parked, if that is exact.
-    feature_places: tiles whose features fit into the feature buffer; 0: requests have no pictures.
+    feature_places: of the feature buffer; 0: requests have no pictures. feature_place_tokens: prompt tokens whose
+        features fit into a place; those of a tile take as many places as they need.
     whole_tiles: a tile's positions see each other, so they are prefilled in one call, and no prefix ends among them.
     encode_stages: of the vision tower, for one tile. encode_slice: how many run in a step in which rows decode.
     stores_blocks: plans say which blocks to copy out of the pool: those that a second request shares.
@@ -69,6 +70,7 @@ class SchedulerConfig(Immutable):
     stores_blocks: bool = False
     feature_places: int = 0
     whole_tiles: bool = False
+    feature_place_tokens: int = 1 << 30
     encode_stages: int = 1
     encode_slice: int = 1
 
@@ -85,6 +87,7 @@ class SchedulerConfig(Immutable):
             "mamba_cache_states",
             "num_blocks",
             "quantum",
+            "feature_place_tokens",
             "encode_stages",
             "encode_slice",
         ):

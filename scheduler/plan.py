@@ -24,7 +24,7 @@ class Slot(Immutable):
 
 class FeatureSpan(NamedTuple):
     """`length` positions of a chunk, from its position `at` on, read features instead of embeddings of their tokens:
-    those of the tile at `place` of the feature buffer, from its row `row` on."""
+    those at `place` of the feature buffer, from its row `row` on."""
 
     at: int
     place: int
@@ -33,17 +33,17 @@ class FeatureSpan(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """Stages `begin` to `end` of the vision tower for one tile; after the last, its features are at `place` of the
-    feature buffer. Only one tile is encoded at a time; stages of another may follow at 0 only.
+    """Stages `begin` to `end` of the vision tower for one tile; after the last, its features are at `places` of the
+    feature buffer, in this order. Only one tile is encoded at a time; stages of another may follow at 0 only.
 
-    tile: uint8 `[side, side, 3]`.
+    tile: uint8 `[height, width, 3]`.
     """
 
     request_id: str
     tile: Any
     begin: int
     end: int
-    place: int
+    places: tuple[int, ...]
 
 
 class Chunk(NamedTuple):

@@ -82,10 +82,12 @@ class Scheduler:
         """
         if (why := self.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
             raise ValueError(f"request {request.request_id!r} can never run: {why}")
-        if (tiles := sum(len(image.spans) for image in request.images)) > self.config.feature_places:
+        size = self.config.feature_place_tokens
+        places = sum(-(-length // size) for image in request.images for _, length in image.spans)
+        if places > self.config.feature_places:
             raise ValueError(
-                f"request {request.request_id!r} can never run: it has {tiles} tiles, and the feature buffer has room "
-                f"for {self.config.feature_places}"
+                f"request {request.request_id!r} can never run: its pictures need {places} places of the feature "
+                f"buffer, which has {self.config.feature_places}"
             )
         if request.request_id in self._states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")

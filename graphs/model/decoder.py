@@ -7,7 +7,7 @@ flax.nnx describes the parameters. A graph receives them as a flat list of leave
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
@@ -111,11 +111,19 @@ class Decoder(nnx.Module):
             x = lax.optimization_barrier(x * multiplier)  # rounded separately, like the scales in `looked_up`
         return x
 
-    def through(self, x: jax.Array, call: Call) -> Iterator[jax.Array]:
-        """The residual stream `x [N, D]` before each layer and after the last."""
+    def through(
+        self, x: jax.Array, call: Call, added: Sequence[tuple[jax.Array, jax.Array]] = ()
+    ) -> Iterator[jax.Array]:
+        """The residual stream `x [N, D]` before each layer and after the last.
+
+        added: for each of the first layers, the rows bool `[N, 1]` to which `[N, D]` is added after it.
+        """
         yield x
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             x = layer(x, call)
+            if index < len(added):
+                rows, more = added[index]
+                x = jnp.where(rows, x + more, x)
             yield x
 
     def normed(self, x: jax.Array) -> jax.Array:

@@ -41,7 +41,8 @@ def decode_step(
     rows = rows.with_tables(tables)
     live = scheduled & (rows.remaining > 0)
     model = spec.merge(weights)
-    angles = rope[:, rows.length]  # [K, B, 2, Dh/2]
+    position = rows.length if rows.turn is None else rows.length + rows.turn
+    angles = rope[:, position]  # [K, B, 2, Dh/2]
     updated, where = list(cache), places(spec)
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:

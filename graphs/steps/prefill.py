@@ -45,6 +45,8 @@ class Lanes:
     adapter: i32 `[P]`, as in `Rows`, for all lanes; None in an engine without adapters.
     feature: i32 `[P, T]`, the row of the feature buffer that takes the place of the token's embedding; -1: none. None
         in an engine without pictures.
+    positions: i32 `[P, T, 3]`, each token's position in time, rows and columns, by which its key and query turn; None:
+        all are its place in the slot. turn: i32 `[P]`, as in `Rows`, or None.
     """
 
     tokens: jax.Array
@@ -60,6 +62,8 @@ class Lanes:
     whole: jax.Array | None = None
     adapter: jax.Array | None = None
     feature: jax.Array | None = None
+    positions: jax.Array | None = None
+    turn: jax.Array | None = None
 
 
 def prefill_chunk(
@@ -77,15 +81,18 @@ def prefill_chunk(
     processed_logprobs: bool = False,
     taps: tuple[int, ...] = (),
     group: int | None = None,
+    axes: tuple[int, ...] = (),
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and activates its row.
 
     Static: `spec`; `key_length`, the bucket of keys attended to, at least the end of every lane; `head_rows >= P`, the
     rows of output head and sampler, the same in every prefill graph so that no bit depends on the number of lanes;
-    `processed_logprobs`, see `sample`; `taps`, layers; `group`, see below.
+    `processed_logprobs`, see `sample`; `taps`, layers; `axes`, which of `Lanes.positions` each of Dh/2 angles is of;
+    `group`, see below.
     group: rows of a tile in the feature buffer, if a tile's positions see each other; they must all be in this call.
         None: no position sees what follows.
-    features: the feature buffer f32 `[R, D]`, for `Lanes.feature`.
+    features: the feature buffer f32 `[R, (1 + d) D]`, for `Lanes.feature`: what takes an embedding's place, and what
+    is added to the residual stream after each of the first d layers (DeepStack, Meng et al. 2024).
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that do not complete a prompt), the most
     likely tokens as packed by `graphs.sampling.logprobs.logprobs`, and the residual stream after the last layer f32
     `[P * T, D]`, arbitrary at positions that are not read. With taps, also the residual stream before these layers,
@@ -109,6 +116,7 @@ def prefill_chunk(
         adapter=lanes.adapter,
         read=None if lanes.whole is None else _read(lanes),
         reach=None if group is None else _reach(lanes, group),
+        angles=None if lanes.positions is None else _grid_angles(rope, lanes.positions, axes),
     )
     final = behind_last(streams[-1], lanes.count)
     length = lanes.start + lanes.count
@@ -140,8 +148,11 @@ def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
 
     def hidden(tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
         x = model.embedded(tokens, call.products)
-        x = jnp.where((row >= 0)[:, None], features[jnp.maximum(row, 0)], x)
-        return model.through(x, call)
+        found = features[jnp.maximum(row, 0)]
+        seen, width = (row >= 0)[:, None], x.shape[1]
+        x = jnp.where(seen, found[:, :width], x)
+        more = [found[:, at : at + width] for at in range(width, found.shape[1], width)]
+        return model.through(x, call, [(seen, each) for each in more])
 
     return hidden
 
@@ -151,6 +162,13 @@ def _reach(lanes: Lanes, group: int) -> jax.Array:
     assert lanes.feature is not None
     position = lanes.start[:, None] + jnp.arange(lanes.tokens.shape[1], dtype=jnp.int32)
     return jnp.where(lanes.feature >= 0, position + group - lanes.feature % group, position + 1)
+
+
+def _grid_angles(rope: jax.Array, positions: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Cosines and sines `[K, P, T, 2, Dh/2]`, where angle i is of the position on axis `axes[i]`; `[P, T, 3]`."""
+    each = rope[:, jnp.minimum(positions, rope.shape[1] - 1)]  # [K, P, T, 3, 2, Dh/2]
+    axis = jnp.asarray(axes, jnp.int32)
+    return jnp.where(axis == 0, each[:, :, :, 0], jnp.where(axis == 1, each[:, :, :, 1], each[:, :, :, 2]))
 
 
 def through_layers(
@@ -168,6 +186,7 @@ def through_layers(
     adapter: jax.Array | None = None,
     read: jax.Array | None = None,
     reach: jax.Array | None = None,
+    angles: jax.Array | None = None,
 ) -> tuple[KVCache, list[jax.Array]]:
     """Feed `lanes` of `tokens i32 [P, T]` through all layers.
 
@@ -175,11 +194,13 @@ def through_layers(
     pending: receives, by store, the inputs of recurrent layers, whose state then does not change; None: it changes.
     adapter: i32 `[P]`, as in `Rows`; None: none.
     read: the rows that are read after the last layer, bool `[P * T]`; None: all. reach: as in `AttentionCall`.
+    angles: cosines and sines of the tokens, `[K, P, T, 2, Dh/2]`; None: those of their places in the slot.
     Returns the cache, and the residual stream before each layer and after the last, f32 `[P * T, D]`.
     """
     (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
-    position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
-    angles = rope[:, position]  # [K, P, T, 2, Dh/2]
+    if angles is None:
+        position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
+        angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (count > 0) & (start == 0) if clears else None
     updated: KVCache = [
         spec.attention.clear_values(store, slot, fresh)
@@ -265,6 +286,7 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
         history=rows.history,
         sampling=lanes.sampling,
         adapter=lanes.adapter,
+        turn=lanes.turn,
     )
     armed = advance(
         fresh,

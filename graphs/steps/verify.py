@@ -124,6 +124,10 @@ def verify_rows(
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
     pending: dict[int, Pending] | None = {} if width > 1 else None  # with width 1, every token is kept
     extents = Extents(slot, length, fed)
+    angles = None
+    if own.turn is not None:
+        turned = (length + own.turn)[:, None] + place
+        angles = rope[:, jnp.minimum(turned, rope.shape[1] - 1)]  # [K, P, W, 2, Dh/2]
     updated, streams = through_layers(
         spec,
         key_length,
@@ -135,6 +139,7 @@ def verify_rows(
         extents,
         pending=pending,
         adapter=own.adapter,
+        angles=angles,
     )
     logits = model.logits(streams[-1], products.for_rows(used.reshape(-1)))  # of P * W rows
     position = length[:, None] + place  # of the fed tokens, [P, W]

@@ -1,1 +1,1 @@
-"""The vision towers of Idefics3, SmolVLM and Gemma 3."""
+"""The vision towers of Idefics3, SmolVLM, Gemma 3 and Qwen3-VL."""

@@ -95,5 +95,15 @@ class VisionConfig:
         return side * side
 
     @property
+    def place_tokens(self) -> int:
+        """Tokens of a place of the feature buffer, which has one tile."""
+        return self.tokens
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of a token in the feature buffer."""
+        return self.text_size
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads

@@ -1,6 +1,6 @@
 """Plans the vision tower's work, and where the features of tiles lie in the device's feature buffer.
 
-The buffer has places for `places` tiles. A tile's features stay in their place until it is needed for another tile:
+A tile's features take one or several places of the buffer, and stay there until these are needed for another tile:
 the least recently used makes room, unless a prompt that is being prefilled still reads it. So several questions about
 one picture encode it once. Tiles are known by cache salt and the picture's digest, so no tenant learns from the time
 to first token what others have sent.
@@ -26,18 +26,19 @@ class Features:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages, self._slice = config.encode_stages, config.encode_slice
-        self._num_places = config.feature_places
+        self._size, self._num_places = config.feature_place_tokens, config.feature_places
         self.forget()
 
     def forget(self) -> None:
         """Free all places. No request may need features."""
-        self._places: dict[Key, int] = {}  # least recently used first
+        self._places: dict[Key, tuple[int, ...]] = {}  # least recently used first
         self._free = list(range(self._num_places))[::-1]
-        self._current: tuple[Key, int, int] | None = None  # its place, and the stages that are planned
+        # The tile that is being encoded, its places, and the stages that are planned.
+        self._current: tuple[Key, tuple[int, ...], int] | None = None
 
     def has_all(self, request: Request) -> bool:
         """Whether the features of all of a request's tiles are in the buffer, or planned. Counts as a use."""
-        keys = [key for key, _ in _tiles(request)]
+        keys = [key for key, _, _ in _tiles(request)]
         for key in keys:
             if key in self._places:
                 self._places[key] = self._places.pop(key)
@@ -49,48 +50,61 @@ class Features:
         readers: the requests that are being prefilled. shares: others decode in this step, so only one slice runs;
         otherwise one whole tile.
         """
-        key, tile = next((key, tile) for key, tile in _tiles(request) if key not in self._places)
+        key, tile, length = next(each for each in _tiles(request) if each[0] not in self._places)
         if self._current is None or self._current[0] != key:
             if self._current is not None:  # the request that wanted it is gone, or no longer first
-                self._free.append(self._current[1])
+                self._free.extend(self._current[1])
                 self._current = None
-            kept = {key for reader in (request, *readers) for key, _ in _tiles(reader)}
-            if (place := self._take(kept)) is None:
+            kept = {key for reader in (request, *readers) for key, _, _ in _tiles(reader)}
+            if (places := self._take(kept, -(-length // self._size))) is None:
                 return None
-            self._current = (key, place, 0)
-        _, place, begin = self._current
+            self._current = (key, places, 0)
+        _, places, begin = self._current
         end = min(begin + self._slice, self._stages) if shares else self._stages
         if end == self._stages:
-            self._places[key], self._current = place, None
+            self._places[key], self._current = places, None
         else:
-            self._current = (key, place, end)
-        return Encode(request.request_id, tile, begin, end, place)
+            self._current = (key, places, end)
+        return Encode(request.request_id, tile, begin, end, places)
 
     def spans(self, request: Request, start: int, stop: int) -> tuple[FeatureSpan, ...]:
         """Where the features for the prompt's positions `start` to `stop` lie."""
         found, tiles = [], _tiles(request)
         for begin, length in (span for image in request.images for span in image.spans):
-            key, _ = next(tiles)
-            first, last = max(begin, start), min(begin + length, stop)
-            if first < last:
-                found.append(FeatureSpan(first - start, self._places[key], first - begin, last - first))
+            key, _, _ = next(tiles)
+            for number, place in enumerate(self._places[key]):
+                own = begin + number * self._size
+                first, last = max(own, start), min(own + self._size, begin + length, stop)
+                if first < last:
+                    found.append(FeatureSpan(first - start, place, first - own, last - first))
         return tuple(found)
 
     def check(self) -> None:
         """Raise AssertionError unless every place is free or has one tile."""
-        current = () if self._current is None else (self._current[1],)
-        used = (*self._places.values(), *self._free, *current)
+        current = () if self._current is None else self._current[1]
+        used = (*(each for places in self._places.values() for each in places), *self._free, *current)
         if len(set(used)) != len(used):
             raise AssertionError(f"a place of the feature buffer is taken twice: {sorted(used)}")
 
-    def _take(self, kept: set[Key]) -> int | None:
-        if self._free:
-            return self._free.pop()
-        oldest = next((key for key in self._places if key not in kept), None)
-        return None if oldest is None else self._places.pop(oldest)
+    def _take(self, kept: set[Key], count: int) -> tuple[int, ...] | None:
+        """This many places, those of the least recently used tiles last; None, and nothing changes, if there are too
+        few."""
+        free, gone = len(self._free), []
+        for key, places in self._places.items():
+            if free >= count:
+                break
+            if key not in kept:
+                free += len(places)
+                gone.append(key)
+        if free < count:
+            return None
+        for key in gone:
+            self._free.extend(self._places.pop(key))
+        return tuple(self._free.pop() for _ in range(count))
 
 
-def _tiles(request: Request) -> Iterator[tuple[Key, Any]]:
+def _tiles(request: Request) -> Iterator[tuple[Key, Any, int]]:
+    """Key, pixels and tokens of each tile."""
     for image in request.images:
-        for index, tile in enumerate(image.tiles):
-            yield (request.cache_salt, image.digest, index), tile
+        for index, (tile, (_, length)) in enumerate(zip(image.tiles, image.spans, strict=True)):
+            yield (request.cache_salt, image.digest, index), tile, length

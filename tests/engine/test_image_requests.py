@@ -15,9 +15,13 @@ from xla_engine.prompts import PicturedPrompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage, Request
 
-VALIDATOR = RequestValidator(
-    vocab_size=50, eos_token_ids=(), max_model_len=64, tokenizer=None, images=ImageForm((8, 8, 3), 4, 3)
+FORM = ImageForm(
+    tokens={(8, 8, 3): 4}.get,
+    grid=lambda shape: None,
+    place_tokens=4,
+    places=3,  # of tiles of 8 x 8 pixels
 )
+VALIDATOR = RequestValidator(vocab_size=50, eos_token_ids=(), max_model_len=64, tokenizer=None, images=FORM)
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 
 
@@ -70,11 +74,11 @@ def test_tiles_are_those_of_the_model() -> None:
     wide = PromptImage(digest="0" * 64, tiles=np.zeros((1, 9, 8, 3), np.uint8), spans=((0, 4),))
     bright = PromptImage(digest="0" * 64, tiles=np.zeros((1, 8, 8, 3), np.float32), spans=((0, 4),))
     for image in (wide, bright):
-        with pytest.raises(InvalidRequestError, match=r"not uint8 \[8, 8, 3\]"):
+        with pytest.raises(InvalidRequestError, match="make it uint8 as the checkpoint's"):
             checked(image)
     with pytest.raises(InvalidRequestError, match="3 positions, and a tile has 4"):
         checked(picture(0, length=3))
-    with pytest.raises(TokenLimitError, match=r"4 tiles; .* room for 3: raise image_cache_bytes"):
+    with pytest.raises(TokenLimitError, match=r"16 tokens; .* room for 12: raise image_cache_bytes"):
         checked(picture(0, 4, 8, 12))
 
 

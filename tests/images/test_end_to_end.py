@@ -355,7 +355,7 @@ def test_inspect_counts_the_tower(model: Path, engine: XlaBatchEngine) -> None:
     assert with_tower.vision["features"] == engine.runner.features.rows.nbytes
     more = with_tower.vision["weights"] + with_tower.vision["features"]
     assert with_tower.memory["needed"] == blind.memory["needed"] + more
-    assert f"{with_tower.vision['tiles']} tiles" in "\n".join(report_lines(with_tower))
+    assert f"{with_tower.vision['tokens']} tokens" in "\n".join(report_lines(with_tower))
     assert "image_cache_bytes is 0; raise it" in "\n".join(report_lines(blind))
 
 

@@ -157,7 +157,8 @@ def test_each_broken_file_has_one_result(reader: PictureReader) -> None:
 
 def test_a_validator_reads_pictures_once_and_leaves_other_prompts_alone(reader: PictureReader) -> None:
     limits = {"vocab_size": 300, "eos_token_ids": (), "max_model_len": 400, "tokenizer": None}
-    form = ImageForm((24, 24, 3), reader.image_seq_len, max_tiles=99)
+    length = reader.image_seq_len
+    form = ImageForm({(24, 24, 3): length}.get, lambda shape: None, length, places=99)
     takes, refuses = RequestValidator(**limits, pictures=reader, images=form), RequestValidator(**limits)
     prompt = {"prompt": "a<image>", "multi_modal_data": {"image": picture()}, "cache_salt": "s"}
     placed = takes.placed(prompt, add_special_tokens=False)

@@ -42,12 +42,13 @@ def request(name: str, *images: PromptImage, max_tokens: int = 4, salt: str = ""
     )
 
 
-def scheduler(places: int = 4, slots: int = 2, **options: int | bool) -> Scheduler:
+def scheduler(places: int = 4, slots: int = 2, size: int = LENGTH, **options: int | bool) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=slots,
         chunk_size=4,
         max_num_batched_tokens=12,
         feature_places=places,
+        feature_place_tokens=size,
         encode_stages=STAGES,
         **options,  # type: ignore[arg-type]
     )
@@ -59,7 +60,7 @@ class Device:
 
     def __init__(self, driven: Scheduler, requests: list[Request]) -> None:
         self.driven, self.requests = driven, {each.request_id: each for each in requests}
-        self.at: dict[int, str] = {}
+        self.at: dict[int, tuple[str, int]] = {}  # a tile, and the first of its rows there
         self.encodes: list[tuple[Encode, bool]] = []  # and whether rows decode beside it
 
     def run(self) -> None:
@@ -75,13 +76,15 @@ class Device:
         for encode in plan.encodes:
             assert encode.begin == 0 or self.encodes[-1][0].end == encode.begin
             self.encodes.append((encode, bool(plan.decode)))
-            self.at.pop(encode.place, None)
-            if encode.end == STAGES:
-                self.at[encode.place] = encode.tile
+            for number, place in enumerate(encode.places):
+                self.at.pop(place, None)
+                if encode.end == STAGES:
+                    self.at[place] = encode.tile, number * self.driven.config.feature_place_tokens
         for chunk in plan.chunks:
             read = {}
             for at, place, row, length in chunk.features:
-                read.update({chunk.start + at + step: (self.at[place], row + step) for step in range(length)})
+                tile, first = self.at[place]
+                read.update({chunk.start + at + step: (tile, first + row + step) for step in range(length)})
             wanted = {
                 start + row: (tile, row)
                 for image in self.requests[chunk.request_id].images
@@ -132,8 +135,10 @@ def test_every_position_reads_its_own_tile(seed: int, blocks: int | None) -> Non
     """With few places, cached prefixes, aborts and preemption."""
     draw = random.Random(seed)
     options = {"enable_prefix_caching": True, "block_size": 4, "preemption": True}
+    size = draw.choice((LENGTH, 2, 99))  # several places for a tile, too
+    places = draw.randint(2, 4) * -(-LENGTH // size)
     driven = scheduler(
-        draw.randint(2, 4), draw.randint(1, 3), **options | ({"num_blocks": blocks} if blocks else {})
+        places, draw.randint(1, 3), size, **options | ({"num_blocks": blocks} if blocks else {})
     )
     requests = []
     for at in range(12):
@@ -158,9 +163,11 @@ def test_every_position_reads_its_own_tile(seed: int, blocks: int | None) -> Non
     assert len(device.encodes) > 1
 
 
-def test_too_many_tiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 tiles, and the feature buffer has room for 1"):
+def test_pictures_without_room_are_refused() -> None:
+    with pytest.raises(ValueError, match="need 2 places of the feature buffer, which has 1"):
         scheduler(1).submit(request("a", picture(0, 3, 11)))
+    with pytest.raises(ValueError, match="need 4 places of the feature buffer, which has 3"):
+        scheduler(3, size=3).submit(request("a", picture(0, 3, 11)))
 
 
 def test_content_tells_pictures_apart_at_each_position() -> None:

@@ -25,7 +25,7 @@ from xla_engine.model_loader.vision import load_vision
 from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, serving_device
-from xla_engine.runner.features import places_within, tile_bytes
+from xla_engine.runner.features import place_bytes, places_within
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.text.tokenizer import Tokenizer
@@ -51,8 +51,8 @@ class Inspection:
     chat_template: whether there is one.
     dtype: the engine's.
     backends: the backends that the engine would use.
-    vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many tiles
-        that is; or why the engine would read no pictures.
+    vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many
+        tokens of pictures that is; or why the engine would read no pictures.
     memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
     fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.
     problems: why the model cannot run, or why a part of the report is missing.
@@ -155,11 +155,11 @@ def _vision(model: ModelDescription) -> dict[str, Any] | None:
     if (why := why_no_pictures(model)) is not None:
         return {"refused": why}
     vision = load_vision(model.files, dtype=model.options.dtype)
-    tiles = places_within(vision.config, model.options.image_cache_bytes or IMAGE_CACHE_BYTES)
+    places = places_within(vision.config, model.options.image_cache_bytes or IMAGE_CACHE_BYTES)
     return {
         "weights": vision.weights.nbytes,
-        "features": tiles * tile_bytes(vision.config),
-        "tiles": tiles,
+        "features": places * place_bytes(vision.config),
+        "tokens": places * vision.config.place_tokens,
     }
 
 
@@ -238,7 +238,7 @@ def report_lines(report: Inspection) -> list[str]:
         lines.append(_row("quantised", f"{count} weights as {form}"))
     if (vision := report.vision) is not None:
         words = vision.get("refused") or (
-            f"weights {size(vision['weights'])}, features {size(vision['features'])} for {vision['tiles']} tiles; "
+            f"weights {size(vision['weights'])}, features {size(vision['features'])} for {vision['tokens']} tokens; "
             f"both are among the weights below"
         )
         lines.append(_row("vision tower", words))

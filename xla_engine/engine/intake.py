@@ -94,6 +94,7 @@ class Intake:
             now=now,
             options=options,
             images=images,
+            positions=validator.positions_of(images, len(token_ids)),
         )
         if on_refused is None or not waits:
             self.queue(request_id, take(mask=make_mask()))

@@ -42,7 +42,7 @@ def answer(
     max_ratio: int,
     size: list[int] | None = None,
     resizes: list[list[int]] | None = None,
-    tile: int = 0,
+    tile: list[int] | None = None,
     resample: int = 0,
 ) -> dict[str, Any]:
     """The upright size of a picture; with `resizes`, its tiles.
@@ -53,14 +53,14 @@ def answer(
     try:
         file = base64.b64decode(data)
         image = opened(file, max_pixels, max_ratio)
-        if resizes is None:
+        if resizes is None or tile is None:
             return {"size": upright_size(image, file)}
         upright = as_rgb(ImageOps.exif_transpose(image))
         if list(upright.size) != size:
             raise RefusedError("its pixels are turned otherwise than its header says")
         for each in resizes:
             upright = upright.resize((each[0], each[1]), resample=resample)
-        return {"tiles": base64.b64encode(cut(upright, tile, resample)).decode("ascii")}
+        return {"tiles": base64.b64encode(cut(upright, (tile[0], tile[1]), resample)).decode("ascii")}
     except RefusedError as error:
         return {"error": str(error), "large": error.is_large}
     except MemoryError:
@@ -128,14 +128,14 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def cut(whole: Image.Image, tile: int, resample: int) -> bytes:
-    """uint8 `[tiles, tile, tile, 3]`."""
-    width, height = whole.size
+def cut(whole: Image.Image, tile: tuple[int, int], resample: int) -> bytes:
+    """uint8 `[tiles, height, width, 3]`. tile: width and height of one."""
+    (width, height), (across, down) = whole.size, tile
     tiles = [
-        whole.crop((left, top, left + tile, top + tile)).tobytes()
-        for top in range(0, height, tile)
-        for left in range(0, width, tile)
+        whole.crop((left, top, left + across, top + down)).tobytes()
+        for top in range(0, height, down)
+        for left in range(0, width, across)
     ]
     if len(tiles) > 1:
-        tiles.append(whole.resize((tile, tile), resample=resample).tobytes())
+        tiles.append(whole.resize(tile, resample=resample).tobytes())
     return b"".join(tiles)

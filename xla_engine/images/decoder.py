@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from xla_engine.errors import ConfigError, ImageTooLargeError, InvalidImageError
-from xla_engine.images.processor import Grid, ImageProcessor
+from xla_engine.graphs.vision.patch_config import BUCKETS
+from xla_engine.images.processor import Grid, ImageProcessor, PatchProcessor
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.extras import install
 
@@ -32,7 +33,7 @@ class ImageLimits:
 class ImageDecoder:
     """Pictures of one processor to grids and tiles. Thread-safe; its process starts with the first picture."""
 
-    def __init__(self, processor: ImageProcessor, limits: ImageLimits | None = None) -> None:
+    def __init__(self, processor: ImageProcessor | PatchProcessor, limits: ImageLimits | None = None) -> None:
         """Raises ConfigError without Pillow."""
         if find_spec("PIL") is None:
             raise ConfigError(f"pictures need Pillow: {install('images')}")
@@ -46,23 +47,29 @@ class ImageDecoder:
         Raises InvalidImageError or ImageTooLargeError, which say why.
         """
         width, height = self._ask(data)["size"]
-        return self.processor.grid(width, height)
+        grid, unit = self.processor.grid(width, height), getattr(self.processor, "merge_size", 1)
+        if grid.tokens is not None and grid.tokens * unit**2 > BUCKETS[-1]:
+            raise ImageTooLargeError(
+                f"the picture has {grid.tokens} tokens; the vision tower reads at most {BUCKETS[-1] // unit**2}. Make "
+                "it smaller"
+            )
+        return grid
 
     def tiles(self, data: bytes, grid: Grid | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The picture's tiles: uint8 `[tiles, side, side, 3]`. grid: from `grid`, if the caller has it.
+        """The picture's tiles: uint8 `[tiles, height, width, 3]`. grid: from `grid`, if the caller has it.
 
         Raises InvalidImageError or ImageTooLargeError, which say why.
         """
         grid = self.grid(data) if grid is None else grid
-        side = self.processor.tile
+        width, height = grid.tile
         found = self._ask(
             data,
             size=grid.picture,
             resizes=[grid.resized, grid.whole],
-            tile=side,
+            tile=grid.tile,
             resample=self.processor.resample,
         )
-        return np.frombuffer(base64.b64decode(found["tiles"]), np.uint8).reshape(grid.tiles, side, side, 3)
+        return np.frombuffer(base64.b64decode(found["tiles"]), np.uint8).reshape(grid.tiles, height, width, 3)
 
     def close(self) -> None:
         self._process.stop()

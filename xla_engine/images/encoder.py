@@ -8,13 +8,14 @@ from typing import Any, Self
 import numpy as np
 
 from xla_engine.errors import CheckpointError
+from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
 from xla_engine.images.processor import Grid, read_image_processor
 from xla_engine.images.prompt import ImagePrompt, image_prompt, prompt_form
+from xla_engine.images.tower import check_processor, tower_of
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision
-from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.text.tokenizer import Tokenizer
 
 
@@ -45,15 +46,12 @@ class ImageEncoder:
         vision = load_vision(files, dtype=dtype)
         processor = read_image_processor(files.path, mm_processor_kwargs)
         self.config = vision.config
-        if processor.tile != self.config.image_size:
-            raise CheckpointError(
-                f"{files.path}: the processor makes tiles of {processor.tile} pixels, and the tower "
-                f"reads {self.config.image_size} (image_size). Download the files again"
-            )
-        _check_tokens(files.path, self.config.tokens)
+        check_processor(self.config, processor)
+        if isinstance(self.config, VisionConfig):
+            _check_tokens(files.path, self.config.tokens)
         self.decoder, self._form = ImageDecoder(processor, limits), prompt_form(vision.model_type)
         self.tokenizer = Tokenizer.of_model(files)
-        self._tower = VisionTower(self.config, vision.dtype, vision.weights, processor.table())
+        self._tower = tower_of(vision, processor)
 
     def grid(self, data: bytes) -> Grid:
         """How the picture in the file `data` is cut, from its header alone. Raises InvalidImageError."""
@@ -61,7 +59,7 @@ class ImageEncoder:
 
     def tokens(self, grid: Grid) -> int:
         """Rows of features of a picture: its tokens in a prompt."""
-        return grid.tiles * self.config.tokens
+        return grid.tiles * (grid.tokens or self.config.place_tokens)
 
     def prompt(self, text: str, grids: Sequence[Grid]) -> ImagePrompt:
         """The token ids of a text with one mark for each picture, as `<image>`, and where their features go.
@@ -72,7 +70,7 @@ class ImageEncoder:
             raise CheckpointError(
                 "the model has no tokenizer.json, so text cannot be tokenised. Add the file"
             )
-        return image_prompt(text, grids, self.config.tokens, self.tokenizer, self._form)
+        return image_prompt(text, grids, self.config.place_tokens, self.tokenizer, self._form)
 
     def encode(self, data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The features of the picture in the file `data`: float32 `[tokens, text_size]`. Raises InvalidImageError."""

@@ -41,7 +41,7 @@ class PictureReader:
         form: PromptForm,
         sources: ImageSources | None = None,
     ) -> None:
-        """image_seq_len: tokens of a tile."""
+        """image_seq_len: tokens of a tile, where `Grid.tokens` is None."""
         self.decoder, self.form = decoder, form
         self.image_seq_len = image_seq_len
         self._tokenizer = tokenizer
@@ -69,13 +69,13 @@ class PictureReader:
             raise CheckpointError(
                 f"{files.path}: no tokenizer.json, so text cannot be tokenised. Add the file"
             )
-        vision = read_vision(fields, family, text.hidden_size)
+        vision = read_vision(fields, family, text)
         limits = limits or ImageLimits()
         # `ImageSources` checks the bytes of files; images and arrays of the caller become PNGs, which may be larger.
         unpacked = replace(limits, max_image_bytes=max(limits.max_image_bytes, 8 * limits.max_image_pixels))
         decoder = ImageDecoder(read_image_processor(files.path, mm_processor_kwargs), unpacked)
         form = prompt_form(family.model_type)
-        return cls(decoder, vision.tokens, tokenizer, form, ImageSources(access, limits))
+        return cls(decoder, vision.place_tokens, tokenizer, form, ImageSources(access, limits))
 
     def marks(self, text: str) -> bool:
         """Whether a text has places for pictures, which a text without pictures must not have."""
@@ -133,7 +133,7 @@ class PictureReader:
         )
 
     def tiles(self, picture: PlacedPicture) -> Tiles:
-        """A picture's tiles: uint8 `[tiles, side, side, 3]`. Raises InvalidImageError, which names the picture."""
+        """A picture's tiles: uint8 `[tiles, height, width, 3]`. Raises InvalidImageError, which names the picture."""
         return _named(picture.name, self.decoder.tiles, picture.file, picture.grid)
 
     def close(self) -> None:

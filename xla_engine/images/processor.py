@@ -1,8 +1,8 @@
 """How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Idefics3 and SmolVLM make tiles of a grid, and Gemma 3 makes one tile of each picture. Sizes and values are those of
-transformers' PIL backend (`image_processing_pil_{idefics3,gemma3}.py`). With torchvision
-installed transformers prefers that, and then its pixels differ by up to two steps of 255.
+Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL one in its proportions.
+Sizes and values are those of transformers' PIL backend (`image_processing_pil_{idefics3,gemma3,qwen2_vl}.py`). With
+torchvision installed transformers prefers that, and then its pixels differ by up to two steps of 255.
 """
 
 import math
@@ -18,6 +18,7 @@ from xla_engine.model_loader.json_fields import Fields, read_json
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImageProcessor")
 _ONE_TILE = PROCESSORS[2:]  # of these, a picture is one tile
 _SUFFIXES = ("", "Fast", "Pil")
+_PATCHES = "Qwen2VLImageProcessor"  # Qwen3-VL's
 _LONGEST = 4096  # pixels; transformers never makes a side longer
 _MOST_TILES = 16  # in a row or a column
 _OVERRIDES = ("size", "do_image_splitting")
@@ -38,14 +39,28 @@ _IGNORED = (
     *("return_tensors", "input_data_format", "_valid_processor_keys"),
 )
 
+_PATCH_READ = (*(set(_READ) - {"do_image_splitting", "max_image_size"}), "patch_size", "merge_size")
+_PATCH_IGNORED = (*_IGNORED, "temporal_patch_size", "default_to_square")
+_PATCH_DEFAULTS = {  # transformers' own
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "patch_size": 14,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_MOST_PIXELS = 2**26
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """How one picture is cut. Sizes are (width, height) in pixels.
 
     picture: its upright size. resized: after the first resize. whole: after the second; what is cut into tiles.
-    rows, columns: of tiles. Both are 0 if the picture is a single tile; otherwise a small copy of the whole picture
-    follows as the last tile.
+    tokens: of a tile in the prompt; None: as many as the tower makes of any.
+    rows, columns: of tiles. Both are 0 if the picture is a single tile, `whole`; otherwise a small copy of the whole
+    picture follows as the last tile.
     """
 
     picture: tuple[int, int]
@@ -53,10 +68,16 @@ class Grid:
     whole: tuple[int, int]
     rows: int
     columns: int
+    tokens: int | None = None
 
     @property
     def tiles(self) -> int:
         return self.rows * self.columns + 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The size of a tile."""
+        return self.whole[0] // max(self.columns, 1), self.whole[1] // max(self.rows, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +112,74 @@ class ImageProcessor:
         return Grid(picture=(width, height), resized=resized, whole=whole, rows=rows, columns=columns)
 
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """What the tower sees for each value of a byte in each channel: float32 `[3, 256]`.
-
-        Rounded in the processor's order: the product in float64, the rest in float32.
-        """
-        values = np.arange(256, dtype=np.float32)
-        if self.rescale_factor is not None:
-            values = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
-        if self.image_mean is None or self.image_std is None:
-            return np.tile(values, (3, 1))
-        mean, deviation = (
-            np.array(each, dtype=np.float32)[:, None] for each in (self.image_mean, self.image_std)
-        )
-        return (values - mean) / deviation
+        """See `value_table`."""
+        return value_table(self.rescale_factor, self.image_mean, self.image_std)
 
 
-def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = None) -> ImageProcessor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchProcessor:
+    """The processor of a Qwen3-VL checkpoint: a picture keeps its proportions, and is one tile of whole squares of
+    patches (transformers' `image_processing_pil_qwen2_vl.py`).
+
+    shortest_edge, longest_edge: the fewest and the most pixels of a resized picture; the names are transformers'.
+    patch_size: side of a patch, pixels. merge_size: this many patches in either direction become one token.
+    resample: Pillow's number of the filter.
+    rescale_factor, image_mean, image_std: of `table`; None if the step is left out.
+    """
+
+    shortest_edge: int
+    longest_edge: int
+    patch_size: int
+    merge_size: int
+    resample: int
+    rescale_factor: float | None
+    image_mean: tuple[float, ...] | None
+    image_std: tuple[float, ...] | None
+
+    def grid(self, width: int, height: int) -> Grid:
+        """The size of the only tile, which depends on the upright size alone."""
+        size, unit = self._resized(width, height), self.patch_size * self.merge_size
+        tokens = (size[0] // unit) * (size[1] // unit)
+        return Grid(picture=(width, height), resized=size, whole=size, rows=0, columns=0, tokens=tokens)
+
+    def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """See `value_table`."""
+        return value_table(self.rescale_factor, self.image_mean, self.image_std)
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Sides rounded to whole squares; if these are too many or too few pixels, scaled first, rounded inwards."""
+        unit = self.patch_size * self.merge_size
+        sides = round(width / unit) * unit, round(height / unit) * unit
+        if sides[0] * sides[1] > self.longest_edge:
+            scale = math.sqrt(height * width / self.longest_edge)
+            width, height = (max(unit, math.floor(side / scale / unit) * unit) for side in (width, height))
+            return width, height
+        if sides[0] * sides[1] < self.shortest_edge:
+            scale = math.sqrt(self.shortest_edge / (height * width))
+            width, height = (math.ceil(side * scale / unit) * unit for side in (width, height))
+            return width, height
+        return sides
+
+
+def value_table(
+    rescale_factor: float | None, image_mean: tuple[float, ...] | None, image_std: tuple[float, ...] | None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What a tower sees for each value of a byte in each channel: float32 `[3, 256]`.
+
+    Rounded in the processors' order: the product in float64, the rest in float32.
+    """
+    values = np.arange(256, dtype=np.float32)
+    if rescale_factor is not None:
+        values = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
+    if image_mean is None or image_std is None:
+        return np.tile(values, (3, 1))
+    mean, deviation = (np.array(each, dtype=np.float32)[:, None] for each in (image_mean, image_std))
+    return (values - mean) / deviation
+
+
+def read_image_processor(
+    directory: Path, overrides: Mapping[str, Any] | None = None
+) -> ImageProcessor | PatchProcessor:
     """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
 
     overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
@@ -115,6 +188,8 @@ def read_image_processor(directory: Path, overrides: Mapping[str, Any] | None = 
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
     """
+    if (patches := _patch_fields(directory)) is not None:
+        return _read_patch_processor(patches, overrides)
     fields = _fields(directory).with_defaults({"rescale_factor": 1 / 255})
     kind = fields.values.get("image_processor_type")
     known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
@@ -190,6 +265,47 @@ def _side(fields: Fields) -> int:
     if size.integer("width", high=_LONGEST) != side:
         size.fail("width", f"must be the height, {side}: tiles are square. Use the checkpoint's own file")
     return side
+
+
+def _patch_fields(directory: Path) -> Fields | None:
+    """The processor's fields, if it is Qwen3-VL's."""
+    fields = _fields(directory)
+    kinds = [_PATCHES + suffix for suffix in _SUFFIXES]
+    return fields if fields.values.get("image_processor_type") in kinds else None
+
+
+def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> PatchProcessor:
+    """As `read_image_processor`; only `size` can be overridden."""
+    overrides = dict(overrides or {})
+    for name in sorted(overrides.keys() - {"size"}):
+        Fields(Path("mm_processor_kwargs"), overrides).fail(name, "not supported for Qwen3-VL. Use size")
+    fields = Fields(fields.file, {**fields.values, **overrides})
+    for name in fields.values:
+        if name not in (*_PATCH_READ, *_PATCH_IGNORED) and fields.given(name):
+            fields.fail(name, "not supported for Qwen3-VL. Use the checkpoint's own processor file")
+    fields = fields.with_defaults(_PATCH_DEFAULTS)
+    for name in ("do_resize", "do_convert_rgb"):
+        if not fields.flag(name, default=True):
+            fields.fail(name, "not supported (pictures as they are). Set it to true")
+    size = fields.within("size")
+    if size is None:
+        fields.fail("size", 'must be {"shortest_edge": PIXELS, "longest_edge": PIXELS}. Correct the file')
+    for other in sorted(size.values.keys() - {"shortest_edge", "longest_edge"}):
+        if size.given(other):
+            size.fail(other, "not supported; shortest_edge and longest_edge are. Correct the file")
+    shortest = size.integer("shortest_edge", high=_MOST_PIXELS)
+    normalises = fields.flag("do_normalize", default=True)
+    rescales = fields.flag("do_rescale", default=True)
+    return PatchProcessor(
+        shortest_edge=shortest,
+        longest_edge=size.integer("longest_edge", low=shortest, high=_MOST_PIXELS),
+        patch_size=fields.integer("patch_size", high=2**10),
+        merge_size=fields.integer("merge_size", high=2**6),
+        resample=fields.integer("resample", low=0, high=5),
+        rescale_factor=fields.number("rescale_factor", high=1e6) if rescales else None,
+        image_mean=_channels(fields, "image_mean") if normalises else None,
+        image_std=_channels(fields, "image_std") if normalises else None,
+    )
 
 
 def _edge(fields: Fields, name: str) -> int:

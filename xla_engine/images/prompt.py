@@ -51,7 +51,7 @@ class PlacedPicture:
     """A picture in a prompt, not decoded yet.
 
     file: its bytes. grid: how it is cut. digest: of file and processor; with equal digests, tiles are equal.
-    starts: where each tile's tokens begin in the prompt; each has as many as the tower makes of a tile.
+    starts: where each tile's tokens begin in the prompt; it has `Grid.tokens`, or as many as the tower makes of any.
     name: its place in the request, for errors.
     """
 
@@ -71,7 +71,8 @@ def image_prompt(
     *,
     add_special_tokens: bool = True,
 ) -> ImagePrompt:
-    """Expand and tokenise a prompt. grids: of its pictures. image_seq_len: tokens of a tile.
+    """Expand and tokenise a prompt. grids: of its pictures. image_seq_len: tokens of a tile, where
+    `Grid.tokens` is None.
 
     Raises InvalidRequestError unless the text has one mark for each picture, and CheckpointError for a tokenizer that
     does not know the form's token as one.
@@ -81,13 +82,13 @@ def image_prompt(
     index = {begin: at for at, (begin, end) in enumerate(offsets) if end > begin}
     spans, width = [], len(form.token)
     for image, tile, place in runs:
-        start = index.get(place, len(ids))
-        wanted = [(at, at + width) for at in range(place, place + width * image_seq_len, width)]
-        if list(offsets[start : start + image_seq_len]) != wanted:
+        start, length = index.get(place, len(ids)), grids[image].tokens or image_seq_len
+        wanted = [(at, at + width) for at in range(place, place + width * length, width)]
+        if list(offsets[start : start + length]) != wanted:
             raise CheckpointError(
                 f"the tokenizer does not read {form.token} as one token. Use the checkpoint's own tokenizer files"
             )
-        spans.append(Span(start=start, length=image_seq_len, image=image, tile=tile))
+        spans.append(Span(start=start, length=length, image=image, tile=tile))
     return ImagePrompt(token_ids=tuple(ids), spans=tuple(spans))
 
 
@@ -118,7 +119,7 @@ def expand(
         for tile, head in enumerate(form.heads(grid)):
             add(head)
             runs.append((image, tile, length))
-            add(token * image_seq_len)
+            add(token * (grid.tokens or image_seq_len))
         add(form.tail)
         add(after)
     return "".join(parts), runs
@@ -141,8 +142,9 @@ GEMMA3 = PromptForm(
     lambda grid: ["\n\n<start_of_image>"] * grid.tiles,
     "<end_of_image>\n\n",
 )
+QWEN3_VL = PromptForm("<|image_pad|>", "<|image_pad|>", lambda grid: [""], "")
 
 
 def prompt_form(model_type: str) -> PromptForm:
     """The form of a family with this `model_type`."""
-    return GEMMA3 if model_type == "gemma3" else IDEFICS3
+    return {"gemma3": GEMMA3, "qwen3_vl": QWEN3_VL}.get(model_type, IDEFICS3)

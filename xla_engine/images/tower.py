@@ -9,11 +9,15 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from xla_engine.config import EngineConfig
-from xla_engine.images.processor import read_image_processor
+from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.vision.config import VisionConfig
+from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.images.processor import ImageProcessor, PatchProcessor, read_image_processor
 from xla_engine.model_loader.describe import ModelDescription
-from xla_engine.model_loader.vision import load_vision, read_vision
-from xla_engine.runner.features import too_few_lanes
+from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision
+from xla_engine.runner.features import places_within, too_few_lanes
+from xla_engine.runner.patch_tower import PatchTower, Tower
 from xla_engine.runner.program_key import cores
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.utils.extras import install
@@ -36,12 +40,12 @@ def why_no_pictures(model: ModelDescription) -> str | None:
     if why is None and find_spec("PIL") is None:
         why = f"they need Pillow: {install('images')}"
     if why is None:
-        vision = read_vision(model.files.config_fields(), model.family, model.config.hidden_size)
+        vision = read_vision(model.files.config_fields(), model.family, model.config)
         why = too_few_lanes(vision, options)
     return None if why is None else f"this engine reads no pictures: {why}"
 
 
-def load_tower(model: ModelDescription) -> VisionTower | str:
+def load_tower(model: ModelDescription) -> Tower | str:
     """The compiled tower of a described model, or `why_no_pictures`.
 
     Raises CheckpointError naming file, field or tensor and remedy.
@@ -52,7 +56,51 @@ def load_tower(model: ModelDescription) -> VisionTower | str:
     processor = read_image_processor(model.files.path)
     depends = (vision.fingerprint, vision.dtype, asdict(processor), _decoder_versions(), cores())
     fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
-    return VisionTower(vision.config, vision.dtype, vision.weights, processor.table(), fingerprint)
+    room = model.options.image_cache_bytes or IMAGE_CACHE_BYTES
+    most = places_within(vision.config, room) * vision.config.place_tokens
+    most = min(most, model.options.max_model_len or most)
+    return tower_of(vision, processor, fingerprint, most_tokens=most)
+
+
+def check_processor(config: VisionConfig | PatchConfig, processor: ImageProcessor | PatchProcessor) -> None:
+    """Raise CheckpointError unless a processor makes what a tower reads."""
+    if isinstance(config, PatchConfig) and isinstance(processor, PatchProcessor):
+        made, read = (processor.patch_size, processor.merge_size), (config.patch_size, config.merge_size)
+        if made != read:
+            raise CheckpointError(
+                f"the processor makes patches of {made} (patch_size, merge_size), and the vision tower reads {read}. "
+                "Download the files again"
+            )
+    elif isinstance(config, VisionConfig) and isinstance(processor, ImageProcessor):
+        if processor.tile != config.image_size:
+            raise CheckpointError(
+                f"the processor makes tiles of {processor.tile} pixels, and the vision tower reads "
+                f"{config.image_size} (image_size). Download the files again"
+            )
+    else:
+        raise CheckpointError(
+            "image_processor_type of the processor is not that of the vision tower. Download the files again"
+        )
+
+
+def tower_of(
+    vision: VisionCheckpoint,
+    processor: ImageProcessor | PatchProcessor,
+    fingerprint: str = "given",
+    *,
+    most_tokens: int | None = None,
+) -> Tower:
+    """The compiled tower of a loaded checkpoint. most_tokens: of a picture, if that is not the same for all; None: as
+    many as any tower has programs for.
+
+    Raises CheckpointError for a processor that does not fit.
+    """
+    config, table = vision.config, processor.table()
+    check_processor(config, processor)
+    if isinstance(config, VisionConfig):
+        return VisionTower(config, vision.dtype, vision.weights, table, fingerprint)
+    limit = {} if most_tokens is None else {"most_tokens": most_tokens}
+    return PatchTower(config, vision.dtype, vision.weights, table, fingerprint, **limit)
 
 
 def _decoder_versions() -> list[str | None]:

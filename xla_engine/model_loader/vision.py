@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from xla_engine.errors import CheckpointError
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.vision.config import VisionConfig
+from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.patches import patch_shapes
 from xla_engine.graphs.vision.tower import CHANNELS, vision_shapes
 from xla_engine.model_loader.checkpoint import check_tensors, dtype_word, stored_dtype
 from xla_engine.model_loader.config_json import transformers_model
@@ -17,7 +20,12 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.weights import StoredWeights
 
 # Tensors of the decoder, and of a head over the tower that no decoder reads.
-_OTHERS = r"model\.text_model\..*|language_model\..*|lm_head\.weight|vision_tower\.(vision_model\.)?head\..*"
+_OTHERS = "|".join(
+    (
+        *(r"model\.(text|language)_model\..*", r"language_model\..*", r"lm_head\.weight"),
+        r"vision_tower\.(vision_model\.)?head\..*",
+    )
+)
 _LATER_NAMES = ("vision_tower.vision_model.", "vision_tower.")  # as new versions of transformers save them
 _DEFAULTS = {  # transformers' own, for fields that real files omit
     "hidden_size": 1152,
@@ -32,21 +40,36 @@ _DEFAULTS = {  # transformers' own, for fields that real files omit
 }
 _SIGLIP = {**_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 
+_PATCH_DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": CHANNELS,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionCheckpoint:
     """A loaded tower.
 
-    config: its shape. weights: by the names of `vision_shapes`; matrices in `dtype`, vectors in float32, read lazily.
+    model_type: of the family. config: its shape. weights: by the names of `leaf_shapes`; matrices in `dtype`, vectors
+    in float32, read lazily.
     dtype: "bfloat16" or "float32". fingerprint: sha256 of its shape and of the files that have its weights.
-    model_type: of the family.
     """
 
-    config: VisionConfig
+    model_type: str
+    config: VisionConfig | PatchConfig
     weights: StoredWeights
     dtype: str
     fingerprint: str
-    model_type: str
 
 
 def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> VisionCheckpoint:
@@ -57,34 +80,41 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
     files = open_model(model)
     fields = files.config_fields()
     text, family = transformers_model(files, fields)
-    config = read_vision(fields, family, text.hidden_size)
+    config = read_vision(fields, family, text)
     sources = vision_sources(config, family)
     tensors = files.tensors(source.name for stacked in sources.values() for source in stacked)
     sources = _as_stored(sources, tensors.tensors)
     check_tensors(tensors, sources, replace(text, tie_word_embeddings=False), _OTHERS)
     wanted = dtype_word(dtype)
     target = stored_dtype(tensors, sources) if wanted == "auto" else wanted
-    weights = StoredWeights(tensors, sources, text, target, more=vision_shapes(config))
+    weights = StoredWeights(tensors, sources, text, target, more=leaf_shapes(config))
     identity = repr((asdict(config), tensors.fingerprint()))
     return VisionCheckpoint(
+        model_type=family.model_type,
         config=config,
         weights=weights,
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        model_type=family.model_type,
     )
 
 
-def read_vision(fields: Fields, family: Family, text_size: int) -> VisionConfig:
-    """The tower that config.json describes. text_size: features of a token in the decoder."""
+def leaf_shapes(config: VisionConfig | PatchConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a tower's leaves by name."""
+    return patch_shapes(config) if isinstance(config, PatchConfig) else vision_shapes(config)
+
+
+def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConfig | PatchConfig:
+    """The tower that config.json describes. text: the decoder."""
     if not family.vision:
         fields.fail(
             "architectures",
-            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM or Gemma 3",
+            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3 or Qwen3-VL",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
+    if "merge_up" in family.vision:
+        return _read_patch_tower(fields, vision, text)
     averages = family.model_type == "gemma3"
     vision = vision.with_defaults(_SIGLIP if averages else _DEFAULTS)
     if vision.integer("num_channels", high=2**10) != CHANNELS:
@@ -103,7 +133,7 @@ def read_vision(fields: Fields, family: Family, text_size: int) -> VisionConfig:
             scale_factor=_patches_of_a_token(fields, sizes)
             if averages
             else fields.integer("scale_factor", high=2**6, default=2),
-            text_size=text_size,
+            text_size=text.hidden_size,
             averages=averages,
         )
     except ValueError as error:
@@ -135,12 +165,82 @@ def _as_stored(
     return later if any(part.name in stored for parts in later.values() for part in parts) else sources
 
 
-def vision_sources(config: VisionConfig, family: Family) -> dict[str, tuple[Source, ...]]:
+def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
+    vision = vision.with_defaults(_PATCH_DEFAULTS)
+    if vision.integer("in_channels", high=2**10) != CHANNELS:
+        vision.fail("in_channels", f"only {CHANNELS} are supported. Use such a checkpoint")
+    if vision.values["hidden_act"] != "gelu_pytorch_tanh":
+        vision.fail("hidden_act", "only gelu_pytorch_tanh is supported. Use such a checkpoint")
+    if vision.integer("out_hidden_size", high=2**20) != text.hidden_size:
+        vision.fail(
+            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}. Correct the file"
+        )
+    taps = vision.values["deepstack_visual_indexes"] or []
+    if not isinstance(taps, list) or any(type(tap) is not int for tap in taps):
+        vision.fail("deepstack_visual_indexes", "must be a list of layers. Correct the file")
+    if len(taps) > text.num_hidden_layers:
+        vision.fail(
+            "deepstack_visual_indexes",
+            f"more than the decoder's {text.num_hidden_layers} layers. Correct the file",
+        )
+    positions = vision.integer("num_position_embeddings", high=2**20)
+    side = math.isqrt(positions)
+    if side * side != positions:
+        vision.fail("num_position_embeddings", "must be the square of an integer. Correct the file")
+    rope = vision.within("rope_parameters") or Fields(vision.file, {})
+    if rope.values.get("rope_type") not in (None, "axial"):
+        rope.fail("rope_type", 'only "axial" is supported. Use such a checkpoint')
+    try:
+        return PatchConfig(
+            hidden_size=vision.integer("hidden_size", high=2**16),
+            intermediate_size=vision.integer("intermediate_size", high=2**16),
+            num_hidden_layers=vision.integer("depth", high=2**9),
+            num_attention_heads=vision.integer("num_heads", high=2**16),
+            patch_size=vision.integer("patch_size", high=2**10),
+            frames=vision.integer("temporal_patch_size", high=2**6),
+            merge_size=vision.integer("spatial_merge_size", high=2**6),
+            position_side=side,
+            rope_theta=rope.number("rope_theta", high=1e15, default=10000.0),
+            taps=tuple(taps),
+            text_size=text.hidden_size,
+            axes=_axes(fields, text),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+
+
+def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
+    """`PatchConfig.axes`: rows and columns take turns with time, up to their sections; the rest is of time."""
+    decoder = fields.within("text_config") or fields
+    found = [
+        rope for name in ("rope_parameters", "rope_scaling") if (rope := decoder.within(name)) is not None
+    ]
+    rope = next((each for each in found if each.given("mrope_section")), decoder)
+    sections = rope.values.get("mrope_section", [24, 20, 20])
+    half = text.rotary_dim // 2
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or any(type(each) is not int or each < 0 for each in sections)
+        or max(3 * sections[1] - 1, 3 * sections[2]) > half
+    ):
+        rope.fail("mrope_section", f"must be three numbers of the {half} angles of a head. Correct the file")
+    if not rope.flag("mrope_interleaved", default=True):
+        rope.fail("mrope_interleaved", "not supported (sections one after the other). Use such a checkpoint")
+    axes = [0] * (text.head_dim // 2)
+    for axis in (1, 2):
+        for at in range(axis, 3 * sections[axis], 3):
+            axes[at] = axis
+    return tuple(axes)
+
+
+def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of the tower, the checkpoint tensors stacked in it."""
     assert family.vision is not None
-    kernel = (CHANNELS, config.patch_size, config.patch_size)
+    frames = (config.frames,) if isinstance(config, PatchConfig) else ()
+    kernel = (CHANNELS, *frames, config.patch_size, config.patch_size)
     sources = {}
-    for leaf, shape in vision_shapes(config).items():
+    for leaf, shape in leaf_shapes(config).items():
         _, index, kind = leaf.split(".") if "." in leaf else ("", "", leaf)
         names = family.vision[kind]
         rest = kernel if kind == "patch" else shape[1:]

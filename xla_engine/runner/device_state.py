@@ -42,13 +42,14 @@ class DeviceState:
         dry: bool = False,
         lora: bool = False,
         states: int = 0,
+        turns: bool = False,
     ) -> None:
         """positions: of a slot, a multiple of the span. context_length: how many of them are used.
         pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
         drafts: the most drafts of a row. dry: rows have the parameters of DRY. lora: rows may have adapters.
-        states: how many states of recurrent layers can be saved.
+        states: how many states of recurrent layers can be saved. turns: rows have `Rows.turn`.
         """
-        self._dry, self._lora = dry, lora
+        self._dry, self._lora, self._turns = dry, lora, turns
         self._spec, self._slots, self._pool, self._devices = spec, slots, pool, devices
         self._positions, self._context_length = positions, context_length
         self._states = states
@@ -98,7 +99,7 @@ class DeviceState:
     def make_rows(self) -> Rows:
         """Inactive rows, unpacked."""
         positions = self._context_length
-        asked = {"dry": self._dry, "lora": self._lora}
+        asked = {"dry": self._dry, "lora": self._lora, "turns": self._turns}
         return make_rows(self._slots, MAX_STOP_TOKEN_IDS, positions, self._pool, **asked)
 
     def idle_rows(self) -> RowState:

@@ -72,6 +72,7 @@ class Dispatch:
         device_proposer: drafts in verify programs. pooling: pools prompts. features: None without a vision tower.
         """
         self._features = features
+        self._turns = features is not None and bool(features.tower.axes)
         self.put = put
         self._pooling = pooling
         # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
@@ -101,7 +102,7 @@ class Dispatch:
         config = self._config
         for lanes in config.prefill_lanes:
             for bucket in buckets:
-                idle = self.put(pack(idle_lanes(config, lanes)))
+                idle = self.put(pack(idle_lanes(config, lanes, turns=self._turns)))
                 _, _, hidden, *seen = self.run_prefill(prefill_name(lanes, bucket), idle)
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
@@ -205,6 +206,7 @@ class Dispatch:
             adapters=adapters,
             whole=whole,
             feature=feature,
+            placed=[settings[chunk.request_id] for chunk in chunks] if self._turns else None,
         )
         work = self.put(pack(filled))
         samples, top, hidden, *seen = self.run_prefill(name, work)

@@ -22,12 +22,14 @@ def make_lanes(
     adapters: Sequence[int] | None = None,
     whole: Sequence[bool] | None = None,
     feature: Any = None,
+    placed: Sequence[RowSettings] | None = None,
 ) -> Lanes:
     """Host arrays of one prefill call.
 
     last: by lane, the settings of rows that complete their prompt. dry: include the parameters of DRY.
     adapters: adapter slots of the chunks; None in an engine without adapters. whole: of the chunks, as in `Lanes`;
-        None: all true. feature: as in `Lanes`.
+        None: all true. feature: as in `Lanes`. placed: the settings of the chunks, whose positions matter; None: they
+        do not.
     """
     # Any, because the fields of `Lanes` are declared as jax arrays.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
@@ -48,6 +50,16 @@ def make_lanes(
         is_last[lane], prompt_length[lane] = True, start[lane] + count[lane] - done
         max_tokens[lane], min_tokens[lane] = row.max_tokens - done, max(row.min_tokens - done, 0)
         stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
+    positions: Any = None if placed is None else np.zeros((lanes, chunk_size, 3), np.int32)
+    turn: Any = None if placed is None else np.zeros(lanes, np.int32)
+    for lane, row in enumerate(placed or ()):
+        turn[lane] = row.turn
+        positions[lane] = (np.arange(start[lane], start[lane] + chunk_size, dtype=np.int32) + row.turn)[
+            :, None
+        ]
+        if row.positions is not None:
+            part = row.positions[start[lane] : start[lane] + chunk_size]
+            positions[lane, : len(part)] = part
     return Lanes(
         tokens=tokens,
         slot=slot,
@@ -62,15 +74,24 @@ def make_lanes(
         whole=is_whole,
         adapter=adapter,
         feature=feature,
+        positions=positions,
+        turn=turn,
     )
 
 
-def idle_lanes(config: EngineConfig, lanes: int) -> Lanes:
-    """The input of a prefill call without work."""
+def idle_lanes(config: EngineConfig, lanes: int, *, turns: bool = False) -> Lanes:
+    """The input of a prefill call without work. turns: with `Lanes.positions`."""
     adapters = () if config.enable_lora else None
     feature = np.full((lanes, config.chunk_size), -1, np.int32) if config.image_cache_bytes else None
     return make_lanes(
-        [], {}, lanes, config.chunk_size, dry=config.enable_dry, adapters=adapters, feature=feature
+        [],
+        {},
+        lanes,
+        config.chunk_size,
+        dry=config.enable_dry,
+        adapters=adapters,
+        feature=feature,
+        placed=() if turns else None,
     )
 
 

@@ -56,6 +56,7 @@ def make_programs(
     pooling: str | None = None,
     features: jax.Array | None = None,
     group: int | None = None,
+    axes: tuple[int, ...] = (),
 ) -> list[Program]:
     """All programs of one engine. Only the shapes of the arrays matter.
 
@@ -63,6 +64,7 @@ def make_programs(
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
     features: the feature buffer, which prefill reads; None without a vision tower. group: see `FeatureBuffer`.
+    axes: of a tower whose pictures have positions on three axes, see `prefill_chunk`; empty: of others.
     saved: the room for saved states of recurrent layers; empty: none are saved.
 
     Row state and lanes are packed (`graphs.row_state.packing`) between programs.
@@ -95,8 +97,9 @@ def make_programs(
             taps=taps,
             group=group,
         )
+        prefill = functools.partial(prefill, axes=axes) if axes else prefill
         for lanes in config.prefill_lanes:
-            idle = idle_lanes(config, lanes)
+            idle = idle_lanes(config, lanes, turns=bool(axes))
             more = () if features is None else (_abstract(features),)
             add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle, *more)
         for lanes, width in config.verify_shapes:

@@ -24,7 +24,8 @@ class RowSettings:
 
     dry_breakers: tokens that break a sequence for DRY.
     seed: 64-bit unsigned. mask: None if every token may be sampled. prompt_token_ids: used for prompt_logprobs.
-    adapter: the adapter's slot, from 1; 0 is none.
+    adapter: the adapter's slot, from 1; 0 is none. positions: i32 `[prompt, 3]`, see `grid_positions`; None: all are
+    places in the prompt.
     """
 
     max_tokens: int
@@ -35,6 +36,12 @@ class RowSettings:
     prompt_token_ids: tuple[int, ...] = ()
     dry_breakers: tuple[int, ...] = ()
     adapter: int = 0
+    positions: np.ndarray[Any, np.dtype[np.int32]] | None = None
+
+    @property
+    def turn(self) -> int:
+        """`Rows.turn`: text goes on behind the furthest position of the prompt."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.positions)
 
     @property
     def min_tokens(self) -> int:
@@ -45,6 +52,25 @@ class RowSettings:
     def top_logprobs(self) -> int:
         """For how many most likely tokens log-probabilities are needed at each step."""
         return self.params.logprobs or 0
+
+
+def grid_positions(length: int, grids: Sequence[tuple[int, int, int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Positions in time, rows and columns of a prompt of `length` tokens with pictures: i32 `[length, 3]`.
+
+    grids: (start, rows, columns) of each picture, which has one token for each place of its grid. The first has the
+    position that a text token would have, on all axes; the others are counted from it, and text goes on behind the
+    longer side (M-RoPE, Wang et al. 2024, section 2.1).
+    """
+    positions = np.empty((length, 3), np.int32)
+    at = position = 0
+    for start, rows, columns in (*grids, (length, 0, 0)):
+        positions[at:start] = np.arange(position, position + start - at, dtype=np.int32)[:, None]
+        position += start - at
+        at = start + rows * columns
+        row, column = np.divmod(np.arange(rows * columns, dtype=np.int32), np.int32(max(columns, 1)))
+        positions[start:at] = position + np.stack([np.zeros_like(row), row, column], axis=1)
+        position += max(rows, columns)
+    return positions
 
 
 def sampling_rows(count: int, rows: Mapping[int, RowSettings], *, dry: bool = False) -> SamplingRows:

@@ -45,6 +45,7 @@ from xla_engine.runner.in_flight import (
     fetch_samples,
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
+from xla_engine.runner.patch_tower import Tower
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.portable import audit
 from xla_engine.runner.program_store import program_store
@@ -56,7 +57,6 @@ from xla_engine.runner.state_moves import StateMoves
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
-from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
@@ -78,7 +78,7 @@ class Runner:
         *,
         device_proposer: Callable[[EngineConfig, ModelConfig, int], DeviceProposer] | None = None,
         pooling: str | None = None,
-        tower: VisionTower | None = None,
+        tower: Tower | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights and compile all programs.
@@ -92,6 +92,7 @@ class Runner:
             if (why := too_few_lanes(tower.config, config)) is not None:
                 raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
+        self._axes = () if tower is None else tower.axes
         # As resolved, it tells whether there is a buffer.
         kept = None if self.features is None else self.features.rows.nbytes
         config = replace(config, image_cache_bytes=kept)
@@ -156,6 +157,7 @@ class Runner:
             dry=config.enable_dry,
             lora=config.enable_lora,
             states=config.saved_states,
+            turns=bool(self._axes),
         )
         if self._device_proposer is not None:
             on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
@@ -449,6 +451,7 @@ class Runner:
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
         same["device_proposer"] = self._device_proposer
         same["pooling"] = None if self._pooling is None else self._pooling.kind
+        same["axes"] = self._axes
         same["features"] = None if self.features is None else self.features.rows
         same["group"] = None if self.features is None else self.features.group
         make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)

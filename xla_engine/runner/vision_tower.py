@@ -10,6 +10,7 @@ import numpy as np
 from xla_engine.graphs.inventory import GraphReport, Inventory
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.graphs.vision.tower import (
+    CHANNELS,
     EMBED,
     LAYER,
     PROJECT,
@@ -63,6 +64,31 @@ class VisionTower:
         """What every program makes of a tile, with the first layer only: features for a check, in little time."""
         last = self.stages - 1
         return self.advance(tile, self.advance(tile, None, 0, 2), last, last + 1)
+
+    def tokens(self, shape: tuple[int, ...]) -> int | None:
+        """Tokens of a tile of this shape; None if it does not fit the tower."""
+        side = self.config.image_size
+        return self.config.tokens if shape == (side, side, CHANNELS) else None
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """None: the decoder's keys and queries turn by their places in the prompt."""
+        return None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """See `prefill_chunk`."""
+        return ()
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Rows of features that the last stage may return."""
+        return (self.config.tokens,)
+
+    @property
+    def examples(self) -> list[Array]:
+        """A tile for each of `outputs`."""
+        side = self.config.image_size
+        return [np.zeros((side, side, CHANNELS), np.uint8)]
 
     @property
     def stages(self) -> int:

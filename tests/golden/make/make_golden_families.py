@@ -15,6 +15,8 @@ Of families whose pictures are supported also:
     tiles     uint8 [2, T, T, 3]          random pixels
     features  float32 [2, tokens, text]   what the decoder reads of them, pixels scaled to [-1, 1]
 
+Of Qwen3-VL, `tile0`, `features0`, ... for each of `GRIDS`: features are [tokens, (1 + taps) text], taps' behind.
+
 Every token comes from one forward pass, without a cache, over sequences of exactly LENGTH positions: what stands
 behind a position changes nothing before it, and rope scalings that look at a sequence's length see LENGTH always, as
 in an engine with that `max_model_len`. It imports nothing of this package.
@@ -357,6 +359,21 @@ CASES |= {
         beside("pixtral", {"model_type": "mistral", **CASES["mistral_full"][2], "tie_word_embeddings": False})
         | {"tie_word_embeddings": False},
     ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        0.35,
+        {
+            "text_config": shape(40, 5, 1, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY)
+            | rope("default", 1e4, mrope_section=[4, 2, 2], mrope_interleaved=True),
+            "vision_config": {"depth": 3, "hidden_size": 40, "intermediate_size": 44, "num_heads": 5}
+            | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 36}
+            | {"deepstack_visual_indexes": [0, 2]},
+            "image_token_id": VOCABULARY - 2,
+            "video_token_id": VOCABULARY - 1,
+            "vision_start_token_id": VOCABULARY - 4,
+            "vision_end_token_id": VOCABULARY - 3,
+        },
+    ),
     "qwen3_5_vision": (
         "Qwen3_5ForConditionalGeneration",
         0.4,
@@ -382,11 +399,11 @@ def main() -> None:
                 break
         else:
             raise SystemExit(f"{name}: no seed without near-ties; change the case")
-        directory = GOLDEN / name
+        directory, features = GOLDEN / name, seen(model, seed)  # before rotary frequencies become bfloat16
         model.bfloat16().save_pretrained(directory)
         if name.endswith("mxfp4"):
             quantise_files(directory, seed)
-        np.savez_compressed(directory / "golden.npz", seed=seed, **arrays, **seen(model.float(), seed))
+        np.savez_compressed(directory / "golden.npz", seed=seed, **arrays, **features)
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(
             f"{name}: seed {seed}, smallest gap {arrays['gaps'].min():.4f}, distinct tokens from "
@@ -491,9 +508,32 @@ def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarra
     }
 
 
+GRIDS = ((6, 10), (4, 2), (2, 12), (18, 16))  # rows and columns of patches
+
+
+@torch.inference_mode()
+def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """Pictures of any proportions and their features."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    draw, found = np.random.default_rng(seed), {}
+    size = model.config.vision_config.patch_size
+    processor = Qwen2VLImageProcessorPil(patch_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    for at, (rows, columns) in enumerate(GRIDS):
+        tile = draw.integers(0, 256, (rows * size, columns * size, 3), dtype=np.uint8)
+        given = processor(tile, do_resize=False, return_tensors="pt")
+        assert given["image_grid_thw"].tolist() == [[1, rows, columns]]
+        out = model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+        parts = [out.pooler_output, *out.deepstack_features]
+        found |= {f"tile{at}": tile, f"features{at}": torch.cat([part[0] for part in parts], 1).numpy()}
+    return found
+
+
 @torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
+    if isinstance(model, transformers.Qwen3VLPreTrainedModel):
+        return seen_patches(model, seed)
     kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
     if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return {}

@@ -3,6 +3,7 @@
 Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles (or
 of the first) of golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between
 the two likeliest.
+For Qwen3-VL, two prompts: with its first picture, and with its second and third.
 """
 
 from __future__ import annotations
@@ -74,9 +75,53 @@ def both_ways(config: Any, embedded: torch.Tensor, starts: list[int], length: in
     return create_masks_for_vision_model(config.text_config, embedded, None, None, None, blocks)
 
 
+@torch.no_grad()
+def tokens_of_patches() -> list[dict[str, object]]:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    directory = GOLDEN / "families" / "qwen3_vl"
+    kind = transformers.Qwen3VLForConditionalGeneration
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    arrays, config = np.load(directory / "golden.npz"), model.config
+    size, image = config.vision_config.patch_size, config.image_token_id
+    processor = Qwen2VLImageProcessorPil(patch_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    found = []
+    for tiles in ((0,), (1, 2)):
+        pictures = [arrays[f"tile{at}"] for at in tiles]
+        given = processor(pictures, do_resize=False, return_tensors="pt")
+        counts = (given["image_grid_thw"].prod(1) // 4).tolist()
+        for seed in range(1000):
+            draw = np.random.default_rng(seed)
+            ids, starts = draw.integers(0, 190, 5).tolist(), []
+            for count in counts:
+                starts.append(len(ids))
+                ids += [image] * count + draw.integers(0, 190, 4).tolist()
+            sequence, gaps = torch.tensor([ids]), []
+            for _ in range(NEW_TOKENS):
+                logits = model(
+                    input_ids=sequence, mm_token_type_ids=(sequence == image).int(), use_cache=False, **given
+                ).logits
+                best = logits[0, -1].topk(2)
+                gaps.append(float(best.values[0] - best.values[1]))
+                sequence = torch.cat([sequence, best.indices[None, :1]], 1)
+                if (
+                    best.indices[0] >= image or gaps[-1] < 0.004
+                ):  # a generated <|image_pad|> would need a picture
+                    break
+            else:
+                break
+        tokens = sequence[0, len(ids) :].tolist()
+        found.append(
+            {"prompt": ids, "tiles": tiles, "starts": starts, "tokens": tokens, "smallest_gap": min(gaps)}
+        )
+    return found
+
+
 if __name__ == "__main__":
-    made = {name: tokens_of(name, 2) for name in FAMILIES}
+    made: dict[str, Any] = {name: tokens_of(name, 2) for name in FAMILIES}
     made["gemma3_vision, one picture"] = tokens_of("gemma3_vision", 1)
+    made["qwen3_vl"] = tokens_of_patches()
     (GOLDEN / "images" / "tokens.json").write_text(json.dumps(made) + "\n")
     for name, each in made.items():
-        print(name, each["smallest_gap"], len(set(each["tokens"])), "distinct tokens")  # type: ignore[arg-type]
+        for one in each if isinstance(each, list) else [each]:
+            print(name, one["smallest_gap"], len(set(one["tokens"])), "distinct tokens")  # type: ignore[arg-type]

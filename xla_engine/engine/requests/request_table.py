@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from xla_engine.engine.adapters import NO_ADAPTER, LoadedAdapter
 from xla_engine.engine.protocol import RequestOptions
@@ -129,8 +130,10 @@ class RequestTable:
         now: float,
         options: RequestOptions,
         images: tuple[PromptImage, ...] = (),
+        positions: Any = None,
     ) -> list[Request]:
         """Enter a request of `params.n` sequences, each with its own copy of the mask. The id must be free.
+        positions: as in `RowSettings`.
 
         Returns the sequences as requests for the scheduler.
         """
@@ -150,6 +153,7 @@ class RequestTable:
                 prompt_token_ids=token_ids,
                 dry_breakers=dry_breakers,
                 adapter=adapter.slot,
+                positions=positions,
             )
             self._live[name] = LiveSequence(
                 name,

@@ -6,7 +6,9 @@ An engine calls it before it queues a request; a dry run calls it without an eng
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.pooling import params_for
@@ -15,6 +17,7 @@ from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import PicturedPrompt, Prompt, TextPair, prompt_parts
+from xla_engine.runner.row_settings import grid_positions
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES, PromptImage, QueueFullError
 from xla_engine.scheduler.request import misplaced
@@ -56,12 +59,15 @@ def check_takes(closed: str | None, *, draining: bool) -> None:
 class ImageForm(NamedTuple):
     """What pictures must be like.
 
-    shape: of a tile. tokens: of a tile in the prompt. max_tiles: of all pictures of a prompt.
+    tokens: of a tile of this shape in the prompt; None if the tower reads none of this shape. grid: rows and columns
+    of these tokens, if positions follow them. place_tokens, places: a tile takes one of the places of the feature
+    buffer for every so many tokens.
     """
 
-    shape: tuple[int, int, int]
-    tokens: int
-    max_tiles: int
+    tokens: Callable[[tuple[int, ...]], int | None]
+    grid: Callable[[tuple[int, ...]], tuple[int, int] | None]
+    place_tokens: int
+    places: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,7 @@ class RequestValidator:
 
     def _image(self, picture: "PlacedPicture") -> PromptImage:
         assert self.pictures is not None, "a picture was placed without a reader"
-        length = self.pictures.image_seq_len
+        length = picture.grid.tokens or self.pictures.image_seq_len
         spans = tuple((start, length) for start in picture.starts)
         return PromptImage(digest=picture.digest, tiles=self.pictures.tiles(picture), spans=spans)
 
@@ -430,21 +436,34 @@ class RequestValidator:
         form = self.images
         for number, image in enumerate(images):
             for tile, (_, length) in zip(image.tiles, image.spans, strict=True):
-                if getattr(tile, "shape", None) != form.shape or str(getattr(tile, "dtype", "")) != "uint8":
+                shape, kind = getattr(tile, "shape", ()), str(getattr(tile, "dtype", ""))
+                if kind != "uint8" or (tokens := form.tokens(tuple(shape))) is None:
                     raise InvalidRequestError(
-                        f"picture {number} has a tile that is not uint8 {list(form.shape)}; cut it as the "
-                        "checkpoint's processor does"
+                        f"picture {number} has a tile of {kind} {list(shape)}, which the vision tower does not read; "
+                        "make it uint8 as the checkpoint's processor does"
                     )
-                if length != form.tokens:
+                if length != tokens:
                     raise InvalidRequestError(
-                        f"picture {number} has a span of {length} positions, and a tile has {form.tokens} tokens"
+                        f"picture {number} has a span of {length} positions, and a tile has {tokens} tokens"
                     )
-        tiles = sum(len(image.tiles) for image in images)
-        if tiles > form.max_tiles:
+        needed = sum(-(-length // form.place_tokens) for image in images for _, length in image.spans)
+        if needed > form.places:
             raise TokenLimitError(
-                f"the prompt's pictures have {tiles} tiles; the engine has room for {form.max_tiles}: raise "
-                "image_cache_bytes, or send fewer or smaller pictures"
+                f"the prompt's pictures have {needed * form.place_tokens} tokens; the engine has room for "
+                f"{form.places * form.place_tokens}: raise image_cache_bytes, or send fewer or smaller pictures"
             )
+
+    def positions_of(self, images: Sequence[PromptImage], length: int) -> np.ndarray[Any, Any] | None:
+        """`RowSettings.positions` of a prompt of this length; None if all are places in the prompt."""
+        if not images or isinstance(self.images, str):
+            return None
+        grids = []
+        for image in images:
+            for tile, (start, _) in zip(image.tiles, image.spans, strict=True):
+                if (grid := self.images.grid(tile.shape)) is None:
+                    return None
+                grids.append((start, *grid))
+        return grid_positions(length, grids)
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
         if params.logprobs_start and params.logprobs_start >= prompt_tokens:

@@ -1,5 +1,6 @@
-"""Qwen2 and 2.5 (biases on q, k and v) and Qwen3 (normed query and key heads)."""
+"""Qwen2 and 2.5 (biases on q, k and v), Qwen3 (normed query and key heads), and Qwen3-VL, which reads pictures."""
 
+from dataclasses import replace
 from typing import Any
 
 from xla_engine.model_loader.families.family import Family
@@ -42,4 +43,47 @@ QWEN3 = Family(
     reads=(*_READS, "attention_bias"),
     flags=_qwen3,
     defaults={**QWEN2.defaults, "head_dim": 128},
+)
+
+
+def _with_bias(leaf: str, name: str) -> dict[str, tuple[str, ...]]:
+    return {leaf: (f"{name}.weight",), f"{leaf}_bias": (f"{name}.bias",)}
+
+
+def _patch_tower(tower: str) -> dict[str, tuple[str, ...]]:
+    """The tensors of the tower of `graphs.vision.patches` by leaf. tower: prefix of their names."""
+    layer, tap = tower + "blocks.{index}.", tower + "deepstack_merger_list.{index}."
+    return {
+        **_with_bias("patch", f"{tower}patch_embed.proj"),
+        "positions": (f"{tower}pos_embed.weight",),
+        **_with_bias("norm1", f"{layer}norm1"),
+        **_with_bias("qkv", f"{layer}attn.qkv"),
+        **_with_bias("output", f"{layer}attn.proj"),
+        **_with_bias("norm2", f"{layer}norm2"),
+        **_with_bias("up", f"{layer}mlp.linear_fc1"),
+        **_with_bias("down", f"{layer}mlp.linear_fc2"),
+        **_with_bias("merge_norm", f"{tower}merger.norm"),
+        **_with_bias("merge_up", f"{tower}merger.linear_fc1"),
+        **_with_bias("merge_down", f"{tower}merger.linear_fc2"),
+        **_with_bias("tap_norm", f"{tap}norm"),
+        **_with_bias("tap_up", f"{tap}linear_fc1"),
+        **_with_bias("tap_down", f"{tap}linear_fc2"),
+    }
+
+
+QWEN3_VL = replace(
+    QWEN3,
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl",
+    text_type="qwen3_vl_text",
+    tensors={
+        **QWEN3.tensors,
+        "embed": ("model.language_model.embed_tokens.weight",),
+        "final_norm": ("model.language_model.norm.weight",),
+    },
+    layer="model.language_model.layers.{index}.",
+    ignores=r"model\.visual\..*",
+    defaults={**QWEN3.defaults, "max_position_embeddings": 128000},
+    rope_theta=500000.0,
+    vision=_patch_tower("model.visual."),
 )

@@ -1,0 +1,255 @@
+"""Qwen3-VL in an engine: positions follow a picture's grid, taps are added to the first layers, bits as ever."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import InvalidRequestError, TokenLimitError
+from xla_engine.images.processor import value_table
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.vision import load_vision
+from xla_engine.prompts import PicturedPrompt
+from xla_engine.runner import dispatch
+from xla_engine.runner.patch_tower import PatchTower
+from xla_engine.runner.row_settings import RowSettings, grid_positions
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.scheduler import PromptImage, Request
+
+MODEL = FAMILIES / "qwen3_vl"
+TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
+IMAGE, UNIT = 197, 8  # the id of <|image_pad|>; pixels of a token's side
+GRIDS = (
+    (3, 5),
+    (1, 2),
+    (4, 2),
+    (9, 8),
+)  # rows and columns of tokens; the last takes two places of the buffer
+
+
+def engine_of(config: EngineConfig) -> XlaBatchEngine:
+    vision = load_vision(MODEL, dtype=config.dtype)
+    tower = PatchTower(vision.config, vision.dtype, vision.weights, TABLE, most_tokens=128)
+    return XlaBatchEngine(load_checkpoint(MODEL, dtype=config.dtype), config=config, tower=tower)
+
+
+def picture(tile: np.ndarray, start: int) -> PromptImage:
+    span = (start, tile.shape[0] // UNIT * (tile.shape[1] // UNIT))
+    return PromptImage(digest=sha256(tile.tobytes()).hexdigest(), tiles=(tile,), spans=(span,))
+
+
+def prompt_of(*numbers: int, salt: str | None = None) -> PicturedPrompt:
+    """Text, and after each piece of it a picture, whose pixels and proportions the number sets."""
+    ids, images = [5, 6, 7], []
+    for number in numbers:
+        rows, columns = GRIDS[number % len(GRIDS)]
+        shape = (UNIT * rows, UNIT * columns, 3)
+        tile = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+        images.append(picture(tile, len(ids)))
+        ids += [IMAGE] * (rows * columns) + [11, 12]
+    return PicturedPrompt("", tuple(ids), tuple(images), salt)
+
+
+PROMPTS = ((0,), (4,), (1, 2), (3,), (5, 0))  # (0,) and (4,) are equal but for the pixels
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[XlaBatchEngine]:
+    engine = engine_of(SMALL)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(engine: XlaBatchEngine) -> list[object]:
+    """The answers to the prompts, each by an engine without anything cached."""
+    found = []
+    for numbers in PROMPTS:
+        engine.reset_prefix_cache()
+        found += run(engine, prompt_of(*numbers))
+    assert len(set(map(repr, found))) == len(PROMPTS), "the pictures make no difference"
+    return found
+
+
+def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> None:
+    """Also beside text, cached, cold and with a salt."""
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    assert run(engine, *prompts, [3, 1, 4, 1, 5])[: len(alone)] == alone
+    assert run(engine, *reversed(prompts)) == alone[::-1]
+    assert run(engine, prompt_of(*PROMPTS[2], salt="tenant")) == [alone[2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"num_blocks": 16, "block_size": 32}, id="blocks"),
+        pytest.param({"chunk_size": 16, "enable_prefix_caching": False, "lag": 0}, id="chunks", marks=FULL),
+        pytest.param({"image_cache_bytes": 1 << 16, "lag": 2}, id="two places", marks=FULL),
+        pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=FULL),
+    ],
+)
+def test_in_every_kind_of_engine(options: dict[str, Any], alone: list[object]) -> None:
+    engine = engine_of(replace(SMALL, **options))
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    found = run(engine, *prompts)
+    assert run(engine, *reversed(prompts)) == found[::-1]
+    engine.close()
+    if "attention_backend" not in options:
+        assert found == alone
+
+
+@pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=FULL)])
+def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
+    engine.reset_prefix_cache()
+    engine.lag, draw = lag, random.Random(lag)
+    for at, numbers in enumerate(PROMPTS):
+        engine.submit(prompt_of(*numbers), PARAMS, request_id=str(at))
+    done, before = [], engine.stats().preemptions
+    while engine.has_unfinished:
+        done += [output for output in engine.step() if output.finished]
+        for name in map(str, range(len(PROMPTS))):
+            if draw.random() < 0.1:
+                engine.preempt(name, how=draw.choice((None, *engine.ways_to_preempt)))
+        engine.scheduler.check()
+    found = answers(done)
+    assert [found[str(at)] for at in range(len(PROMPTS))] == alone
+    assert engine.stats().preemptions > before
+    engine.lag = 1
+
+
+def test_planted_faults_are_found(
+    engine: XlaBatchEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text that goes on a position too far, positions by place, taps that are not added, caches by token."""
+    made = dispatch.make_lanes
+
+    def lanes(change: Any) -> Any:
+        return lambda *arguments, **named: change(made(*arguments, **named))
+
+    def by_place(found: Any) -> Any:
+        place = found.start[:, None] + np.arange(found.tokens.shape[1], dtype=np.int32)
+        return replace(found, positions=np.stack([place] * 3, axis=2))
+
+    def wrong(where: object, name: str, what: object, *prompts: int) -> list[object]:
+        engine.reset_prefix_cache()
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, what)
+            found = [answer for each in prompts for answer in run(engine, prompt_of(*PROMPTS[each]))]
+        engine.reset_prefix_cache()
+        return found
+
+    assert wrong(dispatch, "make_lanes", lanes(lambda found: found), 2) == [alone[2]]
+    late = lanes(lambda found: replace(found, turn=found.turn + 1))
+    assert wrong(dispatch, "make_lanes", late, 2) != [alone[2]]
+    assert wrong(dispatch, "make_lanes", lanes(by_place), 2) != [alone[2]]
+    by_token = property(lambda self: self.prompt_token_ids)
+    found = wrong(Request, "content", by_token, 0, 1)
+    assert found[0] == alone[0] and found[1] != alone[1]
+
+
+def test_taps_that_are_not_added_would_be_found(
+    engine: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features are cached by salt, so that each tenant's are made anew."""
+    right = run(engine, prompt_of(21, 22))
+    assert run(engine, prompt_of(21, 22, salt="another")) == right
+    advance = PatchTower.advance
+
+    def tapless(tower: PatchTower, *arguments: Any) -> Any:
+        found = advance(tower, *arguments)
+        return found if isinstance(found, tuple) else found.at[:, tower.config.text_size :].set(0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PatchTower, "advance", tapless)
+        assert run(engine, prompt_of(21, 22, salt="third")) != right
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    """Of one picture, and of two of other proportions, in one batch."""
+    golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())["qwen3_vl"]
+    arrays = np.load(MODEL / "golden.npz")
+    engine = engine_of(replace(SMALL, dtype="float32"))
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    for at, each in enumerate(golden):
+        pairs = zip(each["tiles"], each["starts"], strict=True)
+        images = tuple(picture(arrays[f"tile{tile}"], start) for tile, start in pairs)
+        engine.submit(PicturedPrompt("", tuple(each["prompt"]), images), params, request_id=str(at))
+    found = {output.request_id: output for output in engine.drain()}
+    engine.close()
+    for at, each in enumerate(golden):
+        assert list(found[str(at)].outputs[0].token_ids) == each["tokens"]
+
+
+@pytest.mark.full
+def test_text_has_the_bits_of_an_engine_without_a_tower() -> None:
+    prompts = [[1, 2, 3, IMAGE, 5], list(range(30))]
+    seeing, blind = engine_of(SMALL), XlaBatchEngine(load_checkpoint(MODEL), config=SMALL)
+    assert run(seeing, *prompts) == run(blind, *prompts)
+    with pytest.raises(InvalidRequestError, match="reads no pictures"):
+        blind.submit(prompt_of(0), PARAMS)
+    seeing.close()
+    blind.close()
+
+
+def test_what_does_not_fit_is_refused(engine: XlaBatchEngine) -> None:
+    torn = np.zeros((UNIT, UNIT + 4, 3), np.uint8)
+    wrong = PromptImage(digest="0" * 64, tiles=(torn,), spans=((0, 1),))
+    with pytest.raises(InvalidRequestError, match=r"tile of uint8 \[8, 12, 3\], which the vision tower"):
+        engine.submit(PicturedPrompt("", (IMAGE, 5), (wrong,)), PARAMS)
+    wide = PromptImage(digest="0" * 64, tiles=(np.zeros((8, 16, 3), np.uint8),), spans=((0, 1),))
+    with pytest.raises(InvalidRequestError, match="a span of 1 positions, and a tile has 2 tokens"):
+        engine.submit(PicturedPrompt("", (IMAGE, 5), (wide,)), PARAMS)
+    small = engine_of(replace(SMALL, image_cache_bytes=1))
+    with pytest.raises(TokenLimitError, match="128 tokens; the engine has room for 64: raise image_cache"):
+        small.submit(prompt_of(3), PARAMS)
+    small.close()
+
+
+def test_positions_of_a_prompt_by_hand() -> None:
+    """One token, two pictures side by side, one token."""
+    found = grid_positions(10, [(1, 2, 2), (5, 1, 3), (9, 1, 1)])
+    assert found.tolist() == [
+        [0, 0, 0],
+        *([1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2]),
+        *([3, 3, 3], [3, 3, 4], [3, 3, 5]),
+        [6, 6, 6],
+        [7, 7, 7],
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5), st.integers(1, 5)), max_size=4),
+    st.integers(0, 3),
+)
+def test_text_goes_on_behind_the_longer_side(parts: list[tuple[int, int, int]], rest: int) -> None:
+    grids, length, position = [], 0, 0
+    for text, rows, columns in parts:
+        grids.append((length + text, rows, columns))
+        length += text + rows * columns
+        position += text + max(rows, columns)
+    found = grid_positions(length + rest, grids)
+    settings = RowSettings(
+        max_tokens=1,
+        stop_token_ids=(),
+        params=SamplingParams(),
+        seed=0,
+        positions=found if length + rest else None,
+    )
+    assert settings.turn == position - length <= 0
+    text = np.ones(length + rest, bool)
+    for start, rows, columns in grids:
+        text[start : start + rows * columns] = False
+        assert (found[start : start + rows * columns] <= found[start] + max(rows, columns) - 1).all()
+    assert (found[text][:, 0] == found[text][:, 1]).all() and (np.diff(found[text][:, 0]) > 0).all()

@@ -1,0 +1,77 @@
+"""Make `tests/golden/images/patches.json`: what transformers' PIL backend of Qwen3-VL makes of generated pictures.
+
+    python tests/golden/make/make_golden_patches.py
+
+Run with the `oracle` extra and Pillow installed. The pictures are those of make_golden_images.py; the file has each
+STEPth of them: its rows and columns of patches, and a digest of the float32 `pixel_values`. Then for each of `PROMPTS`
+the text after expansion, as `Qwen3VLProcessor.replace_image_token` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from PIL import Image, ImageOps
+
+MAKE = Path(__file__).parent
+BASE = SimpleNamespace(**runpy.run_path(str(MAKE / "make_golden_images.py")))
+STEP = 8
+# By the names of that script's processors.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "small": {
+        "size": {"shortest_edge": 1024, "longest_edge": 16384},
+        "patch_size": 8,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    },
+    "whole": {"size": {"shortest_edge": 3136, "longest_edge": 20000}},
+    "bicubic": {
+        "size": {"shortest_edge": 1, "longest_edge": 4000},
+        "patch_size": 4,
+        "merge_size": 1,
+        "resample": 1,
+    },
+}
+PROMPTS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+    ("<|image_pad|>", ((64, 64),)),
+    ("User: <|vision_start|><|image_pad|><|vision_end|>What is this?\n", ((100, 75),)),
+    ("a\n<|image_pad|>\n\nb<|image_pad|><|image_pad|> c", ((10, 40), (1, 1), (160, 90))),
+)
+
+
+def golden(step: int = STEP) -> dict[str, Any]:
+    """step: 1 for all pictures."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    processors = {name: Qwen2VLImageProcessorPil(**fields) for name, fields in PROCESSORS.items()}
+    found = []
+    for name, kind, data in BASE.pictures(0, step):
+        made = processors[kind](ImageOps.exif_transpose(Image.open(BytesIO(data))), return_tensors="np")
+        ((_, rows, columns),) = made["image_grid_thw"].tolist()
+        found.append([name, rows, columns, BASE.digest(made["pixel_values"])])
+    writer = SimpleNamespace(image_processor=processors["small"], image_token="<|image_pad|>")
+    prompts = []
+    for text, sizes in PROMPTS:
+        made = writer.image_processor([Image.new("RGB", size) for size in sizes], return_tensors="np")
+        parts = text.split(writer.image_token)
+        runs = [
+            Qwen3VLProcessor.replace_image_token(writer, {"image_grid_thw": made["image_grid_thw"]}, at)
+            for at in range(len(sizes))
+        ]
+        prompts.append("".join(map("".join, zip(parts, [*runs, ""], strict=True))))
+    return {"pictures": found, "prompts": prompts}
+
+
+if __name__ == "__main__":
+    made = golden()
+    rows = ",\n".join(json.dumps(each) for each in made["pictures"])
+    prompts = ",\n".join(json.dumps(each) for each in made["prompts"])
+    file = BASE.GOLDEN / "patches.json"
+    file.write_text(f'{{"pictures": [\n{rows}\n],\n"prompts": [\n{prompts}\n]}}\n')
+    print(len(made["pictures"]), file.stat().st_size)

@@ -1,0 +1,333 @@
+"""Qwen3-VL's pictures: patches, prompts and features are transformers', and features are of one picture alone."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from safetensors.numpy import load_file, save_file
+
+from tests.images.conftest import GOLDEN
+from tests.images.test_features import changed, difference
+from tests.images.test_features import picture as as_file
+from xla_engine import LLM, SamplingParams
+from xla_engine.config import EngineConfig
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.errors import CheckpointError, ImageTooLargeError, InvalidRequestError
+from xla_engine.graphs.vision.patch_config import BUCKETS
+from xla_engine.images.decoder import ImageDecoder
+from xla_engine.images.encoder import ImageEncoder
+from xla_engine.images.processor import PatchProcessor, read_image_processor, value_table
+from xla_engine.images.prompt import QWEN3_VL, expand
+from xla_engine.model_loader.vision import load_vision
+from xla_engine.runner.patch_tower import PatchTower, patches_of
+from xla_engine.runner.self_check.check import tile_differences
+
+MODEL = GOLDEN / "families" / "qwen3_vl"
+TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
+PUBLISHED = {  # that of Qwen3-VL-2B-Instruct
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+
+
+def processor_of(directory: Path, fields: dict[str, Any], **overrides: Any) -> PatchProcessor:
+    whole = {"image_processor_type": "Qwen2VLImageProcessor", **fields}
+    (directory / "preprocessor_config.json").write_text(json.dumps(whole))
+    found = read_image_processor(directory, overrides)
+    assert isinstance(found, PatchProcessor)
+    return found
+
+
+@pytest.fixture(scope="module")
+def patches() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(GOLDEN / "make" / "make_golden_patches.py")))
+
+
+def rows_of(patches: SimpleNamespace, directory: Path, step: int) -> list[list[Any]]:
+    """What this library makes of the pictures, as `make_golden_patches.golden` tells it."""
+    processors = {name: processor_of(directory, fields) for name, fields in patches.PROCESSORS.items()}
+    decoders = {name: ImageDecoder(each) for name, each in processors.items()}
+    found = []
+    for name, kind, data in patches.BASE.pictures(0, step):
+        processor, decoder = processors[kind], decoders[kind]
+        (tile,) = decoder.tiles(data)
+        size = processor.patch_size
+        cut = processor.table()[np.arange(3)[:, None, None], patches_of(tile, size, processor.merge_size)]
+        twice = np.broadcast_to(cut[:, :, None], (len(cut), 3, 2, size, size)).reshape(len(cut), -1)
+        found.append([name, tile.shape[0] // size, tile.shape[1] // size, patches.BASE.digest(twice)])
+        assert decoder.grid(data).tokens == len(cut) // processor.merge_size**2
+    for decoder in decoders.values():
+        decoder.close()
+    return found
+
+
+def test_pixels_in_patches_are_those_of_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
+    golden = json.loads((GOLDEN / "images" / "patches.json").read_text())
+    assert len(golden["pictures"]) > 70
+    assert rows_of(patches, tmp_path, patches.STEP) == golden["pictures"]
+
+
+@pytest.mark.oracle
+def test_all_pixels_are_those_of_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
+    every = patches.golden(1)
+    assert len(every["pictures"]) >= 500
+    assert rows_of(patches, tmp_path, 1) == every["pictures"]
+    committed = json.loads((GOLDEN / "images" / "patches.json").read_text())
+    assert patches.golden() == committed
+
+
+@pytest.mark.oracle
+@given(width=st.integers(1, 4000), height=st.integers(1, 4000), unit=st.sampled_from((14, 28, 32)))
+def test_sizes_are_those_of_transformers(width: int, height: int, unit: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    if max(width, height) > 200 * min(width, height):
+        return
+    common = {"resample": 3, "rescale_factor": None, "image_mean": None, "image_std": None}
+    edges = {"shortest_edge": 65536, "longest_edge": 2**20}
+    processor = PatchProcessor(patch_size=unit, merge_size=1, **edges, **common)
+    assert processor.grid(width, height).whole == smart_resize(height, width, unit, 65536, 2**20)[::-1]
+
+
+def test_prompts_are_expanded_as_in_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
+    processor = processor_of(tmp_path, patches.PROCESSORS["small"])
+    golden = json.loads((GOLDEN / "images" / "patches.json").read_text())["prompts"]
+    for (text, sizes), expected in zip(patches.PROMPTS, golden, strict=True):
+        assert expand(text, [processor.grid(*size) for size in sizes], 0, QWEN3_VL)[0] == expected
+
+
+def test_sizes_of_the_published_processor(tmp_path: Path) -> None:
+    processor = processor_of(tmp_path, PUBLISHED)
+    sizes = ((640, 480), (1, 1), (33, 31), (48, 80), (5000, 4000), (200, 1))
+    assert [processor.grid(*size).whole for size in sizes] == [
+        (640, 480),
+        (256, 256),
+        (288, 256),
+        (224, 352),
+        (4576, 3648),
+        (3648, 32),
+    ]
+    smaller = processor_of(tmp_path, PUBLISHED, size={"shortest_edge": 1024, "longest_edge": 65536})
+    assert smaller.grid(640, 480).tokens == 54
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_pixels": 3136}, "min_pixels = 3136: not supported for Qwen3-VL"),
+        ({"size": {"height": 2, "width": 2}}, "size.height"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 4}}, "longest_edge"),
+        ({"do_resize": False}, "do_resize"),
+        ({"image_std": [1, 1, 0]}, "not 0"),
+        ({"patch_size": 0}, "patch_size"),
+    ],
+)
+def test_fields_that_would_change_pixels_are_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        processor_of(tmp_path, PUBLISHED | change)
+    with pytest.raises(CheckpointError, match="mm_processor_kwargs: max_pixels"):
+        processor_of(tmp_path, PUBLISHED, max_pixels=3)
+
+
+def tower_of(dtype: str, most_tokens: int = 80) -> PatchTower:
+    found = load_vision(MODEL, dtype=dtype)
+    return PatchTower(found.config, found.dtype, found.weights, TABLE, most_tokens=most_tokens)
+
+
+def test_features_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
+    golden = np.load(MODEL / "golden.npz")
+    tower = tower_of("float32")
+    assert tower.buckets == BUCKETS[:2]
+    pictures = [golden[f"tile{at}"] for at in range(4)]
+    for at, tile in enumerate(pictures):
+        expected = golden[f"features{at}"]
+        found = tower(tile)
+        assert found.shape == expected.shape
+        for part in np.split(np.arange(found.shape[1]), 3):  # the embedding, and what two taps add
+            assert difference(found[:, part], expected[:, part]) < 1e-5
+    first = tower(pictures[0])
+    monkeypatch.setattr(tower, "buckets", BUCKETS[1:2])
+    assert 0 <= difference(tower(pictures[0]), first) < 1e-5
+    monkeypatch.undo()
+    for wrong in (pictures[0][..., ::-1], pictures[0][::-1]):
+        assert difference(tower(np.ascontiguousarray(wrong)), golden["features0"]) > 1e-2
+    tower.close()
+
+
+def test_a_picture_has_the_same_bits_whatever_came_before() -> None:
+    golden = np.load(MODEL / "golden.npz")
+    few, many = tower_of("bfloat16", 10), tower_of("bfloat16", 80)
+    alone = few(golden["tile0"])
+    many(golden["tile3"])
+    assert np.array_equal(many(golden["tile0"]), alone) and tile_differences(few) == []
+    assert np.array_equal(alone.astype(ml_dtypes.bfloat16).astype(np.float32), alone)
+    assert difference(alone, golden["features0"]) < 0.1
+    assert few.tokens((8, 8 * 64, 3)) == 64 and few.tokens((8, 8 * 65, 3)) is None
+    assert few.tokens((8, 12, 3)) is None and few.tokens((8, 8, 4)) is None
+    few.close()
+    many.close()
+
+
+@pytest.mark.oracle
+def test_golden_features_are_rederived() -> None:
+    import torch
+    import transformers
+
+    families = runpy.run_path(str(GOLDEN / "make" / "make_golden_families.py"))
+    committed = np.load(MODEL / "golden.npz")
+    kind = transformers.Qwen3VLForConditionalGeneration
+    model = kind.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    derived = families["seen"](model, int(committed["seed"]))
+    for at in range(len(families["GRIDS"])):
+        np.testing.assert_array_equal(derived[f"tile{at}"], committed[f"tile{at}"])
+        assert difference(derived[f"features{at}"], committed[f"features{at}"]) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a processor, and a tokenizer of bytes whose ids end as the model's do."""
+    directory = tmp_path_factory.mktemp("model") / "qwen3_vl"
+    shutil.copytree(MODEL, directory)
+    letters = [chr(33 + at) for at in range(90)]
+    vocabulary = {letter: at for at, letter in enumerate(letters)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="!"))
+    made.add_tokens([f"filler {at}" for at in range(195 - len(letters))])
+    made.add_special_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"])
+    made.save(str(directory / "tokenizer.json"))
+    fields = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
+    processor_of(directory, PUBLISHED | fields)
+    return directory
+
+
+TEXT = "What<|vision_start|><|image_pad|><|vision_end|>?"
+
+
+def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
+    """Through `LLM`: the same answer alone and beside others; places count as many tokens as the picture has."""
+    small, wide = as_file(20, 30), as_file(64, 16)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    options = {"max_num_seqs": 2, "max_model_len": 128, "chunk_size": 16, "prefill_lanes": (2,)}
+    options |= {"self_check": False, "compile_cache": False}
+
+    def asked(*files: bytes) -> dict[str, Any]:
+        images = [Image.open(BytesIO(file)) for file in files]
+        return {"prompt": TEXT * len(files), "multi_modal_data": {"image": images}}
+
+    llm = LLM(model, **options)
+    (first,) = llm.generate([asked(small)], params)
+    with ImageEncoder(model) as encoder:
+        tokens = [encoder.tokens(encoder.grid(file)) for file in (small, wide)]
+        assert len(encoder.encode(small)) == tokens[0] == 8
+    assert first.prompt_token_ids is not None
+    assert list(first.prompt_token_ids).count(197) == tokens[0]
+    again, both, text = llm.generate([asked(small), asked(small, wide), "Why?"], params)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert list(both.prompt_token_ids or ()).count(197) == sum(tokens)
+    assert len(text.outputs[0].token_ids) == 6
+    with pytest.raises(InvalidRequestError, match=r"2 <\|image_pad\|> and 1 pictures"):
+        llm.generate([asked(small) | {"prompt": TEXT * 2}], params)
+    report = inspect_model(model, EngineConfig(**options))
+    features = llm.engine.runner.features
+    assert report.vision is not None and features is not None
+    assert report.vision["features"] == features.rows.nbytes
+    llm.close()
+
+
+def test_a_picture_beyond_the_largest_bucket_is_refused(tmp_path: Path) -> None:
+    decoder = ImageDecoder(processor_of(tmp_path, PUBLISHED))
+    assert decoder.grid(as_file(2048, 2048)).tokens == 4096
+    with pytest.raises(ImageTooLargeError, match="4160 tokens; the vision tower reads at most 4096"):
+        decoder.grid(as_file(2048, 2080))
+    decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": {"in_channels": 4}}, "in_channels"),
+        ({"vision_config": {"hidden_act": "gelu"}}, "hidden_act"),
+        ({"vision_config": {"num_heads": 3}}, "num_heads"),
+        (
+            {"vision_config": {"out_hidden_size": 41}},
+            "out_hidden_size = 41: must be the decoder's hidden_size, 40",
+        ),
+        ({"vision_config": {"deepstack_visual_indexes": [0, 3]}}, "deepstack_visual_indexes"),
+        ({"vision_config": {"deepstack_visual_indexes": [0]}}, r"deepstack_merger_list\.1\..* is not part"),
+        ({"vision_config": {"num_position_embeddings": 35}}, "num_position_embeddings = 35"),
+        ({"vision_config": {"spatial_merge_size": 3}}, "spatial_merge_size = 3"),
+        ({"vision_config": {"depth": 4}}, r"blocks\.3\..* is missing"),
+        ({"vision_config": None}, "vision_config"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    model: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_vision(changed(model, tmp_path / "changed", change))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mrope_section": [9, 9, 9]}, "mrope_section"),
+        ({"mrope_interleaved": False}, "mrope_interleaved = false"),
+    ],
+)
+def test_other_positions_are_refused(
+    model: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    directory = changed(model, tmp_path / "changed", {})
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= fields
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        load_vision(directory)
+
+
+def test_a_processor_of_another_tower_is_refused(model: Path, tmp_path: Path) -> None:
+    other = changed(model, tmp_path / "other", {})
+    processor_of(other, PUBLISHED)
+    with pytest.raises(CheckpointError, match="makes patches of "):
+        ImageEncoder(other)
+    broken = changed(model, tmp_path / "broken", {})
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.visual.merger.norm.weight"][0] = np.inf
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"merger\.norm\.weight holds NaN or infinite"):
+        ImageEncoder(broken)
+
+
+def test_pictures_of_the_published_size_are_upright(tmp_path: Path) -> None:
+    """EXIF's orientation comes first, as in transformers' `load_image`."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = BytesIO()
+    Image.linear_gradient("L").resize((64, 32)).convert("RGB").save(file, "PNG", exif=exif)
+    decoder = ImageDecoder(processor_of(tmp_path, PUBLISHED))
+    (tile,) = decoder.tiles(file.getvalue())
+    upright = ImageOps.exif_transpose(Image.open(file))
+    expected = upright.resize(decoder.grid(file.getvalue()).whole, resample=Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(tile, np.asarray(expected))
+    decoder.close()
