@@ -18,7 +18,7 @@ FEW_FILES = 4
 # Folders whose tests compile or take long go first: a worker that begins one at the end keeps the others waiting.
 LONG = (
     *("perplexity", "security", "trained", "runner", "graphs", "laws", "engine", "training", "equivalence"),
-    *("prefix_cache", "model_loader", "vllm", "docs"),
+    *("prefix_cache", "model_loader", "vllm", "docs", "data_parallel", "images", "soak", "batch", "cli"),
 )
 
 
