@@ -14,7 +14,6 @@ import pytest
 import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
 from tests.support.faults import sampling_by
-from tests.support.instruction_sets import HAS_KERNELS
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
@@ -219,9 +218,8 @@ def test_where_bits_would_differ_it_is_refused_before_anything_is_compiled(
     monkeypatch.delattr("xla_engine.graphs.inventory.Inventory.compile")
     with pytest.raises(ConfigError, match="do not run the same code"):
         XlaBatchEngine(tiny_checkpoint(), None, replace(SPECULATING, isa="none"))
-    if HAS_KERNELS:
-        with pytest.raises(ConfigError, match="no self-check"):
-            XlaBatchEngine(tiny_checkpoint(), None, replace(SPECULATING, self_check=False))
+    with pytest.raises(ConfigError, match="no self-check"):
+        XlaBatchEngine(tiny_checkpoint(), None, replace(SPECULATING, self_check=False))
 
 
 def test_a_model_alone_is_a_draft_model() -> None:

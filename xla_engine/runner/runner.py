@@ -224,9 +224,11 @@ class Runner:
         """Raise ConfigError if no self-check can show that verify steps have the bits of decode steps."""
         if self.config.speculation is None or (self.config.self_check and self.has_one_row_code):
             return
-        why = "no self-check runs (set self_check)"
-        if not self.has_one_row_code:
-            why = "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8)"
+        why = (
+            "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8)"
+        )
+        if not self.config.self_check:
+            why = "no self-check runs (set self_check)"
         raise ConfigError(
             f"speculative_config: {why}, so speculation would change results here; leave it out"
         )
