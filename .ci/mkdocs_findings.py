@@ -3,6 +3,7 @@ work there as in the repository."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def command_line() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Paths on the site: docs/ is its root, findings/ and spikes/ are folders of it."""
+    """Paths on the site: docs/ is its root, findings/ and spikes/ are folders of it. Titles of code blocks that say
+    what the tests do with them are for developers, and a site would show them."""
+    markdown = re.sub(r'(?m)^( *```\w+) title="(?:not run in the tests|run by)[^"]*"', r"\1", markdown)
     if page.file.src_uri.startswith(("findings/", "spikes/")):
         return markdown.replace("../docs/", "../")
     return markdown.replace("](../findings/", "](findings/").replace("](../spikes/", "](spikes/")
