@@ -59,6 +59,7 @@ from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
+from xla_engine.utils.resident import release_free_memory
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 
@@ -163,6 +164,7 @@ class Runner:
             on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
             self._device_proposer.load(on_device, config.device_rows, self.buckets[-1])
         jax.block_until_ready((self.weights.leaves, state.held))
+        release_free_memory()  # what reading the weights has freed, before programs raise the peak
         self.load_seconds = time.perf_counter() - began
         self._prompt_logits: PromptLogits | None = None
         self._take_logits: TakeLogits | None = None
