@@ -166,6 +166,11 @@ def test_a_sampling_field_as_an_option_is_told_where_it_belongs(llm: LLM) -> Non
         assert len(found.traceback) == 3, "this call, the method and the check"
     with pytest.raises(InvalidRequestError, match="no option 'deadline'; did you mean 'deadline_s'"):
         llm.generate(TEXT, deadline=3)  # type: ignore[call-arg]
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"did you mean 'max_tokens'\? That is a sampling parameter; write generate\(",
+    ):
+        llm.generate(TEXT, max_token=3)  # type: ignore[call-arg]
 
     async def ask() -> None:
         async for _ in AsyncLLM.from_engine(llm.engine).generate(TEXT, temperature=0):  # type: ignore[call-arg]

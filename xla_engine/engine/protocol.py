@@ -60,7 +60,10 @@ def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
                 f"{call}(..., SamplingParams({name}={shown(options[name])}))"
             )
         if name not in known:
-            hint = did_you_mean(name, known) or f"; its options are {', '.join(known)}"
+            hint = did_you_mean(name, known)
+            if not hint and (field := did_you_mean(name, SamplingParams.__dataclass_fields__)):
+                hint = f"{field} That is a sampling parameter; write {call}(..., SamplingParams(...))"
+            hint = hint or f"; its options are {', '.join(known)}"
             raise InvalidRequestError(f"{call}() has no option {name!r}{hint}")
 
 
