@@ -345,10 +345,13 @@ class CodedWeights {
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
 
 // The sums of a group of rows by one block. While 32 K are multiplied, the next are unpacked: both use other units of a processor
-// (findings/archive/089_coded_rows.md).
+// (findings/archive/089_coded_rows.md). They are unpacked to `strip`, where all of K has room, and 1,024 bytes more; or if there is
+// none, to two places in turns.
 template <int index, int kRows>
-__attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const char* block, float* to) {
-  alignas(64) char lines[2][1024];
+__attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const char* block, char* strip, float* to) {
+  alignas(64) char turns[2][1024];
+  char* const lines = strip ? strip : turns[0];
+  const int64_t mask = strip ? -1 : 1;
   const auto unpack = [&](int64_t k, char* at, const auto& meanwhile) __attribute__((always_inline)) {
     UnpackGroup<index>(block, width, k, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
       StoreAs(at + (word - k / 2) * 64, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
@@ -358,10 +361,10 @@ __attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const c
   Vec sum[kRows];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) sum[r] = Vec{};
-  unpack(0, lines[0], [](int64_t) {});
+  unpack(0, lines, [](int64_t) {});
   for (int64_t k = 0; k < width; k += 32) {
-    const char* now = lines[k / 32 % 2];
-    unpack(std::min(k + 32, width - 32), lines[1 - k / 32 % 2], [&](int64_t word) __attribute__((always_inline)) {
+    const char* now = lines + (k / 32 & mask) * 1024;
+    unpack(std::min(k + 32, width - 32), lines + (k / 32 + 1 & mask) * 1024, [&](int64_t word) __attribute__((always_inline)) {
       const Words line = LoadAs<Words>(now + word * 64);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r)
@@ -374,32 +377,40 @@ __attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const c
 
 // The same for a number of rows that is not a constant, 1 to kBlockRows, and a task. Sums of rows that are not there are not read.
 template <int kRows = 1>
-void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, Sums<float>& sums) {
+void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, char* one, char* other, Sums<float>& sums) {
   if constexpr (kRows < kBlockRows) {
-    if (count > kRows) return SumGroup<std::min<int>(2 * kRows, kBlockRows)>(count, rows, width, task, sums);
+    if (count > kRows) return SumGroup<std::min<int>(2 * kRows, kBlockRows)>(count, rows, width, task, one, other, sums);
   }
-  task.weights->OfBlock(task.one, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, sums.one); });
-  task.weights->OfBlock(task.other, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, sums.other); });
+  task.weights->OfBlock(task.one, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, one, sums.one); });
+  task.weights->OfBlock(task.other, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, other, sums.other); });
 }
 
 #endif
 
-// Rows times a task, `Kernel::Multiply` after the task was unpacked.
+// Rows times a task: the first group of rows while the task is unpacked, or all of them afterwards.
 template <typename Kernel, typename Take>
 void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
-#if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
-  if (count <= kBlockRows) {  // one group
-    Sums<float> sums;
-    SumGroup(count, reinterpret_cast<const Word*>(blocks), width, task, sums);
-    return take(0, count, sums);
-  }
-#endif
   thread_local Lines kept;
+#if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
+  const int64_t group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
+  char* one = count > group ? kept.Bytes(width * 64 + 2048) : nullptr;
+  char* other = one ? one + width * 32 + 1024 : nullptr;
+  Sums<float> sums;
+  SumGroup(group, reinterpret_cast<const Word*>(blocks), width, task, one, other, sums);
+  take(0, group, sums);
+  for (int64_t n = group; n < count; n += group) {
+    const int64_t rows = std::min(group, count - n);
+    blocks += bytes;
+    MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(blocks), {one, other}, nullptr, width / 2, sums);
+    take(n, rows, sums);
+  }
+#else
   char* one = kept.Bytes(width * 64);
   char* other = one + width * 32;
   task.weights->Unpack(task.one, one);
   task.weights->Unpack(task.other, other);
   Kernel::Multiply(blocks, count, width, {one, other}, {one, other}, take);
+#endif
 }
 
 }  // namespace xla_engine
