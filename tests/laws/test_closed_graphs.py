@@ -85,9 +85,9 @@ def test_decode_makes_no_copy_of_a_cache_buffer(embedded: XlaBatchEngine) -> Non
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Shapes of every array that crosses between host and device through the runner."""
+    """Shapes of every array that crosses between host and device through the runner, also as a program's argument."""
     log: list[tuple[str, tuple[int, ...]]] = []
-    real_put, real_asarray = jax.device_put, np.asarray
+    real_put, real_asarray, real_call = jax.device_put, np.asarray, Inventory.__call__
 
     def put(tree: Any, *rest: Any) -> Any:
         log.extend(("up", np.shape(leaf)) for leaf in jax.tree.leaves(tree))
@@ -98,6 +98,13 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[int
             log.append(("down", value.shape))
         return real_asarray(value, *rest, **named)
 
+    def call(inventory: Inventory, name: str, *arguments: Any) -> Any:
+        given = [leaf.shape for leaf in jax.tree.leaves(arguments) if isinstance(leaf, np.ndarray)]
+        assert len(given) <= 1, f"{name} was given {given}: only its work may come from the host"
+        log.extend(("up", shape) for shape in given)
+        return real_call(inventory, name, *arguments)
+
+    monkeypatch.setattr(Inventory, "__call__", call)
     monkeypatch.setattr(runner_module.jax, "device_put", put)
     monkeypatch.setattr(runner_module.np, "asarray", fetch)
     yield log
@@ -126,6 +133,7 @@ def test_a_steady_step_moves_numbers_of_order_b(
     forbidden = {tiny.max_model_len, tiny.checkpoint.config.vocab_size}
     assert not any(forbidden & set(shape) for _, shape in admission)
     lane = TINY_ENGINE.chunk_size + 32  # the prompt's own tokens, and what a row is told
+    assert any(way == "up" for way, _ in admission)
     assert max(math.prod(shape) for _, shape in admission) <= lane * BOTH_LANES.prefill_lanes[-1]
 
 

@@ -44,6 +44,11 @@ class Devices:
         """Whether there is no mesh."""
         return self._mesh is None
 
+    @property
+    def read_host_memory(self) -> bool:
+        """Whether the host's memory is the device's: a program takes host arrays as they are."""
+        return self.is_one and jax.default_backend() == "cpu"
+
     def put(self, tree: Any) -> Any:
         """Copy host arrays to every device."""
         return jax.device_put(tree) if self._everywhere is None else jax.device_put(tree, self._everywhere)

@@ -1,11 +1,13 @@
 """Dispatch: from a plan to the calls of compiled programs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax import transfer_guard_host_to_device as allow_transfers
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory
@@ -29,7 +31,7 @@ class _Rows:
     """Cached inputs for as long as the same rows decode.
 
     rows: those of the plan. index: their slots, i64 `[rows]`.
-    few: rows of the program; None: all. work: its input on the device, see `decode_work`.
+    few: rows of the program; None: all. work: its input, see `decode_work`.
     wanted: how many top log-probabilities each row needs.
     constrained: slot and settings of rows whose mask changes in every step.
     """
@@ -37,7 +39,7 @@ class _Rows:
     rows: tuple[Row | VerifyRow, ...]
     index: np.ndarray
     few: int | None
-    work: jax.Array
+    work: np.ndarray | jax.Array
     wanted: tuple[int, ...]
     constrained: tuple[tuple[int, RowSettings], ...]
 
@@ -66,13 +68,17 @@ class Dispatch:
         device_proposer: DeviceProposer | None = None,
         pooling: Pooling | None = None,
         features: FeatureBuffer | None = None,
+        takes_host_arrays: bool = False,
     ) -> None:
         """put: copies host arrays to the devices. context_length: the most positions of a request.
+        takes_host_arrays: programs may be given host arrays as they are, which takes a sixth of the time of a copy and
+            a call.
         state_moves: saves states of recurrent layers.
         device_proposer: drafts in verify programs. pooling: pools prompts. features: None without a vision tower.
         """
         self._features = features
         self._turns = features is not None and bool(features.tower.axes)
+        self._takes_host_arrays = takes_host_arrays
         self.put = put
         self._pooling = pooling
         # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
@@ -131,14 +137,22 @@ class Dispatch:
     def run(self, name: str, work: Any, *more: Any) -> tuple[Any, ...]:
         """Run a program on the donated state; returns its packed samples `[2, N]` and its further results.
 
-        more: further arguments.
+        work: the only argument that may be a host array. more: further arguments.
         """
         state = self._state
         state.refresh()
-        state.cache, state.rows, *results = self._inventory(
-            name, self._weights, self._rope, state.cache, state.rows, work, state.tables, *more
-        )
+        with allow_transfers("allow") if isinstance(work, np.ndarray) else nullcontext():
+            state.cache, state.rows, *results = self._inventory(
+                name, self._weights, self._rope, state.cache, state.rows, work, state.tables, *more
+            )
         return tuple(results)
+
+    def _given(self, array: np.ndarray) -> np.ndarray | jax.Array:
+        """What a program is given that is called once with this array."""
+        if self._takes_host_arrays:
+            return array
+        placed: jax.Array = self.put(array)
+        return placed
 
     def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
         """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
@@ -208,7 +222,9 @@ class Dispatch:
             feature=feature,
             placed=[settings[chunk.request_id] for chunk in chunks] if self._turns else None,
         )
-        work = self.put(pack(filled))
+        proposer = self._device_proposer
+        is_read_again = proposer is not None and proposer.reads_prompts
+        work = self.put(pack(filled)) if is_read_again else self._given(pack(filled))
         samples, top, hidden, *seen = self.run_prefill(name, work)
         self.read_prompts(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -250,6 +266,8 @@ class Dispatch:
         """Start one decode step of a plan's rows. If `rows` is the same tuple object as before, inputs are reused."""
         if self._rows is None or self._rows.rows is not rows:
             self._rows = self._joined(rows, settings, few_choices)
+        elif isinstance(self._rows.work, np.ndarray):  # the rows stay: nothing goes up any more
+            self._rows = replace(self._rows, work=self.put(self._rows.work))
         joined = self._rows
         for slot, row in joined.constrained:
             assert row.mask is not None
@@ -282,7 +300,7 @@ class Dispatch:
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = _smallest(key_choices, min(longest, self._context_length))
-        packed = self.put(pack(make_drafts(rows, drafts, lanes, width)))
+        packed = self._given(pack(make_drafts(rows, drafts, lanes, width)))
         samples, top = self.run_verify(verify_name(lanes, width, keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
@@ -300,7 +318,7 @@ class Dispatch:
             rows=rows,
             index=index,
             few=few,
-            work=self.put(decode_work(index, len(self.lengths), few)),
+            work=self._given(decode_work(index, len(self.lengths), few)),
             wanted=tuple(row.top_logprobs for row in theirs),
             constrained=tuple(
                 (int(at), row)

@@ -185,6 +185,7 @@ class Runner:
             device_proposer=self._device_proposer,
             pooling=self._pooling,
             features=self.features,
+            takes_host_arrays=devices.read_host_memory,
         )
         began = time.perf_counter()
         programs, put = self._programs()
