@@ -224,7 +224,7 @@ class Dispatch:
         )
         proposer = self._device_proposer
         is_read_again = proposer is not None and proposer.reads_prompts
-        work = self.put(pack(filled)) if is_read_again else self._given(pack(filled))
+        work: Any = self.put(pack(filled)) if is_read_again else self._given(pack(filled))
         samples, top, hidden, *seen = self.run_prefill(name, work)
         self.read_prompts(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
