@@ -47,7 +47,11 @@ def quality(path, base_path, bos=None):
                 row = base.row(window, place - size // 2, target)
                 found.append((-own[target], row.nll, divergence(row.log_probs, own), own.argmax() == row.top))
     nll, base_nll, kld, same = np.array(found).T
-    print(json.dumps({**Perplexity.of(nll).to_json(), "against": Comparison.of(nll, base_nll, kld, same).to_json()}))
+    print(
+        json.dumps(
+            {**Perplexity.of(nll).to_json(), "against": Comparison.of(nll, base_nll, kld, same).to_json()}
+        )
+    )
 
 
 def rewrite(path, name, out):

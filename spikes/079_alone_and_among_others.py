@@ -16,8 +16,21 @@ import sys
 import numpy as np
 
 TOKENS, FILE = 24, "prompts.json"
-THINGS = ("capital of France", "boiling point of water", "largest planet", "author of Hamlet", "speed of light")
-FORMS = ("The {} is", "What is the {}?", "Tell me about the {}.", "Q: Name the {}.\nA:", "Everybody knows the {},", "- {}:")
+THINGS = (
+    "capital of France",
+    "boiling point of water",
+    "largest planet",
+    "author of Hamlet",
+    "speed of light",
+)
+FORMS = (
+    "The {} is",
+    "What is the {}?",
+    "Tell me about the {}.",
+    "Q: Name the {}.\nA:",
+    "Everybody knows the {},",
+    "- {}:",
+)
 PROMPTS = [form.format(thing) for form in FORMS for thing in THINGS]
 
 
@@ -85,4 +98,6 @@ if __name__ == "__main__":
     pairs = [(digest(*one), digest(*other)) for one, other in zip(alone, together, strict=True)]
     words = [one[0] != other[0] for one, other in zip(alone, together, strict=True)]
     print(f"{who}: {PROMPTS[0]!r}: alone {pairs[0][0]}, among 29 others {pairs[0][1]}")
-    print(f"{who}: of 30 requests {sum(a != b for a, b in pairs)} have other hashes, {sum(words)} other tokens")
+    print(
+        f"{who}: of 30 requests {sum(a != b for a, b in pairs)} have other hashes, {sum(words)} other tokens"
+    )

@@ -80,7 +80,9 @@ def write(path, layers):
 def memory():
     """Anonymous and mapped memory of this process in MB, and its peaks. What is mapped of a file can be dropped at any time."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmHWM", "VmRSS", "Rss"))}
+    found = {
+        line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmHWM", "VmRSS", "Rss"))
+    }
     return {name: int(value) * 1024 // 10**6 for name, value in found.items()}
 
 
@@ -92,7 +94,11 @@ def run(path, quantization, tokens):
     report = {"file": os.path.getsize(path) // 10**6, "before": memory()}
     begun = time.perf_counter()
     config = EngineConfig(
-        max_num_seqs=2, max_model_len=512, quantization=quantization, enable_prefix_caching=False, self_check=False
+        max_num_seqs=2,
+        max_model_len=512,
+        quantization=quantization,
+        enable_prefix_caching=False,
+        self_check=False,
     )
     with XlaBatchEngine.from_pretrained(path, config) as engine:
         report |= {"start_seconds": round(time.perf_counter() - begun, 1), "started": memory()}

@@ -31,7 +31,11 @@ def start(checkout: str, cache: str) -> tuple[float, float, float, float]:
     environment = dict(os.environ, PYTHONPATH=checkout, XLA_ENGINE_CACHE=cache)
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *COMMAND], env=environment, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, *COMMAND],
+        env=environment,
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     process.stdout.read(1)
     first = time.perf_counter() - began
@@ -60,7 +64,10 @@ def main() -> None:
         for each, cache in caches.items():
             found["warm", each].append(start(each, cache))
     for (kind, each), runs in found.items():
-        parts = (f"{name} {statistics.median(v):.2f} ({min(v):.2f}-{max(v):.2f})" for name, v in zip(COLUMNS, zip(*runs)))
+        parts = (
+            f"{name} {statistics.median(v):.2f} ({min(v):.2f}-{max(v):.2f})"
+            for name, v in zip(COLUMNS, zip(*runs))
+        )
         print(kind, each, "; ".join(parts))
     for cache in caches.values():
         shutil.rmtree(cache)

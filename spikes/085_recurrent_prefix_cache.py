@@ -40,9 +40,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
 
 
 def opened(mode):
-    config = EngineConfig(
-        max_num_seqs=4, max_model_len=4096, self_check=False, lag=0, mamba_cache_mode=mode
-    )
+    config = EngineConfig(max_num_seqs=4, max_model_len=4096, self_check=False, lag=0, mamba_cache_mode=mode)
     return XlaBatchEngine(random_checkpoint(MODEL), None, config)
 
 

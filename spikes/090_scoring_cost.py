@@ -43,7 +43,9 @@ def main() -> None:
             sampled=np.zeros(ids.shape, np.float32),
             processing=None,
         )
-        nothing = Batch(**{name: getattr(batch, name) for name in batch.__slots__} | {"response_mask": mask & False})
+        nothing = Batch(
+            **{name: getattr(batch, name) for name in batch.__slots__} | {"response_mask": mask & False}
+        )
         pack = jax.jit(lambda params: [module._held(spec, name, params[name]) for name in spec.leaves])
         one, start = SamplingParams(max_tokens=1, temperature=0), asked.tokens - asked.response
         scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, logprobs_start=start)
