@@ -178,6 +178,10 @@ class Cut:
         rows = self.rows[:, None]
         return Cut(0, np.where(rows < 0, -1, first + rows).reshape(len(rows), -1))
 
+    def by_rows(self, whole: tuple[int, ...]) -> Cut:
+        """The same of a weight viewed as `[rows, columns]`."""
+        return Cut(0, np.stack([self.flat_rows(device, whole) for device in range(len(self.rows))]))
+
     def flat_rows(self, device: int, whole: tuple[int, ...]) -> Indices:
         """A device's rows of a weight viewed as `[rows, columns]`, or its entries of a vector."""
         rows = self.rows[device]

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Gather, Route, gate, summed
+from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized
 
 _TILE = 64  # output features of a program, and input features that it sums at once
@@ -36,7 +37,7 @@ def gpu_experts(
     gather: as in `graphs.linear.products.Products.experts`.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
-    assert not isinstance(gate_up, Quantized) and not isinstance(down, Quantized)
+    assert not isinstance(gate_up, Quantized | Coded) and not isinstance(down, Quantized | Coded)
     count, per_row = routed.expert.shape
     blocks = _blocks(routed.expert.reshape(-1), len(gate_up))
     most, inner, width = len(blocks.expert), gate_up.shape[1] // 2, down.shape[1]

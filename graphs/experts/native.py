@@ -1,13 +1,16 @@
-"""Routed experts on CPUs, in bf16 or int8: one C++ call per layer (`native/experts_layer.h`).
+"""Routed experts on CPUs, in bf16, int8 or the encoding of a file: one C++ call per layer (`native/experts_layer.h`).
 
 `xla_engine.runner.native_library.build` builds and registers the library; a graph only names its target.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
+from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized
 
 EXPERTS = "xla_engine_experts"
@@ -37,9 +40,10 @@ def shared_native_experts(
     gather: as in `graphs.linear.products.Products.experts`; rows without an expert are zero in its input.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
-    count, inner = routed.expert.size, _parts(gate_up)[0].shape[1] // 2
+    inner = _rows(gate_up) * residual.shape[1] // (2 * _rows(down))
     gated = jax.ffi.ffi_call(
-        f"{GATED_EXPERTS}_{_kind(gate_up)}_{isa}", jax.ShapeDtypeStruct((count, inner), experts.row_dtype)
+        f"{GATED_EXPERTS}_{_kind(gate_up)}_{isa}",
+        jax.ShapeDtypeStruct((routed.expert.size, inner), experts.row_dtype),
     )
     hidden: jax.Array = gated(
         x.astype(experts.row_dtype),
@@ -55,13 +59,23 @@ def shared_native_experts(
     return result
 
 
-def _kind(weight: jax.Array | Quantized) -> str:
+def _kind(weight: jax.Array | Quantized | Coded) -> str:
+    """The library: weights that are unpacked to bf16 are multiplied where those in bf16 are."""
+    if isinstance(weight, Coded) and weight.form.order == "fours":
+        return "fours"
     return "int8" if isinstance(weight, Quantized) else "bf16"
 
 
-def _parts(weight: jax.Array | Quantized) -> tuple[jax.Array, jax.Array]:
-    """A weight and its scales, which are empty in bf16."""
-    return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
+def _rows(weight: jax.Array | Quantized | Coded) -> int:
+    """The rows of all experts."""
+    return weight.form.features if isinstance(weight, Coded) else math.prod(_parts(weight)[0].shape[:2])
+
+
+def _parts(weight: jax.Array | Quantized | Coded) -> tuple[jax.Array, jax.Array]:
+    """A weight and its scales, which are empty unless it is int8."""
+    if isinstance(weight, Quantized):
+        return weight
+    return weight.values if isinstance(weight, Coded) else weight, jnp.zeros((0, 0), jnp.bfloat16)
 
 
 def _or_nothing(bias: jax.Array | None) -> jax.Array:

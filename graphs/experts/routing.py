@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized, grouped_product
 from xla_engine.graphs.ops.norms import flatly
@@ -26,28 +27,29 @@ Gather = Callable[[jax.Array], jax.Array]  # `[A, F of a device, ...]` to `[A, F
 class Experts(NamedTuple):
     """Weights of one layer's experts.
 
-    gate_up: `[E, 2 F, D]`, gates first.   down: `[E, D, F]`. For C++ also uint8, in the encoding of a file, as
-    `[E 2 F, D]` and `[E D, F]` (`graphs.linear.coded`).
+    gate_up: `[E, 2 F, D]`, gates first.   down: `[E, D, F]`. For C++ also coded, `[E 2 F, D]` and `[E D, F]`, both in
+    the same order of codes.
     gate_up_bias: f32 `[E, 2 F]`, down_bias: f32 `[E, D]`, or None.
     limit: of the clamped gate, see `gate`.
     """
 
-    gate_up: jax.Array | Quantized
-    down: jax.Array | Quantized
+    gate_up: jax.Array | Quantized | Coded
+    down: jax.Array | Quantized | Coded
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     limit: float | None = None
 
     @property
     def number(self) -> int:
+        assert not isinstance(self.down, Coded)
         return len(self.down.values if isinstance(self.down, Quantized) else self.down)
 
     @property
     def row_dtype(self) -> jnp.dtype:
-        """The dtype of the rows that both products take; int8 products quantise their float32 input."""
-        if isinstance(self.down, Quantized):
-            return jnp.dtype(jnp.float32)
-        return jnp.dtype(jnp.bfloat16) if self.down.dtype == jnp.uint8 else self.down.dtype
+        """The dtype of the rows that both products take; those in eight bits quantise their float32 input."""
+        if isinstance(self.down, Coded):
+            return self.down.form.rows
+        return jnp.dtype(jnp.float32) if isinstance(self.down, Quantized) else self.down.dtype
 
 
 class Route(NamedTuple):
@@ -97,6 +99,7 @@ def blocked_experts(
     of unused experts not at all. With `gather`, the first products of all blocks run before the second ones.
     """
     gate_up, down, gate_up_bias, down_bias, limit = experts
+    assert not isinstance(gate_up, Coded) and not isinstance(down, Coded)
     (count, features), per_row = residual.shape, routed.expert.shape[1]
     blocks = _blocks(routed.expert.reshape(-1), experts.number)
     rows = x.astype(experts.row_dtype)

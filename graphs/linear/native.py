@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.native import native_experts, shared_native_experts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
-from xla_engine.graphs.linear.coded import Coded
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -33,6 +32,7 @@ from xla_engine.graphs.linear.products import (
     look_up,
     looked_up,
 )
+from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sharding import Sharding

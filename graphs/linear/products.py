@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
-from xla_engine.graphs.linear.coded import Coded
+from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized, dequantized, grouped_product
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import Logits
@@ -268,7 +268,7 @@ def gathered(hidden: Input, sharding: Sharding, kind: Kind) -> Input:
 def kept_dtype(weight: Weight) -> jnp.dtype:
     """What the hidden features of a gated product are handed on in: int8 products round by themselves."""
     if isinstance(weight, Coded):
-        return jnp.dtype(jnp.float32 if weight.form.order == "fours" else jnp.bfloat16)
+        return weight.form.rows
     return jnp.dtype(jnp.float32) if isinstance(weight, Quantized) else weight.dtype
 
 

@@ -19,11 +19,11 @@ from xla_engine.graphs.attention.backend import Attention as AttentionBackend
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.native import fits
-from xla_engine.graphs.linear.coded import Order, StoredKinds
 from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
 from xla_engine.graphs.model.sublayers import Attention, Call, DeltaNet, Linear, Mlp, RoutedMlp
+from xla_engine.graphs.ops.coded import Order, StoredKinds
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Sharding
@@ -188,9 +188,12 @@ class ModelSpec:
             rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
             if isinstance(module, Linear) and rows is not None:
                 module.keep(make, rows, order)
-            elif isinstance(module, RoutedMlp) and self.sharding.devices is None and self.isa != "amx":
-                places = (leaf_name(config, (*cast("Path", path), part)) for part in ("gate_up", "down"))
-                module.keep(make, *((stored or {}).get(place, ()) for place in places))
+            elif isinstance(module, RoutedMlp):
+                gate_up, down = (
+                    (stored or {}).get(leaf_name(config, (*cast("Path", path), part)), ())
+                    for part in ("gate_up", "down")
+                )
+                module.keep(make, gate_up, down, order)
         self._graph, state = nnx.split(decoder)
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 

@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.coded import CodedForm
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.lora.form import LoraForm
+from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
 from xla_engine.graphs.sharding import Cut, Sharding
 

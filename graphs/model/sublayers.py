@@ -14,7 +14,6 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.experts.routing import Experts, Gather, route
-from xla_engine.graphs.linear.coded import Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -28,6 +27,7 @@ from xla_engine.graphs.linear.products import (
 from xla_engine.graphs.lora.form import Matrices, part_ends
 from xla_engine.graphs.lora.products import of_weight
 from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param, Role
+from xla_engine.graphs.ops.coded import Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
@@ -111,9 +111,7 @@ class Linear(nnx.Module):
     @property
     def values(self) -> Weight:
         """The weight as products take it."""
-        if self.form is not None:
-            return Coded(self.weight[...], self.form)
-        return scaled(self.weight, self.scale)
+        return held(self.weight, self.scale, self.form)
 
     def __call__(
         self, products: Products, x: Input, *, norm: Norm | None = None, residual: Term = None
@@ -217,6 +215,8 @@ class RoutedMlp(nnx.Module):
         shared = form.shared_expert_intermediate_size
         pairs, residual = make.sharding.cut("expert", 1, paired=True), make.sharding.cut("residual", 1)
         self.router = Linear(make.unquantized, (count, d), None, bias=form.bias)
+        self.gate_up_form: CodedForm | None = None
+        self.down_form: CodedForm | None = None
         self.gate_up = make.matrix((count, 2 * inner, d), pairs)
         self.gate_up_scale = make.scales((count, 2 * inner, d), pairs)
         self.down = make.matrix((count, d, inner), residual)
@@ -227,11 +227,20 @@ class RoutedMlp(nnx.Module):
         self.shared_gate = make.unquantized.matrix((1, d)) if shared else None
 
     def keep(
-        self, make: LeafMaker, gate_up: tuple[tuple[str, int], ...], down: tuple[tuple[str, int], ...]
+        self,
+        make: LeafMaker,
+        gate_up: tuple[tuple[str, int], ...],
+        down: tuple[tuple[str, int], ...],
+        order: Order,
     ) -> None:
-        """As `Linear.keep`, of the matrices of all experts, for rows in bf16; of one device only."""
-        self.gate_up, _ = kept(make, self.gate_up, gate_up, "pairs")
-        self.down, _ = kept(make, self.down, down, "pairs")
+        """As `Linear.keep`, of the matrices of all experts. Rows of both products are in eight bits, or neither's."""
+        forms = (
+            kept(make, weight, stored, order)[1]
+            for weight, stored in ((self.gate_up, gate_up), (self.down, down))
+        )
+        order = order if None not in forms else "pairs"
+        self.gate_up, self.gate_up_form = kept(make, self.gate_up, gate_up, order)
+        self.down, self.down_form = kept(make, self.down, down, order)
 
     def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
         """`residual [N, D]` plus the output of the experts for the normalised `x [N, D]`."""
@@ -243,8 +252,8 @@ class RoutedMlp(nnx.Module):
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
         )
-        gate_up = scaled(self.gate_up, self.gate_up_scale)
-        down = scaled(self.down, self.down_scale)
+        gate_up = held(self.gate_up, self.gate_up_scale, self.gate_up_form)
+        down = held(self.down, self.down_scale, self.down_form)
         experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit)
         gather: Gather | None = None
         if sharding.devices is not None:
@@ -262,14 +271,17 @@ def kept(
 ) -> tuple[Param, CodedForm | None]:
     """The parameter of a weight in the encoding of its file, and its form, if that is supported."""
     leaf: Leaf = weight.get_metadata("leaf")
-    form = coded_form(stored, leaf.shape[-1], None if leaf.cut is None else leaf.cut.rows, order)
+    cut = None if leaf.cut is None else leaf.cut.by_rows(leaf.shape)
+    form = coded_form(stored, leaf.shape[-1], None if cut is None else cut.rows, order)
     if form is None:
         return weight, None
-    return make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), form=form)), form
+    return make.parameter(replace(leaf, dtype=jnp.dtype(jnp.uint8), cut=cut, form=form)), form
 
 
-def scaled(weight: Param, scale: Param | None) -> jax.Array | Quantized:
-    """A weight, with its scales if it has any, as products take it."""
+def held(weight: Param, scale: Param | None, form: CodedForm | None) -> Weight:
+    """A weight as products take it: with its scales if it has any, in the encoding of its file, or plain."""
+    if form is not None:
+        return Coded(weight[...], form)
     return weight[...] if scale is None else Quantized(weight[...], scale[...])
 
 

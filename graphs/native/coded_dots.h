@@ -34,21 +34,19 @@ constexpr bool kSignedCodes = false;
 constexpr bool kSignedCodes = true;
 #endif
 
-enum class Codes { kNibbles, kLevels, kBytes };
-
 // The levels of four bits as bytes; of these the lower or upper half where products take four bits.
-template <int plane>
+template <int table, int plane>
 struct LevelBytes {
   alignas(16) uint8_t at[16] = {};
   constexpr LevelBytes() {
     for (int code = 0; code < 16; ++code) {
-      const int byte = kSignedCodes ? kLevels[code] & 255 : kLevels[code] + 128;
+      const int level = kLevels[table][code], byte = kSignedCodes ? level & 255 : level + 128;
       at[code] = static_cast<uint8_t>(kByNibbles ? byte >> 4 * plane & 15 : byte);
     }
   }
 };
-template <int plane>
-constexpr LevelBytes<plane> kLevelBytes;
+template <int table, int plane>
+constexpr LevelBytes<table, plane> kLevelBytes;
 
 // The bytes that codes, one in each byte, choose.
 inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
@@ -152,17 +150,21 @@ struct FoursKernel {
   }
 
   // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
-  template <Codes kCodes, int kBias, int plane>
+  template <int index, int plane>
   static __attribute__((always_inline)) inline Words CodesAt(const char* from, int64_t word) {
+    constexpr CodedKind kind = kCodedKinds[index];
     constexpr int32_t kLower = 0x0F0F0F0F;
-    if constexpr (kCodes == Codes::kBytes) {
+    if constexpr (kind.IsWide()) {
       const Words bytes = LoadAs<Words>(from + word * 64);
       if constexpr (kByNibbles) return (plane ? bytes >> 4 : bytes) & kLower;
-      return kSignedCodes && kBias == 128 ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
+      return kSignedCodes && kind.FoursBias() == 128 ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
     } else {
       const Words bytes = LoadAs<Words>(from + word / 2 * 64), codes = (word % 2 ? bytes >> 4 : bytes) & kLower;
-      if constexpr (kCodes == Codes::kNibbles) return codes;
-      return ByRegister(codes, codes, [](auto, auto each) { return Chosen(kLevelBytes<plane>.at, each); });
+      if constexpr (!kind.levels) {
+        return codes;
+      } else {
+        return ByRegister(codes, codes, [](auto, auto each) { return Chosen(kLevelBytes<kind.levels, plane>.at, each); });
+      }
     }
   }
 
@@ -170,9 +172,8 @@ struct FoursKernel {
   template <int index, int kRows>
   static __attribute__((noinline)) void MultiplyBlock(const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
     constexpr CodedKind kind = kCodedKinds[index];
-    constexpr Codes kCodes = kind.IsWide() ? Codes::kBytes : kind.levels ? Codes::kLevels : Codes::kNibbles;
     constexpr bool kMinimum = kind.minimum;
-    constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && kCodes != Codes::kNibbles ? 2 : 1;
+    constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && (kind.IsWide() || kind.levels) ? 2 : 1;
     constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.StepBytes();
     const char* scales = codes + kind.FoursBytes(width);
     Vec total[kRows];
@@ -203,7 +204,7 @@ struct FoursKernel {
 #pragma GCC unroll 8
           for (int64_t step = 0; step < kRun / 4; ++step) {
             const int64_t word = run * (kRun / 4) + step;
-            const Words of_features = CodesAt<kCodes, kBias, plane>(codes, word);
+            const Words of_features = CodesAt<index, plane>(codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const auto of_row = static_cast<int32_t>(rows[word * kBlockRows + r]);
@@ -252,24 +253,30 @@ struct FoursKernel {
     const CodedKind kind = kCodedKinds[index];
     const auto alike = [=](const CodedKind& other) {
       return other.IsWide() == kind.IsWide() && other.levels == kind.levels && other.nested == kind.nested &&
-             other.minimum == kind.minimum && other.zero == kind.zero;
+             other.minimum == kind.minimum && other.zero == kind.zero && other.power == kind.power;
     };
     int first = 0;
     while (!alike(kCodedKinds[first])) ++first;
     return first;
   }
 
+  // The sums of a group of rows by a task.
+  static void MultiplyTask(int64_t rows, const char* group, const FoursTask& task, int64_t width, int64_t ahead, Sums<float>& sums) {
+    const int64_t places[] = {task.one, task.other};
+    for (int64_t place : {0, 1}) {
+      task.weights->OfBlock(places[place], [&](auto index, const char* at) {
+        MultiplyRows<index>(rows, reinterpret_cast<const Word*>(group), at, width, ahead, place ? sums.other : sums.one);
+      });
+    }
+  }
+
   template <typename Take>
   static void Multiply(const char* blocks, int64_t count, int64_t width, const FoursTask& task, const Take& take) {
-    const int64_t group = GroupRows(count), bytes = GroupBytes(width), places[] = {task.one, task.other};
+    const int64_t group = GroupRows(count), bytes = GroupBytes(width);
     Sums<float> sums;
     for (int64_t n = 0; n < count; n += group, blocks += bytes) {
-      const int64_t rows = std::min(group, count - n), ahead = n ? 0 : kAhead;
-      for (int64_t place : {0, 1}) {
-        task.weights->OfBlock(places[place], [&](auto index, const char* at) {
-          MultiplyRows<index>(rows, reinterpret_cast<const Word*>(blocks), at, width, ahead, place ? sums.other : sums.one);
-        });
-      }
+      const int64_t rows = std::min(group, count - n);
+      MultiplyTask(rows, blocks, task, width, n ? 0 : kAhead, sums);
       take(n, rows, sums);
     }
   }
@@ -288,7 +295,7 @@ struct FoursKernel {
         const int64_t line = kind.IsWide() ? k / 4 : k / 8;
         int code = static_cast<uint8_t>(at[line * 64 + feature * 4 + k % 4]);
         if (!kind.IsWide()) code = code >> k / 4 % 2 * 4 & 15;
-        const auto level = static_cast<float>(kind.levels ? kLevels[code & 15] : code - kind.FoursBias());
+        const auto level = static_cast<float>(kind.levels ? kLevels[kind.levels][code & 15] : code - kind.FoursBias());
         const float value = kind.minimum ? Fused(level, scales[feature], minima[feature]) : level * scales[feature];
         to[k] = Storage<BFloat16>::Widen(Storage<BFloat16>::Round(value));
       }

@@ -11,8 +11,8 @@
 //   codes    byte b of lane l has those of features l / 2 and, in higher bits, 8 + l / 2, of K 2 b + l % 2 of each eight K: four
 //            bits, or eight in two lines; and in a plane of their own the one or two bits above four, a byte for as many times
 //            eight K as it has room for
-//   scales   [unit of K][16 features]: float16 d, m for each 32 K; or for each 256 K bytes for each 32 (scale, minimum; or signed
-//            scale) or 16 (signed scale), and behind them float16 d, m
+//   scales   [unit of K][16 features]: float16 d, m for each 32 K, or a byte e for 2^(e - 127); or for each 256 K bytes for each 32
+//            (scale, minimum; or signed scale) or 16 (signed scale), and behind them float16 d, m
 
 #pragma once
 
@@ -26,8 +26,9 @@ struct CodedKind {
   int low, high;       // bits of a code in either plane
   int bias;            // of a code
   bool nested, minimum;  // scales are bytes times float16; something is added
-  bool levels = false;   // codes are places in a table
+  int levels = 0;        // codes are places in this table of kLevels, if not 0
   bool zero = false;     // what stands in place of a minimum is the zero point: minus that times the scale is added
+  bool power = false;    // scales are powers of two
 
   // What codes are too large by in fours.
   constexpr int FoursBias() const { return IsWide() ? (minimum && low < 8 ? 0 : 128) : levels ? 128 : minimum ? 0 : 8; }
@@ -36,7 +37,9 @@ struct CodedKind {
   constexpr int64_t FoursBytes(int64_t width) const { return width * (IsWide() ? 16 : 8); }  // of codes
   constexpr int Run() const { return nested && !minimum && !levels ? 16 : 32; }  // K that share a scale
   constexpr int64_t SmallBytes() const { return nested ? 256 / Run() * 16 * (1 + minimum) : 0; }  // of 256 K
-  constexpr int64_t StepBytes() const { return SmallBytes() / 8 + 32 * (1 + minimum) / (nested ? 8 : 1); }  // of 32 K
+  constexpr int64_t StepBytes() const {  // of 32 K
+    return power ? 16 : SmallBytes() / 8 + 32 * (1 + minimum) / (nested ? 8 : 1);
+  }
   constexpr int64_t ScaleBytes(int64_t width) const { return (width / 32 * StepBytes() + 63) / 64 * 64; }
   constexpr int64_t Bytes(int64_t width, bool fours) const {
     return (fours ? FoursBytes(width) : CodeBytes(width)) + ScaleBytes(width);
@@ -52,13 +55,18 @@ constexpr CodedKind kCodedKinds[] = {
     {12, 4, 0, 0, true, true},          // Q4_K
     {13, 4, 1, 0, true, true},          // Q5_K
     {14, 4, 2, 32, true, false},        // Q6_K
-    {20, 4, 0, 0, false, false, true},  // IQ4_NL
-    {23, 4, 0, 0, true, false, true},   // IQ4_XS
-    {104, 4, 0, 0, false, true, false, true},    // A4, of AWQ and others
-    {108, 8, 0, 128, false, true, false, true},  // A8
+    {20, 4, 0, 0, false, false, 1},     // IQ4_NL
+    {23, 4, 0, 0, true, false, 1},      // IQ4_XS
+    {104, 4, 0, 0, false, true, 0, true},          // A4, of AWQ and others
+    {108, 8, 0, 128, false, true, 0, true},        // A8
+    {39, 4, 0, 0, false, false, 2, false, true},   // MXFP4
 };
 constexpr int kCodedKindCount = sizeof kCodedKinds / sizeof *kCodedKinds;
-alignas(64) constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(64) constexpr int8_t kLevels[][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},  // twice the numbers of MXFP4
+};
 
 constexpr int64_t kAhead = 16384;  // bytes
 
@@ -117,16 +125,17 @@ inline Words SignedWords(const char* from) {
 inline Vec UnsignedBytes(const char* from) { return Convert<Vec>(SignedWords(from) & 0xFF); }
 inline Vec SignedBytes(const char* from) { return Convert<Vec>(SignedWords(from)); }
 
-inline WordRegister FromLevels(WordRegister codes) {
+template <int table>
+WordRegister FromLevels(WordRegister codes) {
 #if defined(__AVX512F__)
-  const __m512i table = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
-  return (WordRegister)_mm512_permutexvar_epi32((__m512i)codes, table);
+  const __m512i all = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels[table])));
+  return (WordRegister)_mm512_permutexvar_epi32((__m512i)codes, all);
 #elif defined(__AVX2__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)));
-  return (WordRegister)_mm256_shuffle_epi8(table, (__m256i)codes) << 24 >> 24;
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels[table])));
+  return (WordRegister)_mm256_shuffle_epi8(all, (__m256i)codes) << 24 >> 24;
 #else
   WordRegister found;
-  for (int lane = 0; lane < kRegister; ++lane) found[lane] = kLevels[codes[lane]];
+  for (int lane = 0; lane < kRegister; ++lane) found[lane] = kLevels[table][codes[lane]];
   return found;
 #endif
 }
@@ -156,15 +165,14 @@ Vec Level(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
 #if defined(__AVX512F__)
   if constexpr (kind.low == 4 && !kind.high) {  // the four lowest bits choose
-    const __m512i from = kind.levels ? _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels)))
-                                     : _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i from = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels[kind.levels])));
     const __m512 table = _mm512_cvtepi32_ps(_mm512_sub_epi32(from, _mm512_set1_epi32(kind.bias)));
     return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, at), table);
   }
 #endif
   if constexpr (kind.levels) {
     const Words found = codes >> at & 15;
-    return Convert<Vec>(ByRegister(found, found, [](auto, auto each) { return FromLevels(each); }));
+    return Convert<Vec>(ByRegister(found, found, [](auto, auto each) { return FromLevels<kind.levels>(each); }));
   } else {  // a code is the last bits of 2^23 and more: exact
     constexpr int lowest = (1 << kind.low) - 1;
     const Words taken = codes >> at;
@@ -199,7 +207,9 @@ struct Steps {
 template <int index>
 inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t k, int half) {
   constexpr CodedKind kind = kCodedKinds[index];
-  if constexpr (!kind.nested) {
+  if constexpr (kind.power) {
+    return {Cast<Vec>((SignedWords(scales + k / 32 * kind.StepBytes()) & 0xFF) << 23)};
+  } else if constexpr (!kind.nested) {
     const char* from = scales + k / 32 * kind.StepBytes();
     const Vec scale = FromFloat16(from);
     if constexpr (kind.zero) return {scale, -(scale * FromFloat16(from + 32))};  // exact

@@ -2,9 +2,10 @@
 
 #pragma once
 
-#include "common.h"
+#include <optional>
+
+#include "coded_weights.h"
 #include "parallel.h"
-#include "product.h"
 
 namespace xla_engine {
 
@@ -52,16 +53,39 @@ inline Vec Gate(Vec gate, Vec up, float limit) {
   return Swish(gate, up + 1.0f, 1.702f);
 }
 
-class CodedWeights;
+struct Fours;  // weights whose codes meet rows in eight bits (linear_fours.h)
+
+// The matrices of all experts [E, rows, K] in T, in eight bits with a scale for every 64 columns; or as a quantised file has them,
+// uint8 [bytes], which are multiplied in bf16 or as Fours.
+template <typename T>
+struct Matrices {
+  const T* values = nullptr;
+  const BFloat16* scales = nullptr;
+  std::optional<CodedWeights> coded;
+  int64_t rows = 0, width = 0;  // of all experts; none of an array of another form
+
+  Matrices() = default;
+  Matrices(const ffi::AnyBuffer& buffer, const Halves& scale) {
+    if (buffer.element_type() == ffi::U8) {
+      coded.emplace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count()));
+      if (std::is_same_v<T, int8_t> || !coded->Fit() || coded->IsFours() != std::is_same_v<T, Fours>) return;
+      rows = coded->Features(), width = coded->Width();
+    } else if (!std::is_same_v<T, Fours>) {
+      const int64_t* shape = buffer.dimensions();
+      values = static_cast<const T*>(buffer.untyped_data());
+      rows = shape[0] * shape[1], width = shape[2];
+      if (scale.element_count()) scales = reinterpret_cast<const BFloat16*>(scale.untyped_data());
+    }
+  }
+};
 
 // A layer of experts and its input rows.
-// Its rows are bf16 as weights are, or float32 where these are in eight bits.
+// Its rows are bf16 as weights are, or float32 where products quantise them.
 template <typename T>
 struct ExpertLayer {
-  using Value = std::conditional_t<std::is_same_v<T, int8_t>, float, BFloat16>;
+  using Value = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, float>;
   const Value* x;                                     // [N, D]
-  const T *gate_up, *down;                            // [E, 2 F, D] gates first, [E, D, F]
-  const BFloat16 *gate_up_scale, *down_scale;         // [E, 2 F, D / 64] and [E, D, F / 64], or null
+  Matrices<T> gate_up, down;                          // [E, 2 F, D] gates first, [E, D, F]
   const float *gate_up_bias, *down_bias;              // [E, 2 F] and [E, D], or null
   const float *weight, *residual;                     // [N, K], [N, D]
   float* out;                                         // [N, D]
@@ -70,8 +94,6 @@ struct ExpertLayer {
   // If a call computes only one of the two products: the activations between them by assignment, [N K, F]; else null.
   Value* gated = nullptr;        // the first product alone goes here
   const Value* given = nullptr;  // the second alone comes from here
-  // Weights as a quantised file has them, in place of those above.
-  const CodedWeights *coded_gate_up = nullptr, *coded_down = nullptr;
 };
 
 }  // namespace xla_engine

@@ -1,23 +1,49 @@
 // Routed experts by sums of products (`dots.h`): the rows of an expert are gathered into groups, its weights packed on the way, or
-// unpacked if they are as in a quantised file.
+// if they are as in a quantised file, unpacked or multiplied as they are.
 
 #pragma once
 
-#include "coded_weights.h"
+#include "coded_dots.h"
 #include "experts.h"
 #include "grouped_dots.h"
 #include "operand.h"
 
 namespace xla_engine {
 
-// How rows of T become operands: bf16 is multiplied as it is, floats are quantised (`GroupKernel`).
+// How rows become operands, and weights of two blocks of sixteen features what these are multiplied by.
 struct BFloat16Experts {
   using Kernel = DotKernel<BFloat16>;
 
   static void Put(const BFloat16* row, int64_t width, int64_t r, char* block) {
     Kernel::Spread(reinterpret_cast<const Word*>(row), width / 2, r, block);
   }
-  static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, Sums<float>& sums) {
+  static Stream Ready(const Matrices<BFloat16>& weights, int64_t one, int64_t other) {
+    if (!weights.coded) return Packed(weights, one, other);
+    thread_local Lines kept;
+    const int64_t bytes = weights.width * 32;
+    char* to = kept.Bytes(2 * bytes);
+    weights.coded->Unpack(one / 16, to);
+    weights.coded->Unpack(other / 16, to + bytes);
+    return {to, to + bytes};
+  }
+  template <typename T>
+  static Stream Packed(const Matrices<T>& weights, int64_t one, int64_t other) {
+    thread_local Lines kept, kept_scales;
+    const int64_t words = weights.width * sizeof(T) / 4, of_k = weights.width / kScaleGroup;
+    const Stream stored = PackedWeights<T>{weights.values, weights.scales, weights.width}.At(one, other);
+    char* packed = kept.Bytes(2 * words * 64);
+    Pack(reinterpret_cast<const Word*>(stored.one), words, 16, words, packed);
+    Pack(reinterpret_cast<const Word*>(stored.other), words, 16, words, packed + words * 64);
+    Stream stream = {packed, packed + words * 64};
+    if (weights.scales) {
+      auto* scales = reinterpret_cast<BFloat16*>(kept_scales.Bytes(of_k * kFeatures * sizeof(BFloat16)));
+      stream.one_scales = scales, stream.other_scales = scales + of_k * 16;
+      PackScales(stored.one_scales, of_k, 16, scales);
+      PackScales(stored.other_scales, of_k, 16, scales + of_k * 16);
+    }
+    return stream;
+  }
+  static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, bool, Sums<float>& sums) {
     MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(block), weights, nullptr, width / 2, sums);
   }
 };
@@ -35,14 +61,35 @@ struct Int8Experts {
         Dots<int8_t>::Spread(LoadAs<Word>(bytes + 4 * word), Kernel::At(block, k) + word * Dots<int8_t>::kParts * kBlockRows + r, kBlockRows);
     }
   }
-  static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, Sums<float>& sums) {
+  static Stream Ready(const Matrices<int8_t>& weights, int64_t one, int64_t other) {
+    return BFloat16Experts::Packed(weights, one, other);
+  }
+  static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, bool, Sums<float>& sums) {
     Kernel::MultiplyRows(rows, reinterpret_cast<const Word*>(block), weights, nullptr, width / kScaleGroup, sums);
+  }
+};
+
+struct FoursExperts {
+  using Kernel = FoursKernel;
+
+  static void Put(const float* row, int64_t width, int64_t r, char* block) {
+    for (int64_t k = 0; k < width; k += Kernel::kStep) {
+      const Vec both[] = {Load(row + k), Load(row + k + kVector)};
+      Kernel::Quantize(both, reinterpret_cast<Word*>(block) + k / Kernel::kStep * Kernel::kPitch + r);
+    }
+  }
+  static FoursTask Ready(const Matrices<Fours>& weights, int64_t one, int64_t other) {
+    return {&*weights.coded, one / 16, other / 16};
+  }
+  static void Multiply(int64_t rows, const char* block, const FoursTask& weights, int64_t width, bool again, Sums<float>& sums) {
+    Kernel::MultiplyTask(rows, block, weights, width, again ? 0 : kAhead, sums);
   }
 };
 
 template <typename T>
 void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<T>& layer) {
-  using Form = std::conditional_t<std::is_same_v<T, int8_t>, Int8Experts, BFloat16Experts>;
+  using Form = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Experts,
+                                  std::conditional_t<std::is_same_v<T, int8_t>, Int8Experts, FoursExperts>>;
   using Value = typename ExpertLayer<T>::Value;
   const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
   const Gathered gathered(expert, count * per_row, layer.experts, kBlockRows);
@@ -68,35 +115,17 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
   };
 
   // Calls take(at, sums) for every group with its sums by two blocks of sixteen rows of its expert's weights.
-  auto multiply = [&](const T* values, const CodedWeights* coded, const BFloat16* scales, int64_t stride, int64_t one, int64_t other, const char* from,
-                      int64_t bytes, int64_t k, const auto& take) {
-    thread_local Lines kept, kept_scales;
-    const PackedWeights<T> weights = {values, scales, k};
-    const int64_t words = k * sizeof(T) / 4, of_k = k / kScaleGroup;
-    char* packed = kept.Bytes(2 * words * 64);
-    Stream stream = {packed, packed + words * 64};
-    BFloat16* packed_scales = nullptr;
-    if (scales) {
-      packed_scales = reinterpret_cast<BFloat16*>(kept_scales.Bytes(of_k * kFeatures * sizeof(BFloat16)));
-      stream.one_scales = packed_scales, stream.other_scales = packed_scales + of_k * 16;
-    }
+  auto multiply = [&](const Matrices<T>& weights, int64_t stride, int64_t one, int64_t other, const char* from, int64_t bytes,
+                      const auto& take) {
+    decltype(Form::Ready(weights, 0, 0)) ready;
     Sums<float> sums;
-    int64_t held = -1;  // the expert whose weights are packed
+    int64_t held = -1;  // the expert whose weights are ready
     for (int64_t at = 0; at < group_count; ++at) {
       const int64_t e = groups[at].expert;
-      if (e != held && coded) {
-        coded->Unpack((e * stride + one) / 16, packed);
-        coded->Unpack((e * stride + other) / 16, packed + words * 64);
-        held = e;
-      }
-      if (e != held) {
-        const Stream stored = weights.At(e * stride + one, e * stride + other);
-        Pack(reinterpret_cast<const Word*>(stored.one), words, 16, words, packed);
-        Pack(reinterpret_cast<const Word*>(stored.other), words, 16, words, packed + words * 64);
-        if (scales) PackScales(stored.one_scales, of_k, 16, packed_scales), PackScales(stored.other_scales, of_k, 16, packed_scales + of_k * 16);
-        held = e;
-      }
-      Form::Multiply(groups[at].rows, from + at * bytes, stream, k, sums);
+      const bool again = e == held;
+      if (!again) ready = Form::Ready(weights, e * stride + one, e * stride + other);
+      held = e;
+      Form::Multiply(groups[at].rows, from + at * bytes, ready, weights.width, again, sums);
       take(at, sums);
     }
   };
@@ -117,7 +146,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
         }
       }
     };
-    multiply(layer.gate_up, layer.coded_gate_up, layer.gate_up_scale, 2 * inner, feature, inner + feature, rows, rows_bytes, width, take);
+    multiply(layer.gate_up, 2 * inner, feature, inner + feature, rows, rows_bytes, take);
   };
 
   auto finish = [&](int64_t task) {  // features 32 task .. of every row
@@ -136,7 +165,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
         }
       }
     };
-    multiply(layer.down, layer.coded_down, layer.down_scale, width, feature, feature + 16, hidden, hidden_bytes, inner, take);
+    multiply(layer.down, width, feature, feature + 16, hidden, hidden_bytes, take);
   };
 
   const Phase first{group_count, prepare};

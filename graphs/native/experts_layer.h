@@ -6,51 +6,19 @@
 
 #pragma once
 
-#include <optional>
-
 #include "buffers.h"
-#include "coded_weights.h"
-#include "common.h"
 #include "experts_dots.h"
 #include "experts_tiles.h"
 
 namespace xla_engine {
 
-// The matrices of all experts [E, rows, K]: in T, or as a quantised file has them, [bytes].
-template <typename T>
-struct Matrices {
-  const T* values = nullptr;
-  std::optional<CodedWeights> coded;
-  int64_t rows = 0, width = 0;  // of all experts; none of an array of another form
-
-  explicit Matrices(const ffi::AnyBuffer& buffer) {
-    if (buffer.element_type() != ffi::U8) {
-      const int64_t* shape = buffer.dimensions();
-      values = static_cast<const T*>(buffer.untyped_data());
-      rows = shape[0] * shape[1], width = shape[2];
-    } else if (kTakesCoded) {
-      coded.emplace(buffer.untyped_data(), static_cast<int64_t>(buffer.element_count()));
-      if (coded->Fit() && !coded->IsFours()) rows = coded->Features(), width = coded->Width();
-    }
-  }
-
-  const CodedWeights* Coded() const { return coded ? &*coded : nullptr; }
-
- private:
-#ifdef XLA_ENGINE_AMX
-  static constexpr bool kTakesCoded = false;  // of tiles
-#else
-  static constexpr bool kTakesCoded = std::is_same_v<T, BFloat16>;
-#endif
-};
-
 // What is wrong with a call's shapes and types for weights of type T, or an empty text. x: rows of the first product that there is.
 template <typename T>
-std::string Complaint(const ffi::AnyBuffer& x, int64_t width, int64_t inner) {
-  constexpr bool kEights = std::is_same_v<T, int8_t>;
-  const int64_t step = kEights ? kScaleGroup : kFeatures;
+std::string Complaint(const ffi::AnyBuffer& x, int64_t width, int64_t inner, bool fit) {
+  const int64_t step = std::is_same_v<T, int8_t> ? kScaleGroup : kFeatures;
+  if (!inner || !fit) return "experts of another form";
   if (width % step || inner % step) return "features must come in multiples of " + std::to_string(step);
-  if (x.element_type() != (kEights ? ffi::F32 : ffi::BF16))
+  if (x.element_type() != (std::is_same_v<T, BFloat16> ? ffi::BF16 : ffi::F32))
     return "experts in bf16 take rows in bf16, those in eight bits float32";
   return "";
 }
@@ -60,28 +28,20 @@ void Set(const T*& pointer, const ffi::AnyBuffer& buffer) {
   pointer = static_cast<const T*>(buffer.untyped_data());
 }
 
-// Of weights in eight bits, or null.
-inline const BFloat16* ScalesOf(const Halves& scales) {
-  return scales.element_count() ? reinterpret_cast<const BFloat16*>(scales.untyped_data()) : nullptr;
-}
-
 // x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F] (`Matrices`), their scales for
 // every 64 columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
 template <typename T>
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
                    Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
                    Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
-  const Matrices<T> first(gate_up), second(down);
-  const int64_t width = x.dimensions()[1], inner = second.width;
-  if (const std::string complaint = Complaint<T>(x, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
-  if (!inner || first.width != width || second.rows % width || first.rows * width != second.rows * 2 * inner)
-    return ffi::Error::InvalidArgument("experts of another form");
   ExpertLayer<T> layer{};
+  layer.gate_up = {gate_up, gate_up_scale};
+  layer.down = {down, down_scale};
+  const int64_t width = x.dimensions()[1], inner = layer.down.width;
+  const bool fit = layer.gate_up.width == width && layer.down.rows % width == 0 &&
+                   layer.gate_up.rows * width == layer.down.rows * 2 * inner;
+  if (const std::string complaint = Complaint<T>(x, width, inner, fit); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   Set(layer.x, x);
-  layer.gate_up = first.values, layer.coded_gate_up = first.Coded();
-  layer.down = second.values, layer.coded_down = second.Coded();
-  layer.gate_up_scale = ScalesOf(gate_up_scale);
-  layer.down_scale = ScalesOf(down_scale);
   layer.gate_up_bias = OrNull(gate_up_bias);
   layer.down_bias = OrNull(down_bias);
   layer.weight = weight.typed_data();
@@ -90,7 +50,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
   layer.count = x.dimensions()[0];
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
-  layer.experts = second.rows / width;
+  layer.experts = layer.down.rows / width;
   layer.inner = inner;
   layer.limit = limit;
   RunExperts(pool, expert.typed_data(), layer);
@@ -102,18 +62,18 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
 template <typename T>
 ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
                         Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit) {
-  const int64_t width = x.dimensions()[1], inner = gate_up.dimensions()[1] / 2;
-  if (const std::string complaint = Complaint<T>(x, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   ExpertLayer<T> layer{};
+  layer.gate_up = {gate_up, gate_up_scale};
+  const int64_t width = x.dimensions()[1], inner = out->dimensions()[1];
+  const bool fit = layer.gate_up.width == width && inner && layer.gate_up.rows % (2 * inner) == 0;
+  if (const std::string complaint = Complaint<T>(x, width, inner, fit); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   std::memset(out->untyped_data(), 0, out->size_bytes());
   Set(layer.x, x);
-  Set(layer.gate_up, gate_up);
-  layer.gate_up_scale = ScalesOf(gate_up_scale);
   layer.gate_up_bias = OrNull(gate_up_bias);
   layer.count = x.dimensions()[0];
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
-  layer.experts = gate_up.dimensions()[0];
+  layer.experts = layer.gate_up.rows / (2 * inner);
   layer.inner = inner;
   layer.limit = limit;
   layer.gated = static_cast<decltype(layer.gated)>(out->untyped_data());
@@ -125,11 +85,11 @@ ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert,
 template <typename T>
 ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers expert, Floats weight, ffi::AnyBuffer down,
                        Halves down_scale, Floats down_bias, Floats residual, ffi::ResultBuffer<ffi::F32> out) {
-  const int64_t width = residual.dimensions()[1], inner = down.dimensions()[2];
-  if (const std::string complaint = Complaint<T>(hidden, width, inner); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   ExpertLayer<T> layer{};
-  Set(layer.down, down);
-  layer.down_scale = ScalesOf(down_scale);
+  layer.down = {down, down_scale};
+  const int64_t width = residual.dimensions()[1], inner = layer.down.width;
+  const bool fit = hidden.dimensions()[1] == inner && layer.down.rows % width == 0;
+  if (const std::string complaint = Complaint<T>(hidden, width, inner, fit); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   layer.down_bias = OrNull(down_bias);
   layer.weight = weight.typed_data();
   layer.residual = residual.typed_data();
@@ -137,7 +97,7 @@ ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers exp
   layer.count = residual.dimensions()[0];
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
-  layer.experts = down.dimensions()[0];
+  layer.experts = layer.down.rows / width;
   layer.inner = inner;
   Set(layer.given, hidden);
   RunExperts(pool, expert.typed_data(), layer);

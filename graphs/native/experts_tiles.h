@@ -39,6 +39,25 @@ inline uint32_t* Aligned(std::vector<uint32_t>& buffer, int64_t words) {
   return buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
 }
 
+// The weights of two blocks of sixteen features, as rows. Those of a quantised file are unpacked in the order of a right operand, and
+// turned: it is a left one here.
+inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other, int64_t step) {
+  const int64_t width = weights.width;
+  if (!weights.coded) return {weights.values + one * width, weights.values + other * width, kFeatures, step};
+  thread_local Lines kept;
+  char* unpacked = kept.Bytes(width * 96);
+  auto* rows = reinterpret_cast<Word*>(unpacked + width * 32);  // [32, K / 2]
+  for (int64_t half : {0, 1}) {
+    weights.coded->Unpack((half ? other : one) / 16, unpacked);
+    const auto* words = reinterpret_cast<const Word*>(unpacked);
+    for (int64_t word = 0; word < width / 2; word += 4)
+      for (int64_t f = 0; f < 16; f += 4) TurnFour(words + word * 16 + f, 16, rows + (half * 16 + f) * (width / 2) + word, width / 2);
+  }
+  Written();
+  const auto* upper = reinterpret_cast<const BFloat16*>(rows);
+  return {upper, upper + 16 * width, kFeatures, 0};
+}
+
 inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<BFloat16>& layer) {
   const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
   const Gathered gathered(expert, count * per_row, layer.experts, kRows);
@@ -66,12 +85,14 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
   };
 
   auto multiply = [&](int64_t task) {  // gates and ups of features 16 task ..
+    int64_t held = -1;  // the expert whose weights are ready
+    Rows weights;
     ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
-      const int64_t e = groups[at].expert, feature = 16 * task;
-      const BFloat16* gates = layer.gate_up + (e * 2 * inner + feature) * width;
+      const int64_t e = groups[at].expert, feature = 16 * task, first = e * 2 * inner + feature;
+      if (e != held || !layer.gate_up.coded) weights = RowsOf(layer.gate_up, first, first + inner, next * 2 * inner * width);
+      held = e;
       Configure(kFeatures, columns);
-      Multiply(Rows{gates, gates + inner * width, kFeatures, next * 2 * inner * width}, tiles + at * kRows * words, width,
-               columns.second > 0, next > 0);
+      Multiply(weights, tiles + at * kRows * words, width, columns.second > 0, next > 0 && !layer.gate_up.coded);
       const float* bias = layer.gate_up_bias ? layer.gate_up_bias + e * 2 * inner + feature : nullptr;
       for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
         alignas(64) float gate[256], up[256];
@@ -106,12 +127,14 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
     for (int64_t row = 0; row < count; ++row)
       std::memcpy(layer.out + row * width + feature, layer.residual + row * width + feature,
                   kFeatures * sizeof(float));
+    int64_t held = -1;
+    Rows weights;
     ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
-      const int64_t e = groups[at].expert;
-      const BFloat16* upper = layer.down + (e * width + feature) * inner;
+      const int64_t e = groups[at].expert, first = e * width + feature;
+      if (e != held || !layer.down.coded) weights = RowsOf(layer.down, first, first + 16, next * width * inner);
+      held = e;
       Configure(kFeatures, columns);
-      Multiply(Rows{upper, upper + 16 * inner, kFeatures, next * width * inner},
-               hidden + at * kRows * inner_words, inner, columns.second > 0, next > 0);
+      Multiply(weights, hidden + at * kRows * inner_words, inner, columns.second > 0, next > 0 && !layer.down.coded);
       for (int tile = 0; tile < (columns.second ? 4 : 2); ++tile) {
         Turned turned;
         Take(tile, turned.sums, 64);

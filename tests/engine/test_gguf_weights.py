@@ -17,13 +17,13 @@ import pytest
 
 from tests.support.adapters import adapters
 from tests.support.engine_faults import bits
-from tests.support.gguf_files import Kind, write_gguf, write_qwen3_moe
+from tests.support.gguf_files import Kind, write_gguf
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE
 from tests.support.tensor_parallel import run as run_parallel
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
@@ -129,6 +129,20 @@ def test_memory_is_that_of_the_file(path: Path) -> None:
     assert all(each.ok for each in found) and kept <= 1.05 * stored < fast <= 1.4 * stored < plain
 
 
+def test_inspect_names_what_does_not_stay_packed(path: Path, tmp_path: Path) -> None:
+    def kind(name: str) -> Kind:
+        return Kind.Q2_K if "ffn_down" in name else as_published(name)
+
+    file = write_gguf(path.with_suffix(""), tmp_path / "two_bits.gguf", kind=kind)
+    report = inspect_model(file, KEPT)
+    assert report.unpacked == {"Q2_K": 2}
+    assert any(
+        line.split() == ["not", "packed", "2", "weights", "as", "Q2_K", "become", "bfloat16"]
+        for line in report_lines(report)
+    )
+    assert not inspect_model(file, replace(KEPT, quantization=None)).unpacked
+
+
 RESIDENT = """
 import gc
 import sys
@@ -203,45 +217,6 @@ def test_a_scale_that_is_no_number_is_refused_by_name(path: Path, tmp_path: Path
     (tmp_path / "bad.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"bad\.gguf: tensor .* holds NaN or infinite values"):
         XlaBatchEngine.from_pretrained(tmp_path / "bad.gguf", KEPT)
-
-
-def of_experts(name: str) -> Kind:
-    """As files of type Q4_K_M have it: the router is in float32."""
-    return Kind.F32 if "gate_inp" in name else Kind.Q6_K if "down" in name or "output" in name else Kind.Q4_K
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("experts")
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 256)
-    model = write_qwen3_moe(directory / "model", scale=0.3, head_dim=64, max_position_embeddings=512, **sizes)
-    return write_gguf(model, directory / "experts.gguf", arch="qwen3moe", kind=of_experts)
-
-
-@pytest.mark.parametrize("isa", NATIVE_ISAS)
-def test_routed_experts_stay_packed_with_the_bits_of_the_dequantised_file(experts: Path, isa: str) -> None:
-    config = replace(KEPT, isa=isa, dtype="bfloat16")
-    kept = results(experts, config)
-    assert kept == results(experts, replace(config, quantization=None)) and len(set(kept.values())) == 10
-    found = [inspect_model(experts, replace(config, quantization=kind)) for kind in ("gguf", None)]
-    held, plain = (each.memory["weights"] for each in found if each.memory is not None)
-    assert isa == "amx" or held < 0.4 * plain
-
-
-@pytest.mark.full
-def test_laws_hold_for_packed_experts(experts: Path) -> None:
-    for config in (KEPT, FAST):
-        with XlaBatchEngine.from_pretrained(experts, replace(config, dtype="bfloat16")) as engine:
-            report = verify(engine, requests=20, schedules=2, seed=1, lags=(0, 1))
-        assert report.ok, "\n".join(report.lines())
-    kept, plain = run_parallel(
-        *(
-            {"model": str(experts), "engine": {"quantization": kind, "dtype": "bfloat16"}}
-            for kind in ("gguf", None)
-        ),
-        sizes=(1, 2),
-    )
-    assert all(kept[size]["outputs"] == plain[1]["outputs"] for size in kept)
 
 
 @pytest.mark.full

@@ -383,7 +383,7 @@ struct Hash {
   void Print(const char* name) const { std::printf("%s %016llx\n", name, static_cast<unsigned long long>(value)); }
 };
 
-// Rows of floats, and tasks of 32 features of any bytes in the order "fours" (`coded_dots.h`), with finite scales.
+// Rows of floats, and tasks of 32 features of any bytes in the order "fours" (`coded_dots.h`) or "pairs", with finite scales.
 struct CodedRows {
   int64_t width;
   std::vector<float> rows;
@@ -391,16 +391,17 @@ struct CodedRows {
   const char* array;
   CodedWeights weights;
 
-  CodedRows(const CodedKind& kind, int64_t count, int64_t columns, int64_t tasks)
+  CodedRows(const CodedKind& kind, int64_t count, int64_t columns, int64_t tasks, bool fours = true)
       : width(columns), rows(Fixed<float>(count * columns)), weights(nullptr, 0) {
-    const int64_t block = kind.Bytes(width, true), size = 64 + 2 * tasks * block;
+    const int64_t block = kind.Bytes(width, fours), size = 64 + 2 * tasks * block, codes = block - kind.ScaleBytes(width);
     char* bytes = lines.Bytes(size);
     for (int64_t at = 0; at < size; ++at) bytes[at] = static_cast<char>(generator() >> 24);
-    if (kind.IsWide() && !kind.FoursBias())  // five bits
+    if (fours && kind.IsWide() && !kind.FoursBias())  // five bits
       for (int64_t at = 64; at < size; ++at) bytes[at] &= 0x1F;
     for (int64_t at = 64; at < size; at += block)
-      for (int64_t scale = kind.FoursBytes(width) + 1; scale < block; scale += 2) bytes[at + scale] &= 0x3F;
-    const int32_t header[16] = {static_cast<int32_t>(width),          static_cast<int32_t>(32 * tasks), 1, 1, kind.number,
+      for (int64_t scale = codes + !kind.power; scale < block; scale += 1 + !kind.power)
+        bytes[at + scale] = static_cast<char>(kind.power ? 0x70 + (bytes[at + scale] & 15) : bytes[at + scale] & 0x3F);
+    const int32_t header[16] = {static_cast<int32_t>(width), static_cast<int32_t>(32 * tasks), 1, fours, kind.number,
                                 static_cast<int32_t>(2 * tasks)};
     std::memcpy(bytes, header, sizeof header);
     array = bytes;
@@ -565,6 +566,12 @@ void PrintBits() {
   for (const CodedKind& kind : kCodedKinds) {
     const auto sums = CodedRows(kind, 7, 512, 1).Multiplied(0, 7);
     coded.Add(sums.data(), sums.size());
+    const CodedRows pairs(kind, 0, 512, 1, false);
+    std::vector<char> values(2 * 16 * 512);
+    for (int64_t block : {0, 1}) {
+      pairs.weights.Unpack(block, values.data());
+      coded.Add(values.data(), values.size());
+    }
   }
   generator.seed(3);
   for (int64_t keys : {1, 17, 200}) HashAttention<int8_t>(bytes, 64, keys, 1);

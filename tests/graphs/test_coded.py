@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,9 +17,10 @@ import pytest
 
 from tests.support.coded_blocks import block_bytes, dequantised_rows, random_rows
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
-from xla_engine.graphs.linear.coded import KINDS, Coded, CodedForm, Order, coded_form
+from xla_engine.graphs.experts.routing import Experts, Route
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import Norm
+from xla_engine.graphs.ops.coded import KINDS, Coded, CodedForm, Order, coded_form
 from xla_engine.model_loader.gguf import coding
 
 FEATURES, WIDTH = 128, 512
@@ -161,6 +163,7 @@ _FIELDS: dict[str, tuple[dict[str, slice], dict[str, int]]] = {
     "A4": (_HALF | {"least": slice(2, 4), "codes": slice(4, 20)}, {"codes": 0x11}),
     "A8": (_HALF | {"least": slice(2, 4), "codes": slice(4, 36)}, {"codes": 1}),
     "IQ4_XS": (_HALF | {"scales": slice(2, 8), "codes": slice(8, 136)}, {"codes": 0x88}),
+    "MXFP4": ({"power": slice(0, 1), "codes": slice(1, 17)}, {"codes": 0x11}),
 }
 _ONES = {  # scales of scales, and minima of 0
     "Q4_K": [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1],
@@ -182,7 +185,7 @@ def parts(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
                 blocks[:, fields[name]] = value
         return dequantised_rows(kind, blocks.reshape(raw.shape))
 
-    codes = changed(d=ONE, least=0, scales=_ONES.get(kind, 0))
+    codes = changed(d=ONE, least=0, scales=_ONES.get(kind, 0), power=128)  # of halves
     zeros = dict.fromkeys(ones, 0)
     return codes, changed(least=0, **ones), changed(**zeros) if kind in MINIMA else np.zeros_like(codes)
 
@@ -273,6 +276,74 @@ def test_a_leaf_of_several_kinds_in_fours() -> None:
     expected = np.concatenate([emulated(*each, x) for each in zip(kinds, raw, strict=True)], axis=1)
     found = np.asarray(best().linear(weight, jnp.asarray(x)))
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
+def test_experts_have_the_bits_of_their_dequantised_form(isa: str) -> None:
+    """At once, and in the halves between which several devices gather."""
+    products, count = NativeProducts(str(registered(isa, "experts_bf16"))), 3
+    generator = np.random.default_rng(0)
+    x = jnp.asarray(generator.standard_normal((29, WIDTH)), jnp.float32)
+    biases = [
+        jnp.asarray(generator.standard_normal((count, rows)), jnp.float32) for rows in (2 * WIDTH, WIDTH)
+    ]
+    routed = Route(
+        jnp.asarray(generator.permuted(np.tile(np.arange(4), (29, 1)), axis=1)[:, :2], jnp.int32), x[:, :2]
+    )
+    for kinds in (("MXFP4", "MXFP4"), ("Q4_K", "Q6_K")):
+        raw = [
+            random_rows((count * rows, WIDTH), kind, 3)
+            for kind, rows in zip(kinds, (2 * WIDTH, WIDTH), strict=True)
+        ]
+        packed = [coded([(kind, len(rows))], [rows]) for kind, rows in zip(kinds, raw, strict=True)]
+        plain = [
+            jnp.asarray(dequantised(kind, rows).reshape(count, -1, WIDTH))
+            for kind, rows in zip(kinds, raw, strict=True)
+        ]
+        for gather in (None, lambda hidden: hidden):
+            one, other = (
+                np.asarray(products.experts(Experts(*both, *biases, 7.0), x, routed, x, gather))
+                for both in (packed, plain)
+            )
+            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=str(kinds))
+
+
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
+def test_experts_multiply_rows_in_eight_bits_as_linear_layers_do(isa: str) -> None:
+    """Each row has one expert, whose part of the output it takes whole."""
+    products, count = NativeProducts(str(registered(isa, "linear_fours"))), 3
+    generator = np.random.default_rng(0)
+    x, given = (jnp.asarray(generator.standard_normal((29, WIDTH)), jnp.float32) for _ in range(2))
+    expert = np.arange(29) % count
+    raw = [
+        random_rows((count * rows, WIDTH), kind, 3) for kind, rows in (("MXFP4", 2 * WIDTH), ("Q6_K", WIDTH))
+    ]
+    whole = [
+        coded([(kind, len(rows))], [rows], "fours") for kind, rows in zip(("MXFP4", "Q6_K"), raw, strict=True)
+    ]
+    experts = Experts(*whole)
+    routed = Route(jnp.asarray(expert[:, None], jnp.int32), jnp.ones((29, 1)))
+    hidden: list[np.ndarray] = []
+
+    def gather(of_experts: jax.Array) -> jax.Array:
+        hidden.append(np.asarray(of_experts))
+        return given
+
+    nothing = jnp.zeros((29, WIDTH))
+    out = np.asarray(products.experts(experts, x, routed, nothing, gather))
+    for each in range(count):
+        gate_up, down = (
+            coded([(kind, len(rows) // count)], [np.split(rows, count)[each]], "fours")
+            for kind, rows in zip(("MXFP4", "Q6_K"), raw, strict=True)
+        )
+        mine = expert == each
+        np.testing.assert_array_equal(out[mine], products.linear(down, given[mine]))
+        gate, up = np.split(np.asarray(products.linear(gate_up, x[mine])), 2, axis=1)
+        with np.errstate(over="ignore"):
+            np.testing.assert_allclose(hidden[0][mine], gate / (1 + np.exp(-gate)) * up, 1e-4, 1e-9)
+    at_once = products.experts(experts, x, routed, nothing)
+    in_halves = products.experts(experts, x, routed, nothing, lambda of_experts: of_experts)
+    np.testing.assert_array_equal(at_once, in_halves)
 
 
 @pytest.mark.parametrize("kind", KINDS)

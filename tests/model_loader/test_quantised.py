@@ -159,6 +159,11 @@ def test_tokens_are_those_of_the_dequantised_checkpoint(form: str, plain: Path, 
         assert packed is not None and whole is not None and packed["weights"] < 0.7 * whole["weights"]
 
 
+def test_inspect_counts_experts_in_mxfp4() -> None:
+    report = inspect_model(FAMILIES / "gpt_oss_mxfp4", EngineConfig(max_num_seqs=1))
+    assert report.quantised == {"MXFP4": 6}  # of three layers
+
+
 def test_what_cannot_stay_packed_is_refused(plain: Path, tmp_path: Path) -> None:
     if not NAMES:
         pytest.skip("no C++ products on this platform")

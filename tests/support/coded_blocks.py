@@ -1,4 +1,4 @@
-"""Blocks of every kind of `graphs.linear.coded`, and what they mean: by the gguf package, or by zero points."""
+"""Blocks of every kind of `graphs.ops.coded`, and what they mean: by the gguf package, or by zero points."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ def block_bytes(kind: str) -> int:
 
 def random_rows(shape: tuple[int, int], kind: str, seed: int) -> np.ndarray:
     """Rows `[F, bytes]` of blocks."""
-    if kind not in _BITS:
-        return random_blocks(shape, Kind[kind], seed)
     generator, (rows, width) = np.random.default_rng(seed), shape
+    if kind not in _BITS:
+        blocks = random_blocks(shape, Kind[kind], seed)
+        if kind == "MXFP4":  # powers of two of any size mean finite numbers, too
+            blocks[:, :: block_bytes(kind)] = generator.integers(118, 128, (rows, width // 32))
+        return blocks
     scales = generator.uniform(0.001, 0.01, (rows, width // 32, 1)).astype(np.float16)
     least = 0 if kind == "A4" else -128
     zeros = generator.integers(least, least + (1 << _BITS[kind]), scales.shape).astype(np.float16)

@@ -12,6 +12,11 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from xla_engine.model_loader.config_json import read_model
+from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.model_files import open_model
+
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 Array = np.ndarray
 Packed = tuple[
     dict[str, Array], Array
@@ -328,3 +333,41 @@ def write_plain(directory: Path, tensors: Mapping[str, Array], config: Mapping[s
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: each.astype(BF16) for name, each in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+def write_gpt_oss(directory: Path, *, experts: int = 3, width: int = 64) -> tuple[Path, Path]:
+    """A random gpt-oss with MXFP4 experts, and one with the same in bfloat16, as transformers stores either."""
+    fields = json.loads((FAMILIES / "gpt_oss" / "config.json").read_text())
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), width) | {"num_local_experts": experts}
+    fields |= sizes | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "dtype": "bfloat16",
+    }
+    generator = np.random.default_rng(0)
+    quantised, plain = directory / "mxfp4", directory / "plain"
+    plain.mkdir(parents=True), quantised.mkdir()
+    (plain / "config.json").write_text(json.dumps(fields))
+    sources = tensor_sources(*read_model(open_model(plain)))
+    values: dict[str, Array] = {}
+    packed: dict[str, Array] = {}
+    for source in (each for stacked in sources.values() for each in stacked):
+        tensor = (generator.standard_normal(source.shape, np.float32) * np.float32(0.3)).astype(BF16)
+        if not source.name.endswith(("gate_up_proj", "down_proj")):
+            packed[source.name] = values[source.name] = tensor
+            continue
+        count, inputs, outputs = source.shape
+        blocks = generator.integers(0, 256, (count, outputs, inputs // 32, 16)).astype(np.uint8)
+        scales = generator.integers(122, 126, blocks.shape[:3]).astype(np.uint8)
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+        numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        rows = (numbers * np.exp2(scales.astype(np.float32) - 127)[..., None]).reshape(count, outputs, inputs)
+        values[source.name] = np.ascontiguousarray(rows.swapaxes(1, 2)).astype(BF16)
+        packed |= {f"{source.name}_blocks": blocks, f"{source.name}_scales": scales}
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (quantised / "config.json").write_text(json.dumps(fields))
+    save_file(values, plain / "model.safetensors")
+    save_file(packed, quantised / "model.safetensors")
+    return quantised, plain

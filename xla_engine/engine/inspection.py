@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from xla_engine.config import AUTO, IMAGE_CACHE_BYTES, SMALLEST_BATCH, EngineConfig
+from xla_engine.config import AUTO, IMAGE_CACHE_BYTES, KEPT, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.images.tower import why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
@@ -20,7 +20,7 @@ from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields
 from xla_engine.model_loader.quantised.methods import without_method
-from xla_engine.model_loader.tensor_files import TensorInfo
+from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
 from xla_engine.runner import memory
@@ -43,6 +43,7 @@ class Inspection:
     architecture: the name in its configuration.
     stored: tensors, parameters and bytes in the files, by dtype.
     quantised: how many weights of a safetensors checkpoint have each quantised form.
+    unpacked: if weights stay packed, how many quantised ones of each form do not, and become bfloat16.
     parameters: how many parameters the model has; tied ones count once.
     shape: the fields of `ModelConfig`.
     layers: the number of layers of each type.
@@ -62,6 +63,7 @@ class Inspection:
     architecture: str | None = None
     stored: dict[str, dict[str, int]] = field(default_factory=dict)
     quantised: dict[str, int] = field(default_factory=dict)
+    unpacked: dict[str, int] = field(default_factory=dict)
     parameters: int | None = None
     shape: dict[str, Any] | None = None
     layers: dict[str, int] | None = None
@@ -190,6 +192,15 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
         if config.max_num_seqs == AUTO:
             config = replace(config, max_num_seqs=SMALLEST_BATCH)
     plan = memory.plan_memory(spec, config, length, budget, beside)
+    if config.quantization in KEPT:
+        report.unpacked = dict(
+            Counter(
+                kind
+                for leaf, parts in stored.items()
+                for kind, _ in parts
+                if spec.leaves[leaf].form is None and kind not in TensorFiles.dtypes
+            )
+        )
     report.backends = {
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else spec.products.name,
@@ -236,6 +247,8 @@ def report_lines(report: Inspection) -> list[str]:
         lines.append(_row(f"stored {dtype}", f"{size(sums['bytes'])} in {sums['tensors']} tensors"))
     for form, count in sorted(report.quantised.items()):
         lines.append(_row("quantised", f"{count} weights as {form}"))
+    for form, count in sorted(report.unpacked.items()):
+        lines.append(_row("not packed", f"{count} weights as {form} become bfloat16"))
     if (vision := report.vision) is not None:
         words = vision.get("refused") or (
             f"weights {size(vision['weights'])}, features {size(vision['features'])} for {vision['tokens']} tokens; "

@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
-_BYTES = ("U8",)  # MXFP4
 _FLOATS = (*DTYPES.values(), np.dtype(np.float16))
 # Buffers of old checkpoints and of GGUF files, which repeat the configuration.
 _IGNORED = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(long|short))\.weight")
@@ -179,7 +178,7 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
             )
         for part in parts:
             array = arrays[part.name]
-            if part.scales is not None or array.dtype not in _FLOATS or array.shape != part.shape:
+            if array.dtype not in _FLOATS or array.shape != part.shape:
                 raise CheckpointError(
                     f"{part.name} is {array.dtype}{list(array.shape)}; give {list(part.shape)} in float32, float16 or "
                     "bfloat16, as the checkpoint has it"
@@ -218,22 +217,18 @@ def dtype_word(dtype: str) -> str:
 
 def check_tensors(files: TensorFiles, sources: Sources, config: ModelConfig, ignores: str) -> None:
     """Raise CheckpointError unless exactly the expected tensors are there, with their shapes and float dtypes."""
-    expected = {}
-    for source in (source for stacked in sources.values() for source in stacked):
-        expected[source.name] = source.shape, files.dtypes if source.scales is None else _BYTES
-        if source.scales is not None:
-            expected[source.scales] = source.shape[:-1], _BYTES
-    for name, (shape, dtypes) in expected.items():
+    expected = {source.name: source.shape for stacked in sources.values() for source in stacked}
+    for name, shape in expected.items():
         if name not in files.tensors:
             remedy = "Download the weights again or correct config.json"
             if name == "lm_head.weight":
                 remedy = "Download them again, or set tie_word_embeddings if the embedding is the head"
             raise CheckpointError(f"{files.names}: tensor {name} is missing. {remedy}")
         info = files.tensors[name]
-        if info.dtype not in dtypes:
+        if info.dtype not in files.dtypes:
             raise CheckpointError(
                 f"{info.file}: tensor {name} is stored as {info.dtype}, not as one of "
-                f"{', '.join(dtypes)}. Save an unquantised copy, in bfloat16 for example"
+                f"{', '.join(files.dtypes)}. Save an unquantised copy, in bfloat16 for example"
             )
         if info.shape != shape:
             raise CheckpointError(

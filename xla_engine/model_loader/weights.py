@@ -10,11 +10,10 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.coded import BLOCK, CodedForm, StoredKinds
 from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.ops.coded import BLOCK, CodedForm, StoredKinds
 from xla_engine.model_loader.families import Source
 from xla_engine.model_loader.gguf.coding import coded_blocks
-from xla_engine.model_loader.mxfp4 import from_mxfp4
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
 Sources = Mapping[str, tuple[Source, ...]]  # by leaf
@@ -24,6 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "f
 # Limit on the entries of a matrix: a sum of 2**16 products with inputs up to float16's maximum fits into float32.
 LARGEST = 2.0**96
 _PART = 4096  # rows read at a time, unless all are read
+_ORDERED = 1 << 20  # numbers of reordered rows read at a time
 _CODED = 2 << 20  # bytes of blocks coded at a time
 _ALIGNMENT = 64  # bytes; jax adopts a host array with this alignment, and copies any other
 
@@ -153,7 +153,10 @@ class StoredWeights(Mapping[str, Array]):
             return np.zeros(len(rows) // BLOCK * form.block_bytes(kind), np.uint8)
         blocks, is_finite = coded_blocks(kind, raw, form.width, form.order)
         if not is_finite:
-            raise self._unusable(source, "NaN or infinite values")
+            power = kind == "MXFP4"
+            raise self._unusable(
+                source, "scales outside of 2^-125 to 2^93, or NaN" if power else "NaN or infinite values"
+            )
         return blocks.reshape(-1)
 
     def _stored_rows(self, source: Source) -> Indices:
@@ -183,14 +186,10 @@ class StoredWeights(Mapping[str, Array]):
     def _rows(self, source: Source, row_shape: tuple[int, ...]) -> Iterator[Array]:
         """The rows of a source, in blocks."""
         if source.order is not None:
-            yield self._files.read(source.name)[source.order]
+            for rows in np.array_split(source.order, max(1, prod(source.shape) // _ORDERED)):
+                yield self._files.rows(source.name, rows)
             return
-        scales = None if source.scales is None else self._files.read(source.scales)
-        first = 0
         for block in self._files.blocks(source.name):
-            if scales is not None:
-                block = from_mxfp4(block, scales[first : first + len(block)])
-                first += len(block)
             if source.convert is not None:
                 block = source.convert(block)
             yield block.reshape(-1, *row_shape)
@@ -222,7 +221,7 @@ def stored_kinds(weights: Mapping[str, Array]) -> StoredKinds:
 
 def _has_rows(source: Source, columns: int) -> bool:
     """Whether the tensor's leading axis is the leaf's rows, unchanged."""
-    return source.scales is None and source.convert is None and prod(source.shape[1:]) == columns
+    return source.convert is None and prod(source.shape[1:]) == columns
 
 
 def _taken(whole: Array, index: Indices) -> Array:

@@ -16,10 +16,10 @@ from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.coded import KINDS, StoredKinds
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.graphs.ops.int8 import GROUP
 from xla_engine.runner.native_library.build import ATTENTION, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
@@ -143,8 +143,8 @@ def make_spec(
         ggml = (name for name, kind in KINDS.items() if kind.number < 100)
         raise ConfigError(
             f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(ggml)}, "
-            "and for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple. This model "
-            "has none. Leave it out"
+            "for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple, and for "
+            "experts in MXFP4. This model has none. Leave it out"
         )
     return spec
 

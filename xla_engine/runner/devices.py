@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.linear.coded import CodedForm
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.memory import weights_bytes

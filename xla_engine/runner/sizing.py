@@ -11,8 +11,8 @@ from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, Engin
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.footprint import block_bytes, keeps_every_position, state_bytes
-from xla_engine.graphs.linear.coded import StoredKinds
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec
 

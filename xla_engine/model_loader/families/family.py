@@ -29,7 +29,6 @@ class Source:
     offset: added in float32 (Gemma stores norm weights minus one).
     order: the rows that the leaf takes, in the leaf's order; None for all in file order.
     convert: applied to a block of leading entries before it is split into rows.
-    scales: for MXFP4, the tensor of scales; the tensor itself is `[..., blocks, 16]` bytes.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Source:
     offset: float = 0.0
     order: np.ndarray[Any, Any] | None = None
     convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
-    scales: str | None = None
 
     def in_engine_order(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Reorder `rows`, one entry for each file row, into the engine's rotary order."""
@@ -177,8 +175,7 @@ def turned_rows(config: ModelConfig, heads: int) -> np.ndarray[Any, Any] | None:
 
 
 def _below(prefix: str, part: Source) -> Source:
-    scales = None if part.scales is None else prefix + part.scales
-    return replace(part, name=prefix + part.name, scales=scales)
+    return replace(part, name=prefix + part.name)
 
 
 def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -42,10 +42,12 @@ def _transposed(name: str, *, gated: bool) -> Sources:
 
 
 def _mxfp4(name: str, *, gated: bool) -> Sources:
+    """The rows of all experts (`mxfp4.Mxfp4Matrix`)."""
+
     def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        blocks = (*shape[:2], shape[2] // 32, 16)
-        convert = apart if gated else None
-        return (Source(name=f"{name}_blocks", scales=f"{name}_scales", shape=blocks, convert=convert),)
+        rows = np.arange(shape[0] * shape[1]).reshape(shape[:2])
+        order = apart(rows).reshape(-1) if gated else None
+        return (Source(name=f"{name}_blocks", shape=(rows.size, shape[2]), order=order),)
 
     return sources
 

@@ -1,4 +1,4 @@
-"""Reorder quantised rows of a GGUF file into the layout of `graphs.linear.coded`, without loss.
+"""Reorder quantised rows of a GGUF file into the layout of `graphs.ops.coded`, without loss.
 
 The block formats are ggml's (`ggml-common.h`; see also `quants.py` of the `gguf` package). A4 and A8 are made from
 other files (`quantised.matrix`): float16 scale and zero point, then codes as in Q4_0 or Q8_0.
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.graphs.linear.coded import BLOCK, KINDS, Order
+from xla_engine.graphs.ops.coded import BLOCK, KINDS, Order
 
 Array = np.ndarray[Any, Any]
 _TO_BYTES = {
@@ -41,7 +41,14 @@ def coded_blocks(kind: str, rows: Array, width: int, order: Order = "pairs") -> 
     ).reshape(len(raw), -1)
     padding = np.zeros((len(raw), -scales.shape[1] % 64), np.uint8)
     finite = all(np.isfinite(np.ascontiguousarray(each).view(np.float16)).all() for each in halves)
+    if kind == "MXFP4":
+        finite = _in_range(raw[..., 0], codes)
     return np.concatenate([*planes, scales, padding], axis=1), finite
+
+
+def _in_range(power: Array, codes: Array) -> bool:
+    """Whether all numbers of MXFP4 blocks are zero or normal, and as small as weights may be."""
+    return bool(((power < 221) & ((power > 1) | ~(codes & 7).any(axis=-1))).all())
 
 
 def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
@@ -70,6 +77,8 @@ def _parts(kind: str, raw: Array) -> tuple[Array, list[Array], Array | None]:
         fours = lower[..., None] >> np.array([0, 4], np.uint8) & 15
         six = fours.reshape(*raw.shape[:3], 8) | twos.reshape(*raw.shape[:3], 8) << 4
         return _nibbles(packed, 16), [scale], np.moveaxis(six - np.uint8(32), 1, 3)  # signed bytes
+    if kind == "MXFP4":  # numbers are doubled
+        return _nibbles(raw[..., 1:], 16), [], np.maximum(raw[..., 0], 1).swapaxes(1, 2) - np.uint8(1)
     count = 2 if kind in ("Q4_1", "Q5_1", "A4", "A8") else 1
     halves = [raw[..., 2 * place : 2 * place + 2] for place in range(count)]
     if kind in ("Q8_0", "A8"):

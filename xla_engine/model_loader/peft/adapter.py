@@ -144,7 +144,7 @@ def _matrices(
     files: TensorFiles, pair: Mapping[str, str], source: Source, fields: Fields, scale: float
 ) -> tuple[Array, Array]:
     """A `[r, K]` and scaled B `[r, rows]` for a tensor of the model, in float32, with rows in the leaf's order."""
-    if source.order is not None or source.convert is not None or source.scales is not None:
+    if source.order is not None or source.convert is not None:
         raise CheckpointError(
             f"{files.names}: adapters for {source.name} are not supported, because this family stores it in its own "
             f"form. "

@@ -28,7 +28,7 @@ class QuantisedMatrix:
     zeros: the same, integers; None if they are zero.
     groups: the group of each column, `[K]`.
     scales_name: the tensor of scales, for messages.
-    kind: of blocks (`graphs.linear.coded`) that hold the same numbers, exactly; None if none does (`packed_kind`).
+    kind: of blocks (`graphs.ops.coded`) that hold the same numbers, exactly; None if none does (`packed_kind`).
     """
 
     info: TensorInfo

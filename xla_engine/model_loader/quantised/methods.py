@@ -8,6 +8,7 @@ from dataclasses import replace
 from xla_engine.config import STORED_AS, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.mxfp4 import is_mxfp4_scale, read_mxfp4
 from xla_engine.model_loader.quantised.awq import read_awq
 from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
 from xla_engine.model_loader.quantised.fp8 import read_fp8
@@ -70,7 +71,9 @@ def dequantised(files: TensorFiles, fields: Fields, names: Collection[str]) -> T
     fields: `quantisation_fields`. names: the tensors that the model needs. Raises CheckpointError.
     """
     if fields.values.get("quant_method") == MXFP4:
-        return files
+        experts = read_mxfp4(files)
+        plain = {name: info for name, info in files.tensors.items() if not is_mxfp4_scale(name, experts)}
+        return files.with_computed(plain, experts, "")
     matrices = _method(fields)(fields, files)
     modules = {name.removesuffix(".weight") for name in matrices}
 

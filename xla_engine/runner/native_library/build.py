@@ -27,6 +27,7 @@ from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBu
 
 _log = logging.getLogger("xla_engine")
 _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
+_EXPERTS = (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS)  # in fours they share the products of linear layers
 
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
@@ -38,13 +39,10 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     },
     "sampler": (SAMPLE, PROCESS, LOGPROBS),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
+    **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in _KINDS[:2]},
     **{
-        f"experts_{kind}": tuple(f"{each}_{kind}" for each in (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS))
-        for kind in _KINDS[:2]
-    },
-    **{
-        f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *rows))
-        for kind, rows in zip(_KINDS, ((), (), (ROWS,), (ROWS,)), strict=True)
+        f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *more))
+        for kind, more in zip(_KINDS, ((), (), (ROWS,), (ROWS, *_EXPERTS)), strict=True)
     },
     **{
         f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # By leaf: the kinds of its rows in the file, in the leaf's order, and how many rows have each.
@@ -53,6 +54,7 @@ KINDS = {
     "IQ4_XS": CodedKind(23, 256, 2048, 0, 160),
     "A4": CodedKind(104, 32, 256, 0, 64),  # with zero points, of AWQ and others
     "A8": CodedKind(108, 32, 512, 0, 64),
+    "MXFP4": CodedKind(39, 32, 256, 0, 16),
 }
 
 
@@ -64,6 +66,11 @@ class CodedForm:
     width: int
     runs: tuple[tuple[str, int], ...]
     order: Order = "pairs"
+
+    @property
+    def rows(self) -> jnp.dtype:
+        """The dtype of rows that meet it: in fours, products quantise them."""
+        return jnp.dtype(jnp.float32 if self.order == "fours" else jnp.bfloat16)
 
     def block_bytes(self, kind: str) -> int:
         """Of sixteen features; scales fill whole lines of 64 bytes."""
