@@ -126,7 +126,7 @@ def patch_programs(c: PatchConfig, dtype: jnp.dtype, rows: int) -> list[Program]
         joined = x.reshape(-1, c.merged * c.hidden_size)
         return merged(leaves, "tap", layer_norm(leaves, "tap_norm", joined))
 
-    def merge(leaves: Leaves, x: jax.Array, taps: list[jax.Array]) -> jax.Array:
+    def merge(leaves: Leaves, taps: list[jax.Array], x: jax.Array) -> jax.Array:
         joined = layer_norm(leaves, "merge_norm", x).reshape(-1, c.merged * c.hidden_size)
         return jnp.concatenate([merged(leaves, "merge", joined), *taps], axis=1)
 
@@ -147,7 +147,7 @@ def patch_programs(c: PatchConfig, dtype: jnp.dtype, rows: int) -> list[Program]
         Program(
             name=merge_name(rows),
             function=merge,
-            arguments=(abstract(merge_shapes(c)), stream, [feature] * len(c.taps)),
+            arguments=(abstract(merge_shapes(c)), [feature] * len(c.taps), stream),
         ),
     ]
 

@@ -7,12 +7,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run
 from xla_engine.config import EngineConfig
@@ -20,7 +23,10 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.images.processor import value_table
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.vision import load_vision
+from xla_engine.model_loader.config_json import transformers_model
+from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.vision import load_vision, read_vision, vision_sources
 from xla_engine.prompts import PicturedPrompt
 from xla_engine.runner import dispatch
 from xla_engine.runner.patch_tower import PatchTower
@@ -39,10 +45,10 @@ GRIDS = (
 )  # rows and columns of tokens; the last takes two places of the buffer
 
 
-def engine_of(config: EngineConfig) -> XlaBatchEngine:
-    vision = load_vision(MODEL, dtype=config.dtype)
+def engine_of(config: EngineConfig, model: Path = MODEL) -> XlaBatchEngine:
+    vision = load_vision(model, dtype=config.dtype)
     tower = PatchTower(vision.config, vision.dtype, vision.weights, TABLE, most_tokens=128)
-    return XlaBatchEngine(load_checkpoint(MODEL, dtype=config.dtype), config=config, tower=tower)
+    return XlaBatchEngine(load_checkpoint(model, dtype=config.dtype), config=config, tower=tower)
 
 
 def picture(tile: np.ndarray, start: int) -> PromptImage:
@@ -94,7 +100,7 @@ def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"num_blocks": 16, "block_size": 32}, id="blocks"),
+        pytest.param({"num_blocks": 16, "block_size": 32}, id="blocks", marks=FULL),
         pytest.param({"chunk_size": 16, "enable_prefix_caching": False, "lag": 0}, id="chunks", marks=FULL),
         pytest.param({"image_cache_bytes": 1 << 16, "lag": 2}, id="two places", marks=FULL),
         pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=FULL),
@@ -176,11 +182,12 @@ def test_taps_that_are_not_added_would_be_found(
         assert run(engine, prompt_of(21, 22, salt="third")) != right
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen3_5_vision", marks=FULL)])
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """Of one picture, and of two of other proportions, in one batch."""
-    golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())["qwen3_vl"]
-    arrays = np.load(MODEL / "golden.npz")
-    engine = engine_of(replace(SMALL, dtype="float32"))
+    golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[name]
+    arrays = np.load(FAMILIES / name / "golden.npz")
+    engine = engine_of(replace(SMALL, dtype="float32"), FAMILIES / name)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     for at, each in enumerate(golden):
         pairs = zip(each["tiles"], each["starts"], strict=True)
@@ -190,6 +197,32 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     engine.close()
     for at, each in enumerate(golden):
         assert list(found[str(at)].outputs[0].token_ids) == each["tokens"]
+
+
+@pytest.mark.full
+def test_recurrent_layers_see_pictures() -> None:
+    """Of Qwen3.5: alone, among peers, from a saved state, and preempted."""
+    config = replace(SMALL, mamba_cache_mode="align", mamba_block_size=16)
+    engine = engine_of(config, FAMILIES / "qwen3_5_vision")
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    found = []
+    for prompt in prompts:
+        engine.reset_prefix_cache()
+        found += run(engine, prompt)
+    assert len(set(map(repr, found))) == len(PROMPTS)
+    engine.reset_prefix_cache()
+    assert run(engine, *prompts) == found
+    assert run(engine, *reversed(prompts)) == found[::-1]
+    assert engine.stats().cached_tokens > 0
+    for at, prompt in enumerate(prompts):
+        engine.submit(prompt, PARAMS, request_id=str(at))
+    done, draw = [], random.Random(0)
+    while engine.has_unfinished:
+        done += [output for output in engine.step() if output.finished]
+        if draw.random() < 0.3:
+            engine.preempt(str(draw.randrange(len(prompts))))
+    engine.close()
+    assert [answers(done)[str(at)] for at in range(len(prompts))] == found
 
 
 @pytest.mark.full
@@ -211,10 +244,11 @@ def test_what_does_not_fit_is_refused(engine: XlaBatchEngine) -> None:
     wide = PromptImage(digest="0" * 64, tiles=(np.zeros((8, 16, 3), np.uint8),), spans=((0, 1),))
     with pytest.raises(InvalidRequestError, match="a span of 1 positions, and a tile has 2 tokens"):
         engine.submit(PicturedPrompt("", (IMAGE, 5), (wide,)), PARAMS)
-    small = engine_of(replace(SMALL, image_cache_bytes=1))
+    assert not isinstance(engine.validator.images, str)
+    small = replace(engine.validator, images=engine.validator.images._replace(places=1))
+    request = small.checked(prompt_of(3), PARAMS, {}, add_special_tokens=True)
     with pytest.raises(TokenLimitError, match="128 tokens; the engine has room for 64: raise image_cache"):
-        small.submit(prompt_of(3), PARAMS)
-    small.close()
+        small.images_of(request)
 
 
 def test_positions_of_a_prompt_by_hand() -> None:
@@ -253,3 +287,61 @@ def test_text_goes_on_behind_the_longer_side(parts: list[tuple[int, int, int]], 
         text[start : start + rows * columns] = False
         assert (found[start : start + rows * columns] <= found[start] + max(rows, columns) - 1).all()
     assert (found[text][:, 0] == found[text][:, 1]).all() and (np.diff(found[text][:, 0]) > 0).all()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose sizes the C++ kernels take, so that verify steps and programs of few rows run."""
+    directory = tmp_path_factory.mktemp("wide")
+    config = json.loads((MODEL / "config.json").read_text())
+    config["text_config"] |= {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    config["text_config"]["rope_parameters"]["mrope_section"] = [6, 5, 5]
+    config["vision_config"]["out_hidden_size"] = 64
+    (directory / "config.json").write_text(json.dumps(config))
+    files = open_model(directory)
+    text, family = transformers_model(files, files.config_fields())
+    vision = read_vision(files.config_fields(), family, text)
+    draw, tensors = np.random.default_rng(0), {}
+    for sources in (*tensor_sources(text, family).values(), *vision_sources(vision, family).values()):
+        for source in sources:
+            noise = draw.standard_normal(source.shape).astype(np.float32) * 0.3
+            tensors[source.name] = (noise + ("norm" in source.name)).astype(ml_dtypes.bfloat16)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.full
+def test_drafts_and_few_rows_change_no_bit(wide: Path) -> None:
+    """Verify steps turn by the same positions as decode steps do."""
+    config = replace(SMALL, max_num_seqs=6, max_model_len=128)
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
+
+    def answered(engine: XlaBatchEngine, *asked: PicturedPrompt) -> list[object]:
+        for at, prompt in enumerate(asked):
+            engine.submit(prompt, params, request_id=str(at))
+        found = answers(engine.drain())
+        return [found[str(at)] for at in range(len(asked))]
+
+    engine = engine_of(config, wide)
+    if not engine.runner.has_one_row_code:
+        engine.close()
+        pytest.skip("needs the C++ kernels")
+    together = answered(engine, *prompts)
+    alone = [answer for prompt in prompts for answer in answered(engine, prompt)]
+    engine.close()
+    assert alone == together
+    drafting = engine_of(
+        replace(
+            config, self_check=True, speculative_config={"method": "suffix", "num_speculative_tokens": 3}
+        ),
+        wide,
+    )
+    assert answered(drafting, *prompts) == together
+    assert drafting.stats().drafted_tokens > 0
+    drafting.close()

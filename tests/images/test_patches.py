@@ -150,22 +150,24 @@ def test_fields_that_would_change_pixels_are_refused_by_name(
         processor_of(tmp_path, PUBLISHED, max_pixels=3)
 
 
-def tower_of(dtype: str, most_tokens: int = 80) -> PatchTower:
-    found = load_vision(MODEL, dtype=dtype)
+def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> PatchTower:
+    found = load_vision(GOLDEN / "families" / name, dtype=dtype)
     return PatchTower(found.config, found.dtype, found.weights, TABLE, most_tokens=most_tokens)
 
 
-def test_features_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision"])
+def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
-    golden = np.load(MODEL / "golden.npz")
-    tower = tower_of("float32")
+    golden = np.load(GOLDEN / "families" / name / "golden.npz")
+    tower = tower_of("float32", name=name)
     assert tower.buckets == BUCKETS[:2]
     pictures = [golden[f"tile{at}"] for at in range(4)]
     for at, tile in enumerate(pictures):
         expected = golden[f"features{at}"]
         found = tower(tile)
         assert found.shape == expected.shape
-        for part in np.split(np.arange(found.shape[1]), 3):  # the embedding, and what two taps add
+        # The embedding, and what taps add.
+        for part in np.split(np.arange(found.shape[1]), 1 + len(tower.config.taps)):
             assert difference(found[:, part], expected[:, part]) < 1e-5
     first = tower(pictures[0])
     monkeypatch.setattr(tower, "buckets", BUCKETS[1:2])
@@ -191,14 +193,16 @@ def test_a_picture_has_the_same_bits_whatever_came_before() -> None:
 
 
 @pytest.mark.oracle
-def test_golden_features_are_rederived() -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision"])
+def test_golden_features_are_rederived(name: str) -> None:
     import torch
     import transformers
 
     families = runpy.run_path(str(GOLDEN / "make" / "make_golden_families.py"))
-    committed = np.load(MODEL / "golden.npz")
-    kind = transformers.Qwen3VLForConditionalGeneration
-    model = kind.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    directory = GOLDEN / "families" / name
+    committed = np.load(directory / "golden.npz")
+    kind = getattr(transformers, families["CASES"][name][0])
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     derived = families["seen"](model, int(committed["seed"]))
     for at in range(len(families["GRIDS"])):
         np.testing.assert_array_equal(derived[f"tile{at}"], committed[f"tile{at}"])

@@ -22,7 +22,7 @@ from xla_engine.model_loader.weights import StoredWeights
 # Tensors of the decoder, and of a head over the tower that no decoder reads.
 _OTHERS = "|".join(
     (
-        *(r"model\.(text|language)_model\..*", r"language_model\..*", r"lm_head\.weight"),
+        *(r"model\.(text|language)_model\..*", r"language_model\..*", r"lm_head\.weight", r"mtp\..*"),
         r"vision_tower\.(vision_model\.)?head\..*",
     )
 )
@@ -52,7 +52,6 @@ _PATCH_DEFAULTS = {
     "temporal_patch_size": 2,
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
 }
 
 
@@ -108,13 +107,13 @@ def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConf
     if not family.vision:
         fields.fail(
             "architectures",
-            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3 or Qwen3-VL",
+            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL or Qwen3.5",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
     if "merge_up" in family.vision:
-        return _read_patch_tower(fields, vision, text)
+        return _read_patch_tower(fields, vision, text, taps="tap_norm" in family.vision)
     averages = family.model_type == "gemma3"
     vision = vision.with_defaults(_SIGLIP if averages else _DEFAULTS)
     if vision.integer("num_channels", high=2**10) != CHANNELS:
@@ -165,8 +164,9 @@ def _as_stored(
     return later if any(part.name in stored for parts in later.values() for part in parts) else sources
 
 
-def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
-    vision = vision.with_defaults(_PATCH_DEFAULTS)
+def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps: bool) -> PatchConfig:
+    """taps: whether the family has some."""
+    vision = vision.with_defaults(_PATCH_DEFAULTS | {"deepstack_visual_indexes": [8, 16, 24] if taps else []})
     if vision.integer("in_channels", high=2**10) != CHANNELS:
         vision.fail("in_channels", f"only {CHANNELS} are supported. Use such a checkpoint")
     if vision.values["hidden_act"] != "gelu_pytorch_tanh":
@@ -175,10 +175,12 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Patc
         vision.fail(
             "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}. Correct the file"
         )
-    taps = vision.values["deepstack_visual_indexes"] or []
-    if not isinstance(taps, list) or any(type(tap) is not int for tap in taps):
+    layers = vision.values["deepstack_visual_indexes"] or []
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
         vision.fail("deepstack_visual_indexes", "must be a list of layers. Correct the file")
-    if len(taps) > text.num_hidden_layers:
+    if layers and not taps:
+        vision.fail("deepstack_visual_indexes", "not supported for this architecture. Use another checkpoint")
+    if len(layers) > text.num_hidden_layers:
         vision.fail(
             "deepstack_visual_indexes",
             f"more than the decoder's {text.num_hidden_layers} layers. Correct the file",
@@ -201,7 +203,7 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Patc
             merge_size=vision.integer("spatial_merge_size", high=2**6),
             position_side=side,
             rope_theta=rope.number("rope_theta", high=1e15, default=10000.0),
-            taps=tuple(taps),
+            taps=tuple(layers),
             text_size=text.hidden_size,
             axes=_axes(fields, text),
         )
@@ -216,7 +218,7 @@ def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
         rope for name in ("rope_parameters", "rope_scaling") if (rope := decoder.within(name)) is not None
     ]
     rope = next((each for each in found if each.given("mrope_section")), decoder)
-    sections = rope.values.get("mrope_section", [24, 20, 20])
+    sections = rope.values.get("mrope_section", [24, 20, 20] if text.rotary_dim == 128 else [11, 11, 10])
     half = text.rotary_dim // 2
     if (
         not isinstance(sections, list)

@@ -138,7 +138,7 @@ class PatchTower:
                 continue
             rows = len(stream.x)
             if stage == self.stages - 1:
-                return run(merge_name(rows), self._merge, stream.x, list(stream.taps))
+                return run(merge_name(rows), self._merge, list(stream.taps), stream.x)
             leaves = self._layers[stage - 1]
             x = run(layer_name(rows), leaves, stream.x, stream.angles, stream.number)
             taps = stream.taps

@@ -15,7 +15,7 @@ Of families whose pictures are supported also:
     tiles     uint8 [2, T, T, 3]          random pixels
     features  float32 [2, tokens, text]   what the decoder reads of them, pixels scaled to [-1, 1]
 
-Of Qwen3-VL, `tile0`, `features0`, ... for each of `GRIDS`: features are [tokens, (1 + taps) text], taps' behind.
+Of Qwen3-VL and Qwen3.5, `tile0`, `features0`, ... for each of `GRIDS`: [tokens, (1 + taps) text], of taps behind.
 
 Every token comes from one forward pass, without a cache, over sequences of exactly LENGTH positions: what stands
 behind a position changes nothing before it, and rope scalings that look at a sequence's length see LENGTH always, as
@@ -330,6 +330,12 @@ def sighted(text: dict[str, Any], scale: int, **vision: Any) -> dict[str, Any]:
     }
 
 
+IMAGE_IDS = {
+    "image_token_id": VOCABULARY - 2,
+    "video_token_id": VOCABULARY - 1,
+    "vision_start_token_id": VOCABULARY - 4,
+    "vision_end_token_id": VOCABULARY - 3,
+}
 CASES |= {
     "idefics3": (
         "Idefics3ForConditionalGeneration",
@@ -368,10 +374,7 @@ CASES |= {
             "vision_config": {"depth": 3, "hidden_size": 40, "intermediate_size": 44, "num_heads": 5}
             | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 36}
             | {"deepstack_visual_indexes": [0, 2]},
-            "image_token_id": VOCABULARY - 2,
-            "video_token_id": VOCABULARY - 1,
-            "vision_start_token_id": VOCABULARY - 4,
-            "vision_end_token_id": VOCABULARY - 3,
+            **IMAGE_IDS,
         },
     ),
     "qwen3_5_vision": (
@@ -385,6 +388,7 @@ CASES |= {
             ),
             "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
             | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 4},
+            **IMAGE_IDS,
         },
     ),
 }
@@ -524,7 +528,7 @@ def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
         given = processor(tile, do_resize=False, return_tensors="pt")
         assert given["image_grid_thw"].tolist() == [[1, rows, columns]]
         out = model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
-        parts = [out.pooler_output, *out.deepstack_features]
+        parts = [out.pooler_output, *getattr(out, "deepstack_features", ())]
         found |= {f"tile{at}": tile, f"features{at}": torch.cat([part[0] for part in parts], 1).numpy()}
     return found
 
@@ -532,7 +536,7 @@ def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
 @torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
-    if isinstance(model, transformers.Qwen3VLPreTrainedModel):
+    if isinstance(model, (transformers.Qwen3VLPreTrainedModel, transformers.Qwen3_5ForConditionalGeneration)):
         return seen_patches(model, seed)
     kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
     if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):

@@ -3,7 +3,7 @@
 Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles (or
 of the first) of golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between
 the two likeliest.
-For Qwen3-VL, two prompts: with its first picture, and with its second and third.
+For Qwen3-VL and Qwen3.5, two prompts: with its first picture, and with its second and third.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ FAMILIES = {
     "idefics3": "Idefics3ForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
     "gemma3_vision": "Gemma3ForConditionalGeneration",
+}
+PATCHES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5_vision": "Qwen3_5ForConditionalGeneration",
 }
 GOLDEN = Path(__file__).parents[1]
 NEW_TOKENS = 48
@@ -76,11 +80,11 @@ def both_ways(config: Any, embedded: torch.Tensor, starts: list[int], length: in
 
 
 @torch.no_grad()
-def tokens_of_patches() -> list[dict[str, object]]:
+def tokens_of_patches(name: str) -> list[dict[str, object]]:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    directory = GOLDEN / "families" / "qwen3_vl"
-    kind = transformers.Qwen3VLForConditionalGeneration
+    directory = GOLDEN / "families" / name
+    kind = getattr(transformers, PATCHES[name])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     arrays, config = np.load(directory / "golden.npz"), model.config
     size, image = config.vision_config.patch_size, config.image_token_id
@@ -120,7 +124,7 @@ def tokens_of_patches() -> list[dict[str, object]]:
 if __name__ == "__main__":
     made: dict[str, Any] = {name: tokens_of(name, 2) for name in FAMILIES}
     made["gemma3_vision, one picture"] = tokens_of("gemma3_vision", 1)
-    made["qwen3_vl"] = tokens_of_patches()
+    made |= {name: tokens_of_patches(name) for name in PATCHES}
     (GOLDEN / "images" / "tokens.json").write_text(json.dumps(made) + "\n")
     for name, each in made.items():
         for one in each if isinstance(each, list) else [each]:

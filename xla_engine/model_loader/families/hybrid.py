@@ -9,6 +9,7 @@ from xla_engine.graphs.config import FULL, LINEAR, DeltaForm, ModelConfig
 from xla_engine.model_loader.families.experts import QWEN_EXPERTS, mlp_only_layers, routed_experts
 from xla_engine.model_loader.families.family import Family, Source, Tensors, turned_rows
 from xla_engine.model_loader.families.llama import ATTENTION, HEAD_NORMS, MLP, MODEL, PRE_NORMS
+from xla_engine.model_loader.families.qwen import patch_tower
 from xla_engine.model_loader.families.windows import layer_count
 from xla_engine.model_loader.json_fields import Fields
 
@@ -178,7 +179,7 @@ QWEN3_NEXT = replace(
     tensors={**_TENSORS, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
     flags=_with_experts,
 )
-QWEN3_5_VISION = replace(  # vision weights are not read
+QWEN3_5_VISION = replace(
     QWEN3_5,
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
@@ -190,6 +191,7 @@ QWEN3_5_VISION = replace(  # vision weights are not read
     },
     layer="model.language_model.layers.{index}.",
     ignores=r"(model\.visual|mtp)\..*",
+    vision=patch_tower("model.visual.", taps=False),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,

@@ -50,7 +50,7 @@ def _with_bias(leaf: str, name: str) -> dict[str, tuple[str, ...]]:
     return {leaf: (f"{name}.weight",), f"{leaf}_bias": (f"{name}.bias",)}
 
 
-def _patch_tower(tower: str) -> dict[str, tuple[str, ...]]:
+def patch_tower(tower: str, *, taps: bool) -> dict[str, tuple[str, ...]]:
     """The tensors of the tower of `graphs.vision.patches` by leaf. tower: prefix of their names."""
     layer, tap = tower + "blocks.{index}.", tower + "deepstack_merger_list.{index}."
     return {
@@ -65,9 +65,9 @@ def _patch_tower(tower: str) -> dict[str, tuple[str, ...]]:
         **_with_bias("merge_norm", f"{tower}merger.norm"),
         **_with_bias("merge_up", f"{tower}merger.linear_fc1"),
         **_with_bias("merge_down", f"{tower}merger.linear_fc2"),
-        **_with_bias("tap_norm", f"{tap}norm"),
-        **_with_bias("tap_up", f"{tap}linear_fc1"),
-        **_with_bias("tap_down", f"{tap}linear_fc2"),
+        **(_with_bias("tap_norm", f"{tap}norm") if taps else {}),
+        **(_with_bias("tap_up", f"{tap}linear_fc1") if taps else {}),
+        **(_with_bias("tap_down", f"{tap}linear_fc2") if taps else {}),
     }
 
 
@@ -85,5 +85,5 @@ QWEN3_VL = replace(
     ignores=r"model\.visual\..*",
     defaults={**QWEN3.defaults, "max_position_embeddings": 128000},
     rope_theta=500000.0,
-    vision=_patch_tower("model.visual."),
+    vision=patch_tower("model.visual.", taps=True),
 )
