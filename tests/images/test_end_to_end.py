@@ -75,6 +75,13 @@ def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint with an embedding for every token of its tokenizer."""
     directory = tmp_path_factory.mktemp("whole") / "idefics3"
     shutil.copytree(small, directory)
+    widen(directory)
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    return directory
+
+
+def widen(directory: Path) -> None:
+    """Make the vocabulary of a tiny checkpoint as large as its tokenizer's."""
     weights, size = load_file(directory / "model.safetensors"), 1024
     for name in [name for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
         rows = np.random.default_rng(7).standard_normal((size, weights[name].shape[1])) * weights[name].std()
@@ -83,8 +90,6 @@ def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((directory / "config.json").read_text())
     config["text_config"]["vocab_size"] = size
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
-    return directory
 
 
 @pytest.fixture(scope="module")
