@@ -102,8 +102,10 @@ def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> N
     [
         pytest.param({"num_blocks": 16, "block_size": 32}, id="blocks", marks=FULL),
         pytest.param({"chunk_size": 16, "enable_prefix_caching": False, "lag": 0}, id="chunks", marks=FULL),
-        pytest.param({"image_cache_bytes": 1 << 16, "lag": 2}, id="two places", marks=FULL),
-        pytest.param({"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=FULL),
+        pytest.param({"image_cache_bytes": 1 << 16, "lag": 2}, id="two places", marks=pytest.mark.release),
+        pytest.param(
+            {"attention_backend": "xla", "linear_backend": "xla"}, id="xla", marks=pytest.mark.release
+        ),
     ],
 )
 def test_in_every_kind_of_engine(options: dict[str, Any], alone: list[object]) -> None:
@@ -116,7 +118,7 @@ def test_in_every_kind_of_engine(options: dict[str, Any], alone: list[object]) -
         assert found == alone
 
 
-@pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=FULL)])
+@pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=pytest.mark.release)])
 def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
     engine.reset_prefix_cache()
     engine.lag, draw = lag, random.Random(lag)
@@ -225,7 +227,7 @@ def test_recurrent_layers_see_pictures() -> None:
     assert [answers(done)[str(at)] for at in range(len(prompts))] == found
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_text_has_the_bits_of_an_engine_without_a_tower() -> None:
     prompts = [[1, 2, 3, IMAGE, 5], list(range(30))]
     seeing, blind = engine_of(SMALL), XlaBatchEngine(load_checkpoint(MODEL), config=SMALL)
