@@ -39,17 +39,11 @@ def as_published(name: str) -> Kind:
     return Kind.F32 if "gate_inp" in name else Kind.Q6_K if "down" in name or "output" in name else Kind.Q4_K
 
 
-def in_mxfp4(name: str) -> Kind:
-    """As files of type MXFP4_MOE have it."""
-    return Kind.F32 if "gate_inp" in name else Kind.MXFP4 if "_exps" in name else Kind.Q8_0
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("experts")
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 256)
     model = write_qwen3_moe(directory / "model", scale=0.3, head_dim=64, max_position_embeddings=512, **sizes)
-    write_gguf(model, directory / "mxfp4.gguf", arch="qwen3moe", kind=in_mxfp4)
     return write_gguf(model, directory / "experts.gguf", arch="qwen3moe", kind=as_published)
 
 
@@ -65,16 +59,11 @@ def weights_of(path: Path, config: EngineConfig) -> int:
 
 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
-@pytest.mark.parametrize(
-    "file", ["experts.gguf", pytest.param("mxfp4.gguf", marks=pytest.mark.full)], ids=["Q4_K_M", "MXFP4"]
-)
-def test_experts_of_a_gguf_file_have_the_bits_of_the_dequantised_file(
-    qwen: Path, file: str, isa: str
-) -> None:
-    path, config = qwen.with_name(file), replace(KEPT, isa=isa)
-    kept = results(path, config)
-    assert kept == results(path, replace(config, quantization=None)) and len(set(kept.values())) == 10
-    assert weights_of(path, config) < 0.4 * weights_of(path, replace(config, quantization=None))
+def test_experts_of_a_gguf_file_have_the_bits_of_the_dequantised_file(qwen: Path, isa: str) -> None:
+    config = replace(KEPT, isa=isa)
+    kept = results(qwen, config)
+    assert kept == results(qwen, replace(config, quantization=None)) and len(set(kept.values())) == 10
+    assert weights_of(qwen, config) < 0.4 * weights_of(qwen, replace(config, quantization=None))
 
 
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
@@ -89,39 +78,47 @@ def test_experts_of_gpt_oss_have_the_bits_of_a_bfloat16_checkpoint(
 
 
 @pytest.mark.full
+def test_a_gguf_file_of_gpt_oss_has_the_bits_of_its_checkpoint(
+    gpt_oss: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def kind(name: str) -> Kind:
+        return Kind.F32 if name.endswith("bias") else Kind.MXFP4 if "_exps" in name else Kind.BF16
+
+    file = write_gguf(gpt_oss[1], tmp_path / "oss.gguf", arch="gpt-oss", kind=kind)
+    assert load_checkpoint(file).config == load_checkpoint(gpt_oss[1]).config
+    assert results(file, KEPT) == results(gpt_oss[1], PLAIN)
+
+
+@pytest.mark.full
 def test_rows_in_eight_bits_have_the_same_bits_on_every_instruction_set(
-    qwen: Path, gpt_oss: tuple[Path, Path]
+    gpt_oss: tuple[Path, Path],
 ) -> None:
     names = [isa for isa in NAMES if isa not in ("amx", "neon_bf16")]
-    for path in (qwen, gpt_oss[0]):
-        found = [results(path, replace(FAST, isa=isa)) for isa in names]
-        assert all(each == found[0] for each in found) and found[0] != results(path, KEPT)
+    found = [results(gpt_oss[0], replace(FAST, isa=isa)) for isa in names]
+    assert all(each == found[0] for each in found) and found[0] != results(gpt_oss[0], KEPT)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [KEPT, FAST], ids=["bf16", "int8"])
-def test_laws_hold_for_packed_experts(qwen: Path, gpt_oss: tuple[Path, Path], config: EngineConfig) -> None:
-    for path in (qwen, gpt_oss[0]):
-        with XlaBatchEngine.from_pretrained(path, config) as engine:
-            report = verify(engine, requests=20, schedules=2, seed=1, lags=(0, 1))
-        assert report.ok, "\n".join(report.lines())
+@pytest.mark.parametrize("file", ["gguf", "gpt-oss"])
+def test_laws_hold_for_packed_experts(qwen: Path, gpt_oss: tuple[Path, Path], file: str) -> None:
+    path, config = (qwen, FAST) if file == "gguf" else (gpt_oss[0], KEPT)
+    with XlaBatchEngine.from_pretrained(path, config) as engine:
+        report = verify(engine, requests=20, schedules=2, seed=1, lags=(0, 1))
+    assert report.ok, "\n".join(report.lines())
 
 
 @pytest.mark.full
-def test_no_bit_of_packed_experts_depends_on_the_number_of_devices(
-    qwen: Path, gpt_oss: tuple[Path, Path]
-) -> None:
-    for path in (qwen, gpt_oss[0]):
-        kept, fast, plain = run_parallel(
-            *(
-                {"model": str(path), "engine": {"quantization": kind, "dtype": "bfloat16"}}
-                for kind in ("packed", "packed-int8", None)
-            ),
-            sizes=(1, 2),
-        )
-        assert all(kept[size]["outputs"] == plain[1]["outputs"] for size in kept)
-        assert fast[2]["outputs"] == fast[1]["outputs"] != plain[1]["outputs"]
-        assert all(kept[size]["weights"] < 0.7 * plain[size]["weights"] for size in kept)
+def test_no_bit_of_packed_experts_depends_on_the_number_of_devices(gpt_oss: tuple[Path, Path]) -> None:
+    kept, fast, plain = run_parallel(
+        *(
+            {"model": str(gpt_oss[0]), "engine": {"quantization": kind, "dtype": "bfloat16"}}
+            for kind in ("packed", "packed-int8", None)
+        ),
+        sizes=(1, 2),
+    )
+    assert all(kept[size]["outputs"] == plain[1]["outputs"] for size in kept)
+    assert fast[2]["outputs"] == fast[1]["outputs"] != plain[1]["outputs"]
+    assert all(kept[size]["weights"] < 0.7 * plain[size]["weights"] for size in kept)
 
 
 @pytest.mark.full

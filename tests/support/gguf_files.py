@@ -112,13 +112,18 @@ def write_gguf(
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        if "moe_intermediate_size" in config:
-            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "moe_intermediate_size" in config or arch == "gpt-oss":
+            writer.add_expert_feed_forward_length(
+                config.get("moe_intermediate_size") or config["intermediate_size"]
+            )
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
     for name in [name for name in tensors if ".experts.0." in name]:
         layer, part = name.split(".")[2], name.split(".")[-2]
         stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]
         tensors[f"model.layers.{layer}.mlp.experts.{_PARTS.get(part, part)}.weight"] = np.stack(stacked)
+    tensors = {
+        name: each for stored, tensor in tensors.items() for name, each in _apart(stored, tensor).items()
+    }
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
         if arch in INTERLEAVED and name.endswith(
@@ -129,6 +134,7 @@ def write_gguf(
             values = values + np.float32(1)
         target = names.get_name(name, (".weight", ".bias"))
         assert target is not None, name
+        target += ".weight" * target.endswith("sinks")
         kind = kind_of(target)
         if values.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(target, values)
@@ -143,6 +149,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _apart(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor, or the parts of gpt-oss' experts, whose gates and ups take turns."""
+    stem, _, part = name.rpartition(".")
+    if not stem.endswith("experts") or not part.startswith(("gate_up_proj", "down_proj")):
+        return {name: tensor}
+    bias = part.endswith("_bias")
+    rows, suffix = (tensor, "bias") if bias else (tensor.swapaxes(1, 2), "weight")
+    if part.startswith("down"):
+        return {f"{stem}.down_proj.{suffix}": np.ascontiguousarray(rows)}
+    return {
+        f"{stem}.{half}_proj.{suffix}": np.ascontiguousarray(rows[:, place::2])
+        for place, half in enumerate(("gate", "up"))
+    }
 
 
 def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> np.ndarray:

@@ -344,6 +344,7 @@ def write_gpt_oss(directory: Path, *, experts: int = 3, width: int = 64) -> tupl
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
+        "swiglu_limit": 7.0,
         "dtype": "bfloat16",
     }
     generator = np.random.default_rng(0)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.model_loader.families.experts import routed_experts
-from xla_engine.model_loader.families.family import Family, Source, Sources
+from xla_engine.model_loader.families.experts import each_expert, routed_experts
+from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors
 from xla_engine.model_loader.families.llama import ATTENTION, MODEL, PRE_NORMS
 from xla_engine.model_loader.families.windows import sliding
 from xla_engine.model_loader.json_fields import Fields
@@ -68,6 +68,32 @@ def _flags(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _vector_of_each_expert(*names: str) -> Sources:
+    """As `each_expert`, of vectors."""
+
+    def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        assert config.experts is not None
+        count = config.experts.num_experts
+        return tuple(
+            Source(name=name.format(expert=expert), shape=(shape[0] // count // len(names),))
+            for expert in range(count)
+            for name in names
+        )
+
+    return sources
+
+
+def _in_gguf(part: str) -> tuple[str, str, str]:
+    gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.{part}" for name in ("gate", "up", "down"))
+    return gate, up, down
+
+
+GGUF_EXPERTS: Tensors = {  # gates and ups in tensors of their own
+    "experts.gate_up": each_expert(*_in_gguf("weight")[:2]),
+    "experts.gate_up_bias": _vector_of_each_expert(*_in_gguf("bias")[:2]),
+    "experts.down": each_expert(_in_gguf("weight")[2]),
+    "experts.down_bias": _vector_of_each_expert(_in_gguf("bias")[2]),
+}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 GPT_OSS = Family(
     architecture="GptOssForCausalLM",

@@ -14,6 +14,7 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.families import Family
+from xla_engine.model_loader.families.gpt_oss import GGUF_EXPERTS, GPT_OSS
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.utils.shown import shown
@@ -76,6 +77,13 @@ _WITH_EXPERTS = (
         fields={"norm_topk_prob": True},
         experts=True,
     ),
+    _Architecture(
+        name="gpt-oss",
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        words={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        experts=True,
+    ),
 )
 _ARCHITECTURES = {(kind.name, kind.experts): kind for kind in (*_KINDS, *_WITH_EXPERTS)}
 _FIELDS = {
@@ -113,7 +121,7 @@ _HANDLED = {  # below
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
-_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -170,6 +178,8 @@ def config_fields(file: GgufReader) -> Fields:
 
 def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
     """Adapt to how a GGUF file stores the model: rotary pairs may be adjacent, and norms include their offset."""
+    if family.architecture == GPT_OSS.architecture:
+        family = replace(family, tensors={**family.tensors, **GGUF_EXPERTS})
     interleaved = architecture(file).interleaved or config.rope_interleaved
     return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
@@ -185,9 +195,11 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
         expert = _EXPERT.fullmatch(name)
         known = name
         if expert is not None:
-            layer, place, part = expert.groups()
-            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.weight"
+            layer, place, part, suffix = expert.groups()
+            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
         theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if theirs is not None and theirs not in file.tensors and f"{theirs}.weight" in file.tensors:
+            theirs = f"{theirs}.weight"  # attention sinks
         if theirs is not None:
             found[name] = theirs, None if expert is None else int(place)
     return found
@@ -271,6 +283,8 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
             "attention_factor": "attn_factor",
         }
         scaling |= {ours: file.get(_ROPE + theirs) for ours, theirs in names.items()}
+        if values["model_type"] == GPT_OSS.model_type:
+            scaling["truncate"] = False  # as the model was trained
     elif kind == "linear":
         del scaling["original_max_position_embeddings"]
     return scaling
