@@ -40,7 +40,7 @@ class PatchConfig:
                 f"hidden_size = {self.hidden_size} is not a multiple of four times num_heads = "
                 f"{self.num_attention_heads}"
             )
-        if BUCKETS[0] % self.merge_size**2:
+        if BUCKETS[0] % self.merged:
             raise ValueError(
                 f"spatial_merge_size = {self.merge_size} is not supported; it must be 1, 2, 4, 8 or 16"
             )
@@ -64,7 +64,7 @@ class PatchConfig:
     @property
     def merged(self) -> int:
         """Patches of a token."""
-        return self.merge_size**2
+        return self.merge_size * self.merge_size
 
     @property
     def place_tokens(self) -> int:

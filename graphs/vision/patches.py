@@ -30,7 +30,7 @@ def embed_shapes(c: PatchConfig) -> Shapes:
     return {
         "patch": (d, CHANNELS * c.frames * c.patch_size * c.patch_size),
         "patch_bias": (d,),
-        "positions": (c.position_side**2, d),
+        "positions": (c.position_side * c.position_side, d),
     }
 
 

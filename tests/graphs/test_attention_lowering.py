@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.support.attention_cases import FEATURES, POSITIONS, SHAPES, Case, Features, _decode, _prefill
@@ -46,19 +47,12 @@ def test_the_kernels_lower_for_cuda(
     layer = LayerCache(*(jax.ShapeDtypeStruct(x.shape, case.dtype) for x in stored["cache"]))
     rest = case.rope, case.weights
     decode = (case.form, layer, case.qkv, *rest, case.length, case.live, stored["tables"], POSITIONS)
-    prefill = (
-        case.form,
-        layer,
-        case.chunks,
-        *rest,
-        case.slot,
-        case.start,
-        case.count,
-        stored["tables"],
-        POSITIONS,
-    )
+    place = case.slot, case.start, case.count, stored["tables"], POSITIONS
+    prefill = (case.form, layer, case.chunks, *rest, *place)
+    reach = case.start[:, None] + np.arange(1, case.chunks.shape[1] + 1, dtype=np.int32)
     with hopper():
-        for function, arguments, kernels in ((_decode, decode, 3), (_prefill, prefill, 1)):
+        programs = (_decode, decode, 3), (_prefill, (*prefill, None), 1), (_prefill, (*prefill, reach), 1)
+        for function, arguments, kernels in programs:
             lowered = function.trace(backend, case.dtype, *arguments).lower(lowering_platforms=("cuda",))
             text = lowered.as_text()
             calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
