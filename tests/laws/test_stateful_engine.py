@@ -200,7 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.run(self.driven.drain)
         assert not self.live and not any(self.aborted.values()), "ended without a terminal output"
 
-    @rule(seconds=st.integers(1, 10))
+    @rule(seconds=st.integers(1, 60))
     def pass_time(self, seconds: int) -> None:
         self.clock.now += seconds
 
