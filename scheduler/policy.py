@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-Groups = Sequence[
-    tuple[int, int]
-]  # (start, length) of positions whose chunks run in one call, in ascending order
+# (start, length) of positions whose chunks run in one call, in ascending order
+Groups = Sequence[tuple[int, int]]
 Place = tuple[float, int]  # a request's place in the queue; the lowest goes first
 WAYS_TO_PREEMPT = ("park", "recompute", "replay")  # see `way_to_preempt`
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run
+from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run, run_preempted
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError, TokenLimitError
@@ -120,21 +120,8 @@ def test_in_every_kind_of_engine(options: dict[str, Any], alone: list[object]) -
 
 @pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=pytest.mark.release)])
 def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
-    engine.reset_prefix_cache()
-    engine.lag, draw = lag, random.Random(lag)
-    for at, numbers in enumerate(PROMPTS):
-        engine.submit(prompt_of(*numbers), PARAMS, request_id=str(at))
-    done, before = [], engine.stats().preemptions
-    while engine.has_unfinished:
-        done += [output for output in engine.step() if output.finished]
-        for name in map(str, range(len(PROMPTS))):
-            if draw.random() < 0.1:
-                engine.preempt(name, how=draw.choice((None, *engine.ways_to_preempt)))
-        engine.scheduler.check()
-    found = answers(done)
-    assert [found[str(at)] for at in range(len(PROMPTS))] == alone
-    assert engine.stats().preemptions > before
-    engine.lag = 1
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    assert run_preempted(engine, lag, *prompts) == alone
 
 
 def test_planted_faults_are_found(

@@ -85,6 +85,25 @@ def run(engine: XlaBatchEngine, *prompts: PicturedPrompt | list[int]) -> list[ob
     return [found[str(at)] for at in range(len(prompts))]
 
 
+def run_preempted(engine: XlaBatchEngine, lag: int, *prompts: PicturedPrompt | list[int]) -> list[object]:
+    """As `run`, from an empty cache; requests are preempted at random steps, each step with the same chance."""
+    engine.reset_prefix_cache()
+    engine.lag, draw = lag, random.Random(lag)
+    for at, prompt in enumerate(prompts):
+        engine.submit(prompt, PARAMS, request_id=str(at))
+    done, before = [], engine.stats().preemptions
+    while engine.has_unfinished:
+        done += [output for output in engine.step() if output.finished]
+        for name in map(str, range(len(prompts))):
+            if draw.random() < 0.1:
+                engine.preempt(name, how=draw.choice((None, *engine.ways_to_preempt)))
+        engine.scheduler.check()
+    assert engine.stats().preemptions > before
+    engine.lag = 1
+    found = answers(done)
+    return [found[str(at)] for at in range(len(prompts))]
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[XlaBatchEngine]:
     engine = engine_of(SMALL)
@@ -135,20 +154,7 @@ def test_forms_of_engines(options: dict[str, object], alone: list[object]) -> No
 @pytest.mark.parametrize("lag", [0, 1, pytest.param(2, marks=FULL)])
 def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
     """While it waits, is prefilled or decodes, in every way."""
-    engine.reset_prefix_cache()
-    engine.lag, draw = lag, random.Random(lag)
-    for at in range(4):
-        engine.submit(prompt_of(at), PARAMS, request_id=str(at))
-    done, before = [], engine.stats().preemptions
-    while engine.has_unfinished:
-        done += [output for output in engine.step() if output.finished]
-        for name in map(str, range(4)):
-            if draw.random() < 0.1:
-                engine.preempt(name, how=draw.choice((None, *engine.ways_to_preempt)))
-        engine.scheduler.check()
-    found = answers(done)
-    assert [found[str(at)] for at in range(4)] == alone and engine.stats().preemptions > before
-    engine.lag = 1
+    assert run_preempted(engine, lag, *map(prompt_of, range(4))) == alone
 
 
 def test_a_lost_buffer_is_made_anew(engine: XlaBatchEngine, alone: list[object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -11,7 +10,16 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from tests.engine.test_images import FAMILIES, FULL, IMAGE, PARAMS, SMALL, engine_of, picture, run
+from tests.engine.test_images import (
+    FAMILIES,
+    FULL,
+    IMAGE,
+    SMALL,
+    engine_of,
+    picture,
+    run,
+    run_preempted,
+)
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.vision import load_vision
@@ -62,22 +70,8 @@ def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> N
 
 @pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=FULL)])
 def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
-    from tests.support.requests import answers
 
-    engine.reset_prefix_cache()
-    engine.lag, draw = lag, random.Random(lag)
-    for at, prompt in enumerate(PROMPTS):
-        engine.submit(prompt, PARAMS, request_id=str(at))
-    done, before = [], engine.stats().preemptions
-    while engine.has_unfinished:
-        done += [output for output in engine.step() if output.finished]
-        for name in map(str, range(4)):
-            if draw.random() < 0.1:
-                engine.preempt(name, how=draw.choice((None, *engine.ways_to_preempt)))
-        engine.scheduler.check()
-    found = answers(done)
-    assert [found[str(at)] for at in range(4)] == alone and engine.stats().preemptions > before
-    engine.lag = 1
+    assert run_preempted(engine, lag, *PROMPTS) == alone
 
 
 @pytest.mark.parametrize(

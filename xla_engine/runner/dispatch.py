@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import transfer_guard_host_to_device as allow_transfers
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory
@@ -141,7 +140,7 @@ class Dispatch:
         """
         state = self._state
         state.refresh()
-        with allow_transfers("allow") if isinstance(work, np.ndarray) else nullcontext():
+        with jax.transfer_guard_host_to_device("allow") if isinstance(work, np.ndarray) else nullcontext():
             state.cache, state.rows, *results = self._inventory(
                 name, self._weights, self._rope, state.cache, state.rows, work, state.tables, *more
             )

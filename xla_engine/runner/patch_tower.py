@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower on the device: a picture of any proportions in, features out."""
+"""The vision tower of Qwen3-VL and Qwen3.5 on the device: a picture of any proportions in, features out."""
 
 from __future__ import annotations
 

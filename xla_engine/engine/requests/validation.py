@@ -59,9 +59,9 @@ def check_takes(closed: str | None, *, draining: bool) -> None:
 class ImageForm(NamedTuple):
     """What pictures must be like.
 
-    tokens: of a tile of this shape in the prompt; None if the tower reads none of this shape. grid: rows and columns
-    of these tokens, if positions follow them. place_tokens, places: a tile takes one of the places of the feature
-    buffer for every so many tokens.
+    tokens: how many prompt tokens a tile of a shape has; None if the tower cannot read that shape. grid: rows and
+    columns of these tokens; None if their positions are those in the prompt. places: of the feature buffer.
+    place_tokens: how many tokens fit into a place; a larger tile takes several places.
     """
 
     tokens: Callable[[tuple[int, ...]], int | None]

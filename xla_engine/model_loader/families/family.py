@@ -94,15 +94,17 @@ class Family:
     vision: Mapping[str, tuple[str, ...]] | None = None
 
 
+def with_bias(leaf: str, *names: str) -> dict[str, tuple[str, ...]]:
+    """The tensors of a leaf that is made of these modules, and of its bias."""
+    return {
+        leaf: tuple(f"{name}.weight" for name in names),
+        f"{leaf}_bias": tuple(f"{name}.bias" for name in names),
+    }
+
+
 def siglip(tower: str) -> dict[str, tuple[str, ...]]:
     """The tensors of a SigLIP tower by leaf. tower: prefix of their names."""
     layer = tower + "encoder.layers.{index}."
-
-    def with_bias(leaf: str, *names: str) -> dict[str, tuple[str, ...]]:
-        return {
-            leaf: tuple(f"{name}.weight" for name in names),
-            f"{leaf}_bias": tuple(f"{name}.bias" for name in names),
-        }
 
     return {
         **with_bias("patch", f"{tower}embeddings.patch_embedding"),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.model_loader.families.family import Family
+from xla_engine.model_loader.families.family import Family, with_bias
 from xla_engine.model_loader.families.llama import HEAD_NORMS, TENSORS
 from xla_engine.model_loader.families.windows import sliding
 from xla_engine.model_loader.json_fields import Fields
@@ -46,28 +46,24 @@ QWEN3 = Family(
 )
 
 
-def _with_bias(leaf: str, name: str) -> dict[str, tuple[str, ...]]:
-    return {leaf: (f"{name}.weight",), f"{leaf}_bias": (f"{name}.bias",)}
-
-
 def patch_tower(tower: str, *, taps: bool) -> dict[str, tuple[str, ...]]:
     """The tensors of the tower of `graphs.vision.patches` by leaf. tower: prefix of their names."""
     layer, tap = tower + "blocks.{index}.", tower + "deepstack_merger_list.{index}."
     return {
-        **_with_bias("patch", f"{tower}patch_embed.proj"),
+        **with_bias("patch", f"{tower}patch_embed.proj"),
         "positions": (f"{tower}pos_embed.weight",),
-        **_with_bias("norm1", f"{layer}norm1"),
-        **_with_bias("qkv", f"{layer}attn.qkv"),
-        **_with_bias("output", f"{layer}attn.proj"),
-        **_with_bias("norm2", f"{layer}norm2"),
-        **_with_bias("up", f"{layer}mlp.linear_fc1"),
-        **_with_bias("down", f"{layer}mlp.linear_fc2"),
-        **_with_bias("merge_norm", f"{tower}merger.norm"),
-        **_with_bias("merge_up", f"{tower}merger.linear_fc1"),
-        **_with_bias("merge_down", f"{tower}merger.linear_fc2"),
-        **(_with_bias("tap_norm", f"{tap}norm") if taps else {}),
-        **(_with_bias("tap_up", f"{tap}linear_fc1") if taps else {}),
-        **(_with_bias("tap_down", f"{tap}linear_fc2") if taps else {}),
+        **with_bias("norm1", f"{layer}norm1"),
+        **with_bias("qkv", f"{layer}attn.qkv"),
+        **with_bias("output", f"{layer}attn.proj"),
+        **with_bias("norm2", f"{layer}norm2"),
+        **with_bias("up", f"{layer}mlp.linear_fc1"),
+        **with_bias("down", f"{layer}mlp.linear_fc2"),
+        **with_bias("merge_norm", f"{tower}merger.norm"),
+        **with_bias("merge_up", f"{tower}merger.linear_fc1"),
+        **with_bias("merge_down", f"{tower}merger.linear_fc2"),
+        **(with_bias("tap_norm", f"{tap}norm") if taps else {}),
+        **(with_bias("tap_up", f"{tap}linear_fc1") if taps else {}),
+        **(with_bias("tap_down", f"{tap}linear_fc2") if taps else {}),
     }
 
 
