@@ -52,7 +52,6 @@ def request_of(scheduler: Scheduler, request_id: str) -> Request | None:
 
 
 def forget(scheduler: Scheduler, request_id: str) -> None:
-    """Forget a kept request."""
     scheduler.ended.pop(request_id, None)
 
 

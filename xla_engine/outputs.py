@@ -331,7 +331,6 @@ def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None)
 
 
 def cosine_score(query: RequestOutput, document: RequestOutput) -> ScoringRequestOutput:
-    """The cosine of the vectors of a query and a document."""
     one, other = pooled_of(query), pooled_of(document)
     lengths = math.hypot(*one) * math.hypot(*other)
     score = math.fsum(a * b for a, b in zip(one, other, strict=True)) / max(lengths, 1e-12)

@@ -21,7 +21,6 @@ def states_of(cache: KVCache) -> States:
 
 
 def with_states(cache: KVCache, states: States) -> KVCache:
-    """A cache with other recurrent states."""
     others = iter(states)
     return [next(others) if isinstance(store, DeltaState) else store for store in cache]
 

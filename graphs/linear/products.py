@@ -290,7 +290,6 @@ def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: 
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
-    """x, or its norm."""
     return x if norm is None else rms_norm(x, *norm)
 
 

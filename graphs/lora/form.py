@@ -43,7 +43,6 @@ class LoraForm:
         }
 
     def dtype_of(self, leaf: str) -> jnp.dtype:
-        """The dtype of a leaf."""
         return jnp.dtype(jnp.int32) if leaf.endswith(RANKS) else self.dtype
 
     def stored(self, up: np.ndarray) -> np.ndarray:

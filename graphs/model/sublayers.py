@@ -123,7 +123,6 @@ class Linear(nnx.Module):
     def gated(
         self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
     ) -> Input:
-        """See `Products.gated`."""
         own = of_weight(products, None if self.lora is None else self.lora.matrices)
         return own.gated(self.values, x, norm=norm, bias=value(self.bias), activation=activation)
 

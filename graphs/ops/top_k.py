@@ -57,5 +57,4 @@ def ordered_bits(values: jax.Array) -> jax.Array:
 
 
 def from_ordered_bits(order: jax.Array) -> jax.Array:
-    """Inverse of `ordered_bits`."""
     return lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)

@@ -60,8 +60,6 @@ def eagle3_form(layer: ModelSpec, taps: tuple[int, ...], *, norm_before_residual
 
 @dataclass(frozen=True, slots=True)
 class _Eagle3Head:
-    """A `Head`."""
-
     layer: ModelSpec
     norm_before_residual: bool
     weights: Eagle3Weights

@@ -42,8 +42,6 @@ def mtp_form(layer: ModelSpec) -> HeadForm:
 
 @dataclass(frozen=True, slots=True)
 class _MtpHead:
-    """A `Head`."""
-
     layer: Decoder
     weights: MtpWeights
     model: Decoder

@@ -238,7 +238,6 @@ class Committer:
         return Events(first, rows, decoded, dropped=dropped, ended=ended)
 
     def _credit_verified(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
-        """Credit the tokens of a verify step."""
         if len(result.verify) != len(plan.verify):
             raise ResultMismatchError(
                 f"step {plan.step} verifies {len(plan.verify)} rows; the result has {len(result.verify)}"

@@ -30,7 +30,6 @@ class LastRun:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of an answer."""
         return self.generated_tokens / self.answers
 
     def time_of(self, tokens: float) -> str:

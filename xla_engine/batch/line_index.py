@@ -21,7 +21,6 @@ class LineIndex:
         return self._count
 
     def get(self, key: int) -> int | None:
-        """The value of `key`, or None."""
         place = self._place(key)
         return self._values[place] if self._keys[place] else None
 

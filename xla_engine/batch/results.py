@@ -43,7 +43,6 @@ def salt_of(defaults: Mapping[str, Any] | None) -> bytes:
 
 
 def record_id(line: int, digest: int) -> str:
-    """The `id` of an output line."""
     return f"batch_req_{line}_{digest:016x}"
 
 

@@ -19,7 +19,6 @@ from xla_engine.cli._common import INTERRUPTED
 
 @cache
 def _modules() -> dict[str, str]:
-    """Module names by command."""
     folders = [
         __name__,
         *(f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__) if each.ispkg),

@@ -443,7 +443,6 @@ def text_of(path: str | Path | None) -> str | None:
 
 
 def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are fields of `EngineConfig`."""
     return _lora.with_room({name: each for name, each in options.items() if name not in _BESIDE}, options)
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def _adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """Paths of adapters by name."""
     pairs = dict(value.partition("=")[::2] for value in values)
     if len(pairs) < len(values) or not all(name and path for name, path in pairs.items()):
         raise click.BadParameter("give NAME=PATH, each name once")

@@ -65,7 +65,6 @@ class FleetAdapters:
 
     @property
     def pinned(self) -> dict[str, str]:
-        """Keys of pinned adapters by name."""
         found = [self.known[number] for number in sorted(self._pinned & self.known.keys())]
         return {each.request.lora_name: each.key for each in found}
 

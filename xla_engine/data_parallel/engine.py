@@ -143,13 +143,11 @@ class DataParallelEngine:
 
     @property
     def closed_because(self) -> str | None:
-        """As `XlaBatchEngine.closed_because`."""
         return self._turns.closed
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, chat_template: str | None = None, **options: Any
     ) -> str:
-        """As `XlaBatchEngine.render_chat`."""
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
     def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
@@ -210,11 +208,9 @@ class DataParallelEngine:
         return request_id
 
     def abort(self, request_id: str, cause: str | None = None) -> bool:
-        """As `XlaBatchEngine.abort`."""
         return self._turns.abort(request_id, cause)
 
     def abort_all(self, cause: str | None = None) -> None:
-        """Abort all live requests."""
         self._turns.abort_all(cause)
 
     def stop_taking(self) -> None:
@@ -222,7 +218,6 @@ class DataParallelEngine:
         self._turns.draining = True
 
     def fail(self, cause: str) -> None:
-        """As `XlaBatchEngine.fail`."""
         self._turns.fail(cause)
 
     def turn(self) -> Turn:
@@ -230,7 +225,6 @@ class DataParallelEngine:
         return self._turns.turn()
 
     def advance(self) -> None:
-        """As `XlaBatchEngine.advance`."""
         self._turns.advance()
 
     @locked
@@ -265,7 +259,6 @@ class DataParallelEngine:
 
     @locked
     def adapter_named(self, name: str | None) -> LoRARequest | None:
-        """As `XlaBatchEngine.adapter_named`."""
         return self._adapters.named(name, self._name)
 
     def identity(self) -> EngineIdentity:
@@ -327,7 +320,6 @@ class DataParallelEngine:
             return [request.output() for request in news if request.finished or not only_finished]
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
-        """As `XlaBatchEngine.drain`."""
         until = math.inf if timeout_s is None else self.clock() + timeout_s
         draining, self._turns.draining = self._turns.draining, True
         ended: list[RequestOutput] = []
@@ -402,7 +394,6 @@ class DataParallelEngine:
             self._turns.router.forget(member.index)
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
-        """As `XlaBatchEngine.seed_of`."""
         return noise_key(self.config.seed, request_id, params)
 
     def close(self) -> None:

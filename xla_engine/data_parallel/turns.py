@@ -61,7 +61,6 @@ class Turns:
         check_takes(self.closed, draining=self.draining)
 
     def add(self, request: RemoteRequest) -> None:
-        """Add a validated request."""
         self.live[request.request_id] = request
         self._put_in_line(request)
         self._dispatch()
@@ -277,7 +276,6 @@ class Turns:
                 self.finished[sequence.finish] += 1
 
     def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
-        """End a request in the parent."""
         if request.engine is not None:
             member = self.fleet.members[request.engine]
             if member.process is not None:

@@ -189,7 +189,6 @@ class Received:
     counts: tuple[int, int, int] = (0, 0, 0)
 
     def add(self, news: Message) -> None:
-        """Add a message of `news_of`."""
         for part in news["outputs"]:
             self.sequences.setdefault(part["index"], _Sequence()).add(part)
         self.finished, self.error = news["finished"], news.get("error")

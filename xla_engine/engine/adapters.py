@@ -39,12 +39,10 @@ class Adapters:
 
     @property
     def ids(self) -> set[int]:
-        """The ids of the loaded adapters."""
         return set(self._loaded)
 
     @property
     def names(self) -> list[str]:
-        """The names of the loaded adapters, as in `LoRARequest.lora_name`."""
         return [each.request.lora_name for each in self._loaded.values() if each.request is not None]
 
     def of(self, request: LoRARequest | None) -> LoadedAdapter:
@@ -70,13 +68,11 @@ class Adapters:
         return next((each.request for each in self._loaded.values() if each.slot == slot), None)
 
     def named(self, name: str | None) -> LoRARequest | None:
-        """The loaded adapter of this name; None if there is none."""
         found = (each.request for each in self._loaded.values() if each.request is not None)
         return next((request for request in found if request.lora_name == name), None)
 
     @property
     def pinned(self) -> dict[str, str]:
-        """The keys of the pinned adapters, by name."""
         found = ((number, each) for number, each in self._loaded.items() if number in self._pinned)
         return {each.request.lora_name: each.key for _, each in sorted(found) if each.request is not None}
 

@@ -31,7 +31,6 @@ class Canary:
         return self._scheduler.plan()
 
     def commit(self, plan: Plan, result: StepResult) -> None:
-        """Commit the result of a step."""
         self._scheduler.commit(plan, result)
 
     @property

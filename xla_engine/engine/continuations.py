@@ -93,7 +93,6 @@ class Continuations:
         return self._state.saved.pop(name, None) is not None
 
     def forget_all(self) -> None:
-        """As `XlaBatchEngine.forget_kept`."""
         self._state.saved.clear()
         if self._state.table.kept is not None:
             self._state.table.kept.clear()
@@ -144,7 +143,6 @@ class Continuations:
         index: int,
         options: RequestOptions,
     ) -> ForkedPrompt:
-        """The request that `XlaBatchEngine.fork` submits."""
         found = self._state.saved.get(source)
         parts = self._known(source) if found is None else [(part, row) for part, row, _ in found]
         if not isinstance(index, int) or not 0 <= index < len(parts):

@@ -58,7 +58,6 @@ class Faults:
         self._reached: dict[LiveSequence, float] = {}
 
     def step_was_good(self) -> None:
-        """Note that a step succeeded."""
         self.plan = None
         if self._in_a_row:
             engine_log.info("recovered: a step succeeded after %d failed steps", self._in_a_row)

@@ -226,7 +226,6 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
 
 
 def report_lines(report: Inspection) -> list[str]:
-    """The report as lines of text."""
     lines = [_row("model", report.path), _row("architecture", report.architecture or "unknown")]
     window = None
     if report.shape is not None:

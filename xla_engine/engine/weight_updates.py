@@ -42,13 +42,11 @@ class WeightUpdates:
         self._continuations = continuations
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `XlaBatchEngine.add_lora`."""
         known = lora_request.lora_int_id in self.adapters.ids
         self.adapters.of(lora_request)
         return not known
 
     def adapter_named(self, name: str | None) -> LoRARequest | None:
-        """As `XlaBatchEngine.adapter_named`."""
         if name is None or not self.adapters.ids:
             return None
         found, own = self.adapters.named(name), self.checkpoint.path.name

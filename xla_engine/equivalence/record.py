@@ -117,6 +117,5 @@ class Record:
 
 
 def trace(output: CompletionOutput) -> Trace:
-    """The trace of a finished request."""
     bits = None if output.logprobs is None else tuple(logprob_bits(value) for value in output.logprobs)
     return Trace(token_ids=output.token_ids, bits=bits, end=output.finish_reason)

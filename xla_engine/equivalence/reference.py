@@ -56,7 +56,6 @@ class Reference:
         return np.asarray(self._forward(self._weights, rope, tokens))[:, : len(token_ids)].T
 
     def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy continuation, `max_tokens` tokens."""
         token_ids = list(prompt_token_ids)
         for _ in range(max_tokens):
             token_ids.append(int(np.argmax(self.logits(token_ids)[-1])))

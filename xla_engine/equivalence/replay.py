@@ -301,7 +301,6 @@ def _first_pair(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any] | No
 
 
 def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
-    """The slot to which a request was last admitted."""
     for step in reversed(steps):
         for name, slot, _ in step.admitted:
             if name == request_id:

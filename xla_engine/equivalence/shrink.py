@@ -145,7 +145,6 @@ class Trials:
         return self._alone[case]
 
     def record(self, schedule: Schedule) -> Record:
-        """The record of a schedule with its alone-runs."""
         alone = {case.request_id: self.alone(case) for case in schedule.cases}
         _, record = record_schedule(self._engine, schedule, blank=True)
         return replace(record, alone=alone)

@@ -112,7 +112,6 @@ class ImageProcessor:
         return Grid(picture=(width, height), resized=resized, whole=whole, rows=rows, columns=columns)
 
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """See `value_table`."""
         return value_table(self.rescale_factor, self.image_mean, self.image_std)
 
 
@@ -143,7 +142,6 @@ class PatchProcessor:
         return Grid(picture=(width, height), resized=size, whole=size, rows=0, columns=0, tokens=tokens)
 
     def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """See `value_table`."""
         return value_table(self.rescale_factor, self.image_mean, self.image_std)
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:

@@ -146,5 +146,4 @@ QWEN3_VL = PromptForm("<|image_pad|>", "<|image_pad|>", lambda grid: [""], "")
 
 
 def prompt_form(model_type: str) -> PromptForm:
-    """The form of a family with this `model_type`."""
     return {"gemma3": GEMMA3, "qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_VL}.get(model_type, IDEFICS3)

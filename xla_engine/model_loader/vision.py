@@ -154,7 +154,6 @@ def _patches_of_a_token(fields: Fields, sizes: Mapping[str, int]) -> int:
 def _as_stored(
     sources: dict[str, tuple[Source, ...]], stored: Collection[str]
 ) -> dict[str, tuple[Source, ...]]:
-    """Sources with the names that files have."""
     if all(part.name in stored for parts in sources.values() for part in parts):
         return sources
     later = {

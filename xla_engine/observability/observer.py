@@ -33,11 +33,9 @@ class Observers:
         return bool(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Add an observer."""
         self._all = (*self._all, observer)
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer."""
         self._all = tuple(each for each in self._all if each is not observer)
 
     @contextmanager

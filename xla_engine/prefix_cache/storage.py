@@ -132,7 +132,6 @@ class PrefixStorage:
         return reading
 
     def keys(self, reading: Reading) -> set[bytes]:
-        """The blocks of a reading that are here."""
         return {each.key for each in reading.blocks if each.key in self._content}
 
     def store(self, blocks: Sequence[StoredBlock], groups: Sequence[Any]) -> None:

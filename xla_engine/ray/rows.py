@@ -56,7 +56,6 @@ def _plain(value: Any) -> Any:
 
 
 def result_of(output: RequestOutput) -> dict[str, Any]:
-    """The columns of a finished request."""
     completion = output.outputs[0]
     tops: Sequence[Mapping[int, Logprob]] | None = completion.top_logprobs
     if tops is None and completion.logprobs is not None:

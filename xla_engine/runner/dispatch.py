@@ -122,11 +122,9 @@ class Dispatch:
                 jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
 
     def run_prefill(self, name: str, work: Any) -> tuple[Any, ...]:
-        """`run` for prefill programs."""
         return self.run(name, work) if self._features is None else self.run(name, work, self._features.rows)
 
     def run_verify(self, name: str, work: Any) -> tuple[jax.Array, ...]:
-        """`run` for verify programs."""
         if self._device_proposer is None:
             return self.run(name, work)
         *results, state = self.run(name, work, *self._device_proposer.takes)

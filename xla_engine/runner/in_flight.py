@@ -68,7 +68,6 @@ class PromptScores:
 
 
 def fetch_samples(step: InFlight) -> StepResult:
-    """Fetch the samples of a started step."""
     first: list[Sample] = []
     for call in step.first:
         found = unpack_samples(np.asarray(call.samples))

@@ -54,7 +54,6 @@ class Parked:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all states."""
         return sum(
             leaf.nbytes for each in self._states.values() for leaf in jax.tree.leaves((each.pieces, each.row))
         )
@@ -71,7 +70,6 @@ class Parked:
             parked.pieces, parked.row = jax.tree.map(np.asarray, (parked.pieces, parked.row))
 
     def take(self, request_id: str) -> ParkedState:
-        """Remove and return the state of a parked request."""
         return self._states.pop(request_id)
 
     def discard(self, request_id: str) -> None:
@@ -163,7 +161,6 @@ class BlockMoves:
         self._many = blocks_per_call(block_size)
 
     def copy(self, state: State, copies: Sequence[BlockCopy]) -> State:
-        """Copy blocks in order."""
         for start in range(0, len(copies), self._many):
             few = copies[start : start + self._many]
             source, target = (

@@ -197,7 +197,6 @@ class MemoryPlan:
 def plan_memory(
     spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None, beside: Beside = NOTHING
 ) -> MemoryPlan:
-    """The memory plan of an engine with these options on a device with `available` bytes."""
     blocks, block = config.num_blocks or 0, 0
     if blocks:
         if config.shadow_rate:  # the shadow probe has blocks of its own

@@ -119,7 +119,6 @@ def noted(
 
 
 def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: TokenText | None) -> Pauses:
-    """The logprobs block of an echoed prompt."""
     columns, offsets = Columns(), Offsets(params, tokenizer)
     for part in _parts(len(output.prompt_token_ids), params.logprobs):
         columns.add(prompt_block(output, params, tokenizer, part, offsets))

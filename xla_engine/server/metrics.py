@@ -29,7 +29,6 @@ class RequestTimes:
         self.responses: Counter[tuple[str, str]] = Counter()
 
     def count(self, output: RequestOutput) -> None:
-        """Record the time of a finished request."""
         if (metrics := output.metrics) is not None and metrics.finished_time is not None:
             seconds = metrics.finished_time - metrics.arrival_time
             self.recent_seconds += _RECENT * (seconds - self.recent_seconds)

@@ -21,7 +21,6 @@ _OWN = {COMPLETIONS_URL: ("prompt",), CHAT_URL: ("messages",)}  # required field
 
 
 def description(routes: Iterable[Route], *, has_keys: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of these routes."""
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")

@@ -326,7 +326,6 @@ class Service:
 
     @property
     def batches_running(self) -> int:
-        """Number of running batches."""
         return 0 if self.batches is None else self.batches.running
 
     def stop_batches(self) -> None:

@@ -68,7 +68,6 @@ class ServerSettings:
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        """Names of the base model."""
         return tuple(name for name in self.model_names if name not in self.adapter_names)
 
     def defaults(self) -> dict[str, Any]:

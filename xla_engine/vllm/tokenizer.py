@@ -73,7 +73,6 @@ class Tokenizer:
         return Encoding(input_ids=many, attention_mask=[[1] * len(ids) for ids in many])
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Text of token ids."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return self._own.decode(ids, skip_special_tokens=skip_special_tokens)
 

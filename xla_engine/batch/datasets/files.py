@@ -47,7 +47,6 @@ class TableFile:
 
 
 def is_url(path: str) -> bool:
-    """Whether the path is an fsspec URL."""
     return "://" in path
 
 

@@ -163,7 +163,6 @@ class ResponseBuilder:
         return found
 
     def _close(self, *, cut: bool = False) -> Iterator[dict[str, Any]]:
-        """End the open item."""
         item = self._open
         if item is None:
             return
@@ -189,7 +188,6 @@ class ResponseBuilder:
         return parts
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event about the open item."""
         assert self._open is not None
         return self._event(kind, item_id=self._open["id"], output_index=len(self.output) - 1, **fields)
 

@@ -112,7 +112,6 @@ class ShardState:
 
 
 def state_path(output: Path | str) -> Path:
-    """Path of the state file of an output."""
     return Path(f"{output}.shard.json")
 
 

@@ -62,7 +62,6 @@ class LiveFiles:
             file.update(force=force)
 
     def report_failures(self) -> None:
-        """Print which files could not be written."""
         for what, file in self._files.items():
             if file.failure is not None:
                 click.echo(f"the {what} file could not be written: {file.failure}", err=True)

@@ -74,7 +74,6 @@ class KeptRequests:
             self._forgotten += (part.request_id for part, _ in request.parts)
 
     def clear(self) -> None:
-        """Forget all requests."""
         for name in list(self._requests):
             self.forget(name)
 

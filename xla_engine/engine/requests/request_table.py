@@ -63,7 +63,6 @@ class RequestTable:
         return self._live[name]
 
     def get(self, name: str) -> LiveSequence | None:
-        """The live sequence of this id; None if there is none."""
         return self._live.get(name)
 
     def sequences(self, request_id: str) -> list[str]:
@@ -103,7 +102,6 @@ class RequestTable:
         return taken
 
     def taken(self, request_id: str) -> bool:
-        """Whether a live request has this id."""
         return bool(self._taken(request_id, 1))
 
     def check_free(self, request_id: str, n: int) -> None:
@@ -245,7 +243,6 @@ class RequestTable:
 
 
 def _hashes(images: Sequence[PromptImage]) -> tuple[str, ...]:
-    """`RequestOutput.images_sha256`."""
     if not images:
         return ()
     from xla_engine.images.pictures import tiles_sha256  # late: text needs nothing of it

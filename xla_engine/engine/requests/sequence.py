@@ -325,7 +325,6 @@ class LiveSequence:
         return reason
 
     def output(self) -> RequestOutput:
-        """The cumulative output so far."""
         self._take_if_buffered()
         completion = self._completion(0, Seen())
         if completion.logprobs is not None:

@@ -19,7 +19,6 @@ class Proposal(NamedTuple):
     match: int = 0
 
     def first(self, most: int) -> Proposal:
-        """The first tokens of it."""
         return Proposal(self.tokens[:most], self.match)
 
 
@@ -30,9 +29,7 @@ class Proposer(Protocol):
         """Begin a sequence with a prompt of `tokens`. group: it may learn only from sequences of the same group."""
         ...
 
-    def extend(self, name: str, tokens: Sequence[int]) -> None:
-        """Append `tokens` to a sequence."""
-        ...
+    def extend(self, name: str, tokens: Sequence[int]) -> None: ...
 
     def propose(self, name: str, most: int) -> Proposal:
         """Propose up to `most` next tokens."""

@@ -118,7 +118,6 @@ def _scale(fields: Fields, form: LoraForm) -> float:
 
 
 def _pairs(files: TensorFiles) -> dict[str, dict[str, str]]:
-    """The names of the tensors A and B by module."""
     found: dict[str, dict[str, str]] = {}
     for name in files.tensors:
         match = _TENSOR.fullmatch(name)

@@ -136,7 +136,6 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
 
 
 def _bytes(fields: Fields, files: TensorFiles, name: str, block: Any) -> QuantisedMatrix:
-    """Weights of one byte, unpacked."""
     info, scales = files.tensors[name], f"{name}_scale"
     if scales not in files.tensors:
         raise CheckpointError(

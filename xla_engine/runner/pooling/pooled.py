@@ -70,7 +70,6 @@ class Pooling:
 
 
 def fetch_pooled(step: InFlight) -> list[PooledChunk]:
-    """Fetch the pooled vectors of a started step."""
     found = []
     for call in step.first:
         if call.pooled is None:

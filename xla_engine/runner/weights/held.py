@@ -26,7 +26,6 @@ class HeldWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights on the device."""
         return memory.weights_bytes(self._spec)
 
     def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:

@@ -105,7 +105,6 @@ class Message:
 
 
 def message_of(parser: Parser, text: str) -> Message:
-    """The message of a whole text."""
     message = Message()
     # in pieces, because a parser copies the rest of its piece at every tag
     for begin in range(0, len(text), _PIECE):

@@ -34,7 +34,6 @@ class _Help(argparse.HelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `xla-engine bench`."""
     found = argparse.ArgumentParser(
         prog="xla-engine bench",
         usage="xla-engine bench [OPTIONS]",

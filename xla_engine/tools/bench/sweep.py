@@ -154,7 +154,6 @@ def _ratio(before: Point, after: Point, name: str) -> float:
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """The points as a table, one line each."""
     head = (
         "slots",
         "cache",

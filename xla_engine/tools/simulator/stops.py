@@ -73,14 +73,12 @@ class StopTokens:
             request.step = None
 
     def end(self, name: str) -> None:
-        """Forget a request that has ended."""
         if self._own is not None:
             del self._own[name]
         if (request := self._requests.pop(name, None)) is not None:
             self._counted -= self._is_counted(request.arrival)
 
     def result(self, plan: Plan) -> StepResult:
-        """What a step samples."""
         stopping = self._stopping(plan)
         first = [self._usual(chunk.request_id) for chunk in plan.first_rows]
         decode = self._no_stop

@@ -98,7 +98,6 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(data: bytes) -> Choices:
-    """The choices of a stream's events."""
     found: dict[int, dict[str, Any]] = {}
     *events, last = (part.removeprefix(b"data: ") for part in data.split(b"\n\n") if part)
     if last != b"[DONE]":

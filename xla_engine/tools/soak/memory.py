@@ -59,7 +59,6 @@ def survivors() -> Counter[str]:
 
 
 def threads() -> list[str]:
-    """The names of the threads that wait for steps."""
     return [thread.name for thread in threading.enumerate() if thread.name == "xla-engine-wait"]
 
 

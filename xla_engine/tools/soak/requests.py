@@ -50,7 +50,6 @@ class SoakRequest:
 
     @property
     def sequences(self) -> list[str]:
-        """The names of its sequences."""
         return sequence_ids(self.name, self.params.n)
 
     def allowed_ends(self) -> set[str]:

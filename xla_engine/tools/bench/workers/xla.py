@@ -42,7 +42,6 @@ class Watch:
         self.queued_busy = self.queued_total = 0  # row-steps while requests waited: scheduled, and possible
 
     def started(self, plan: Plan) -> None:
-        """A step was started."""
         self.steps += 1
         self.row_steps += len(plan.decode)
         if self._engine.num_waiting:
