@@ -47,8 +47,7 @@ Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProducts:
     """See `graphs.linear.products.Products`. Weights that are not in bfloat16 (routers) go to XLA, too.
-    `interpret` runs the kernel as plain JAX, anywhere and slowly.
-    """
+    `interpret` runs the kernel as plain JAX, anywhere and slowly."""
 
     interpret: bool = False
     live: jax.Array | None = None

@@ -37,8 +37,7 @@ def mixed_workload(engine: XlaBatchEngine, count: int, seed: int) -> None:
 
 def test_nothing_traces_or_compiles_after_warm_up(tiny: XlaBatchEngine) -> None:
     """Lengths, temperatures, seeds, stop ids and arrivals are data of a program, so none of them compiles a
-    new one.
-    """
+    new one."""
     before = compiles_of_this_thread()
     with jax.no_tracing(True):
         mixed_workload(tiny, 60, seed=11)

@@ -49,8 +49,7 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
 
 def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchEngine) -> None:
     """Exceptions: `n` makes several requests with their own seeds; `test_sampling_features` and
-    `test_scoring` compare prompt_logprobs.
-    """
+    `test_scoring` compare prompt_logprobs."""
     pytest.importorskip("llguidance")
     drawn = [case.params for case in draw_cases(embedded, 220, seed=0, every_field=True)]
     plain = SamplingParams()
@@ -218,8 +217,7 @@ def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
     """A token buffer that forgets when an occupancy began would credit a finished request's tokens to the
-    slot's next owner.
-    """
+    slot's next owner."""
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

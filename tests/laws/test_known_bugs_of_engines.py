@@ -55,8 +55,7 @@ def test_temperature_zero_is_the_most_likely_token_among_rows_that_draw(tiny: Xl
 
 def test_what_is_drawn_depends_on_the_request_alone(tiny: XlaBatchEngine) -> None:
     """The bug: all requests shared one unseeded random generator, so each draw depended on the batch's
-    members and their order.
-    """
+    members and their order."""
     asked = [([9, seed], replace(DRAWN, seed=seed)) for seed in range(6)]
     forwards, backwards = complete(tiny, *asked), complete(tiny, *asked[::-1])[::-1]
     assert [each.token_ids for each in forwards] == [each.token_ids for each in backwards]
@@ -73,8 +72,7 @@ def test_nothing_sleeps_between_the_tokens_of_a_lone_request(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: with one live request, each step was followed by a sleep of 5 ms, which limited it to 200
-    tokens a second.
-    """
+    tokens a second."""
     sleeps: list[float] = []
     monkeypatch.setattr(time, "sleep", sleeps.append)
     complete(tiny, ([1, 2, 3], GREEDY))
@@ -97,8 +95,7 @@ def test_nothing_sleeps_between_the_tokens_of_a_lone_request(
 
 def test_characters_of_several_tokens_come_whole(embedded: XlaBatchEngine) -> None:
     """The bug: each token was decoded by itself, so a character that spans several tokens became replacement
-    characters.
-    """
+    characters."""
     assert embedded.tokenizer is not None
     halves = embedded.tokenizer.encode("é")
     assert len(halves) == 2, "this vocabulary has the character as one token"
@@ -115,8 +112,7 @@ def test_characters_of_several_tokens_come_whole(embedded: XlaBatchEngine) -> No
 
 def test_answers_are_whole_and_say_why_they_ended(embedded: XlaBatchEngine) -> None:
     """The bugs: without streaming the answer was the first token only; it contained the stop token's text;
-    every finish reason was "stop".
-    """
+    every finish reason was "stop"."""
     llm = LLM.from_engine(embedded)
     (long,) = llm.generate(["import os"], replace(GREEDY, max_tokens=20))
     full = long.outputs[0]
@@ -131,8 +127,7 @@ def test_answers_are_whole_and_say_why_they_ended(embedded: XlaBatchEngine) -> N
 
 def test_what_does_not_fit_is_refused_and_neither_cut_nor_written_past_the_end(tiny: XlaBatchEngine) -> None:
     """The bugs: prompts were silently cut at the beginning; prompt plus max_tokens was not checked against
-    the cache's length.
-    """
+    the cache's length."""
     room = tiny.max_model_len
     for prompt, cap in ((room - 4, 5), (room + 40, 1), (1, room)):
         with pytest.raises(TokenLimitError, match=str(room)):

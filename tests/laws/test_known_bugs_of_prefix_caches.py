@@ -26,8 +26,7 @@ def test_a_shared_prefix_keeps_all_its_owners(num_blocks: int | None) -> None:
 @pytest.mark.parametrize("num_blocks", LAYOUTS)
 def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: int | None) -> None:
     """The bug: only a block's tokens were hashed, so zero padding looked like token 0, and a block matched at
-    any position.
-    """
+    any position."""
     driven = loop(2, num_blocks=num_blocks)
     driven.submit(request("a", prompt=(5, 6, 7, 8, 1, 0), max_tokens=1))
     driven.drain()
@@ -62,8 +61,7 @@ def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
 
 def test_a_slot_reused_by_another_suffix_forgets_the_longer_prefix() -> None:
     """The bug: reuse did not change the slot's version, so the old, longer prefix still matched and returned
-    overwritten keys.
-    """
+    overwritten keys."""
     stem = tuple(range(1, 9))
     driven = loop(1)
     for name, tail in (("long", (1, 2, 3, 4, 5)), ("short", (9,)), ("again", (1, 2, 3, 4, 5))):
@@ -83,8 +81,7 @@ def test_what_was_evicted_is_found_nowhere() -> None:
 
 def test_an_insert_with_everything_in_use_returns() -> None:
     """The bug: with all nodes pinned, eviction looped forever. Here every slot is in use, so nothing can be
-    evicted.
-    """
+    evicted."""
     driven = loop(2)
     stem = tuple(range(1, 13))
     driven.submit(request("a", prompt=(*stem, 1), max_tokens=50))
@@ -98,9 +95,7 @@ def test_an_insert_with_everything_in_use_returns() -> None:
 
 
 def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
-    """The bug: capacity was counted in token nodes; one of five prompts was found, and the lookup crashed for
-    four.
-    """
+    """The bug: capacity was counted in token nodes; one of five prompts was found, and the lookup crashed for four."""
     driven = loop(5)
     prompts = [tuple((7 * index + at) % 13 for at in range(40)) for index in range(5)]
     for name, prompt in enumerate(prompts):
@@ -115,8 +110,7 @@ def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
 
 def test_the_inner_pages_of_a_live_prefix_stay() -> None:
     """The bug: only leaves were counted, and inner nodes of a live prefix were evicted. Here the index has
-    every block of a slot.
-    """
+    every block of a slot."""
     cache_checked: list[int] = []
     driven = loop(2)
     driven.submit(request("live", prompt=tuple(range(1, 13)) * 2, max_tokens=30))

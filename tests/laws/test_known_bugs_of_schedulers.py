@@ -30,9 +30,7 @@ def test_admits_exactly_max_num_seqs_also_when_that_is_one() -> None:
 
 
 def test_the_oldest_is_never_the_victim() -> None:
-    """The bug: the queue was sorted, then reversed, so preemption took the oldest request, which never
-    finished.
-    """
+    """The bug: the queue was sorted, then reversed, so preemption took the oldest request, which never finished."""
     driven = loop(2)
     driven.submit(request("oldest", max_tokens=60, prompt=(3, 4)))
     driven.submit(request("second", max_tokens=60, prompt=(5, 4)))
@@ -46,8 +44,7 @@ def test_the_oldest_is_never_the_victim() -> None:
 
 def test_the_preempted_request_does_not_run_in_place_of_the_one_it_made_room_for() -> None:
     """The bug: the victim was put at the front of the queue, and then the front was taken, so it ran without
-    its cache.
-    """
+    its cache."""
     driven = loop(1)
     driven.submit(request("victim", max_tokens=30))
     driven.turn()
@@ -71,9 +68,7 @@ def test_one_refused_request_does_not_affect_the_next() -> None:
 
 
 def test_deferring_a_request_terminates() -> None:
-    """The bug: a request that could not run was pushed back to the queue being drained, which made an endless
-    loop.
-    """
+    """The bug: a request that could not run was pushed back to the queue being drained, which made an endless loop."""
     driven = loop(2)
     for index in range(6):  # all but one wait for the first
         driven.submit(request(f"r{index}", prompt=(1, 2, 3, 4, 5, 6, 7, 8, index)))
@@ -83,9 +78,7 @@ def test_deferring_a_request_terminates() -> None:
 
 
 def test_nobody_ends_silently() -> None:
-    """The bug: refused sequences ended without any result. Here each request ends in exactly one final
-    result.
-    """
+    """The bug: refused sequences ended without any result. Here each request ends in exactly one final result."""
     driven = loop(1)
     for index in range(5):
         driven.submit(request(f"r{index}", prompt=(index, 1)))
@@ -97,8 +90,7 @@ def test_nobody_ends_silently() -> None:
 
 def test_having_waited_once_gives_no_right_to_preempt() -> None:
     """The bug: a counter was never reset, so a request that had waited once could preempt others at once ever
-    after.
-    """
+    after."""
     driven = loop(1)
     driven.submit(request("first", max_tokens=9))
     driven.submit(request("waited", prompt=(4, 4), max_tokens=9))
@@ -128,9 +120,7 @@ def test_terminating_all_reaches_those_who_wait_and_those_who_are_parked(num_blo
 
 
 def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
-    """The bug: eviction removed the owner without returning the block, a leak. Here each request needs every
-    block.
-    """
+    """The bug: eviction removed the owner without returning the block, a leak. Here each request needs every block."""
     driven = loop(2, enable_prefix_caching=False, num_blocks=6, swap_tokens=0)
     for index in range(12):
         driven.submit(request(f"r{index}", prompt=(1,) * 12 + (index,), max_tokens=12))
@@ -147,8 +137,7 @@ def test_pages_of_those_who_lose_them_come_back_to_the_pool() -> None:
 
 def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
     """The bug: swap-in took from one allocator and freed into the other, so swapping ended when the host's
-    was used up.
-    """
+    was used up."""
     driven = loop(1, swap_tokens=12)
     driven.submit(request("long", prompt=(2, 3), max_tokens=40))
     for index in range(3):
@@ -162,8 +151,7 @@ def test_room_on_the_host_is_given_back_by_those_who_return() -> None:
 
 def test_prompts_do_not_always_win() -> None:
     """The bug: a step was all prefill (of whole prompts) or all decode, so decoding requests stalled during
-    prefill.
-    """
+    prefill."""
     driven = loop(2, max_num_batched_tokens=5)
     driven.submit(request("live", max_tokens=14, prompt=(3, 1)))
     driven.turn()
@@ -176,9 +164,7 @@ def test_prompts_do_not_always_win() -> None:
 
 
 def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
-    """The bug: a batch held one length only; all other requests were preempted in each step and prefilled
-    again.
-    """
+    """The bug: a batch held one length only; all other requests were preempted in each step and prefilled again."""
     driven = loop(4, enable_prefix_caching=False)
     for index in range(8):
         driven.submit(request(f"r{index}", prompt=(5,) * (1 + 3 * index), max_tokens=8))
@@ -192,8 +178,7 @@ def test_rows_of_other_lengths_are_not_preempted_in_every_step() -> None:
 
 def test_rows_at_different_positions_all_decode_in_every_step() -> None:
     """The bug: only the largest group of rows at one position ran, and a lone row starved. `FakeRunner`
-    refuses a plan without all rows.
-    """
+    refuses a plan without all rows."""
     driven = loop(4)
     for index in range(4):
         driven.submit(request(f"r{index}", prompt=tuple(range(1, 2 + 3 * index)), max_tokens=10))
@@ -203,9 +188,7 @@ def test_rows_at_different_positions_all_decode_in_every_step() -> None:
 
 
 def test_the_last_prompt_token_is_not_fed_twice() -> None:
-    """The bug: prefill's logits were discarded, and the last prompt token was decoded again at the next
-    position.
-    """
+    """The bug: prefill's logits were discarded, and the last prompt token was decoded again at the next position."""
     driven = loop(1)
     asked = request("a", prompt=(3, 1, 4, 1, 5), max_tokens=4)
     driven.submit(asked)
@@ -215,9 +198,7 @@ def test_the_last_prompt_token_is_not_fed_twice() -> None:
 
 
 def test_chunks_and_slots_stay_together_in_any_order_of_slots() -> None:
-    """The bug: rows were sorted after their slots had been listed, so keys were written to other requests'
-    slots.
-    """
+    """The bug: rows were sorted after their slots had been listed, so keys were written to other requests' slots."""
     driven = loop(4)
     for index in range(4):
         driven.submit(request(f"r{index}", prompt=(index, 1, 2), max_tokens=30 - 7 * index))
@@ -229,8 +210,7 @@ def test_chunks_and_slots_stay_together_in_any_order_of_slots() -> None:
 
 def test_a_prompt_is_prefilled_once() -> None:
     """The bug: a request without output counted as not prefilled, so one outside the chosen group was
-    prefilled repeatedly.
-    """
+    prefilled repeatedly."""
     driven = loop(2, max_num_batched_tokens=4)
     driven.submit(request("a", prompt=tuple(range(1, 11)), max_tokens=2))
     driven.submit(request("b", prompt=tuple(range(11, 1, -1)), max_tokens=2))

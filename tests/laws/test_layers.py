@@ -134,9 +134,7 @@ def test_environment_is_read_in_one_place() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """The exception is stored compiled programs: they are code anyway, and only files of this user are
-    loaded.
-    """
+    """The exception is stored compiled programs: they are code anyway, and only files of this user are loaded."""
     forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "transformers"}
     for package in PACKAGES:
         for path in modules(package):
@@ -150,8 +148,7 @@ def test_nothing_unpickles() -> None:
 
 def test_nothing_that_results_depend_on_asks_libm_or_numpy_for_a_transcendental() -> None:
     """Bits of libm and numpy depend on the processor's maker and generation (findings/same_bits.md). XLA's
-    and our own functions do not.
-    """
+    and our own functions do not."""
     names = "exp|exp2|expm1|log|log1p|log2|log10|pow|power|float_power|sin|cos|tan|tanh|erf"
     asked = re.compile(rf"\b(?:np|numpy|math)\.(?:{names})\b|std::(?:{names})\b")
     files = [

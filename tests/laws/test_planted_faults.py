@@ -142,8 +142,7 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
 
 def in_sixteen_parts(weights: jax.Array) -> jax.Array:
     """`sum_last` over all keys at once, always in sixteen parts, so that the grouping depends on the bucket's
-    length.
-    """
+    length."""
     blocks, *rows, _ = weights.shape  # [J, N, KV, R, block]
     parts = jnp.moveaxis(weights, 0, 3).reshape(*rows, 16, -1)
     total = sum_last(sum_last(parts)[..., 0])[None]  # [1, N, KV, R, 1]
@@ -192,9 +191,7 @@ def cut_shorter_under_load(
 def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
-    """On a machine whose bits depend on the cut. Cuts that depend on the prompt alone keep the law even
-    there.
-    """
+    """On a machine whose bits depend on the cut. Cuts that depend on the prompt alone keep the law even there."""
     monkeypatch.setattr("xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", chunk_length_shows)
     engine = make_engine(UNCHECKED)
     assert verify(engine, requests=40, schedules=1, seed=14).ok
@@ -205,9 +202,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_verify(
 def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine whose bits do not depend on the cut: the stand-in device refuses chunks that are off the
-    grid.
-    """
+    """On a machine whose bits do not depend on the cut: the stand-in device refuses chunks that are off the grid."""
     monkeypatch.setattr(Prefilling, "_cut", cut_shorter_under_load(Prefilling._cut))
     loop = Loop(SchedulerConfig(max_num_seqs=2, chunk_size=4, max_num_batched_tokens=64))
     for name in ("a", "b"):

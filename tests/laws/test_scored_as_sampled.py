@@ -59,8 +59,7 @@ def _scored(output: RequestOutput, start: int) -> bytes:
 def test_prompt_logprobs_are_those_of_sampling(config: EngineConfig) -> None:
     """They are equal for every sampling field, because the raw distribution does not depend on temperature,
     truncation or penalties. The text is scored as one prompt, in other chunks and beside other requests than
-    those it was sampled with, and also from the answer's first token on, after a cached prompt.
-    """
+    those it was sampled with, and also from the answer's first token on, after a cached prompt."""
     with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
         cases = [
             case

@@ -284,9 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.live[output.request_id]
 
     def check_end(self, life: Life, output: RequestOutput, found: CompletionOutput) -> None:
-        """A request that ends by itself ends as it does alone, text included; every other end has a known
-        cause.
-        """
+        """A request that ends by itself ends as it does alone, text included; every other end has a known cause."""
         now = self.clock.now
         match found.finish_reason:
             case "deadline":

@@ -249,9 +249,7 @@ def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: st
 
 
 def test_an_answer_before_the_body_is_read_by_who_still_sends(server: Running) -> None:
-    """A client that sends everything before it reads gets the answer, not a reset, and may reuse the
-    connection.
-    """
+    """A client that sends everything before it reads gets the answer, not a reset, and may reuse the connection."""
     one = connect(server)
     one.sendall(post(b"/v1/completions", b"", b"x" * 300_000))
     assert head_of(one).startswith(b"HTTP/1.1 401")

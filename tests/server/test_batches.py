@@ -205,8 +205,7 @@ class Process:
 @pytest.mark.full
 def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
     """kill -9 in the middle of a batch, then SIGTERM in the middle of the rest; a third server finishes it.
-    The results are those of an undisturbed run, each exactly once, also for lines without a seed.
-    """
+    The results are those of an undisturbed run, each exactly once, also for lines without a seed."""
     bodies = [{"prompt": f"x{number} = ", "max_tokens": 60, "ignore_eos": True} for number in range(300)]
     data = lines_of(bodies)
     server = Process(tmp_path)

@@ -91,9 +91,7 @@ def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool)
 def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
     server: Running, http: httpx.Client
 ) -> None:
-    """Its socket fills up after some chunks; the other clients continue, and it is aborted after
-    `send_timeout_s`.
-    """
+    """Its socket fills up after some chunks; the other clients continue, and it is aborted after `send_timeout_s`."""
     body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 24, "temperature": 1}).encode()
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)

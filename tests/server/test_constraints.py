@@ -116,8 +116,7 @@ def test_other_requests_are_answered_while_constraints_are_compiled(
     server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are more slow constraints than threads in the event loop's pool; chats and completions are
-    answered meanwhile.
-    """
+    answered meanwhile."""
     compiler = Compiler()
     monkeypatch.setattr(server.service.constraints, "_compile", compiler)
 

@@ -70,9 +70,7 @@ def test_an_answer_that_may_be_too_large_is_refused_before_it_is_begun(
 
 
 def test_what_answers_under_way_may_hold_is_bounded(server: Running) -> None:
-    """When many allowed requests come at once, some get 429 and the others their answers; nothing stays
-    counted.
-    """
+    """When many allowed requests come at once, some get 429 and the others their answers; nothing stays counted."""
 
     async def main() -> None:
         service = Service(server.service.llm, replace(server.service.settings, max_answer_values=1))

@@ -92,8 +92,7 @@ def test_a_batch_on_a_full_disk_is_not_there(tmp_path: Path, monkeypatch: pytest
 
 def test_bytes_of_a_key_are_bounded(tmp_path: Path) -> None:
     """Uploads and growing results count; another key has its own room; deleted and refused files do not
-    count, also after a restart.
-    """
+    count, also after a restart."""
     store = Store(tmp_path, 100)
     first = add(store, 60, "a")
     with pytest.raises(

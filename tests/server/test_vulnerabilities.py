@@ -273,9 +273,7 @@ def test_no_path_and_no_header_goes_past_the_keys(server: Running) -> None:
 
 
 def test_every_key_is_compared_in_constant_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G: CVE-2025-59425 (response time revealed the key): all hashes, of equal length, are compared for any
-    input.
-    """
+    """G: CVE-2025-59425 (response time revealed the key): all hashes, of equal length, are compared for any input."""
     settings = replace(server.service.settings, api_keys=("alpha", "b", "gamma" * 50), batch_dir=None)
     app = make_app(Service(server.service.llm, settings))
     compared: list[tuple[bytes, bytes]] = []
