@@ -170,10 +170,7 @@ _TABLE: Mapping[str, OtherOption] = {
     "skip_tokenizer_init": OtherOption(
         accepted=(False,), why="use `SamplingParams(detokenize=False)` to get no text"
     ),
-    "revision": OtherOption(
-        accepted=("main",),
-        why="use `OWNER/NAME@REVISION` as the model",
-    ),
+    "revision": OtherOption(accepted=("main",), why="use `OWNER/NAME@REVISION` as the model"),
     "load_format": OtherOption(
         accepted=("auto", "safetensors", "gguf"), why="the format is detected from the files"
     ),

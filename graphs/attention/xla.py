@@ -241,11 +241,7 @@ def _capacity(layer: LayerCache, call: AttentionCall) -> int | None:
 
 
 def _visible(
-    position: jax.Array,
-    keys: int,
-    window: int | None,
-    capacity: int | None,
-    reach: jax.Array | None = None,
+    position: jax.Array, keys: int, window: int | None, capacity: int | None, reach: jax.Array | None = None
 ) -> jax.Array:
     """Which keys the queries at `position [N, R]` see: `[N, R, S]`. reach: as in `AttentionCall`.
 

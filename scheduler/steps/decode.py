@@ -47,9 +47,7 @@ class Decoding:
         if self._is_new:
             self._batches.append(
                 Batch(
-                    rows=tuple(self._rows.values()),
-                    slots=tuple(self._rows),
-                    keep=tuple(self._keep.values()),
+                    rows=tuple(self._rows.values()), slots=tuple(self._rows), keep=tuple(self._keep.values())
                 )
             )
             self._is_new = False

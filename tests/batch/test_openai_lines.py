@@ -112,11 +112,7 @@ def test_echo_scores_a_prompt_without_going_on(engine: XlaBatchEngine) -> None:
     )
     choice = scored["choices"][0]
     assert choice["text"] == text and choice["finish_reason"] == "length"
-    assert scored["usage"] == {
-        "prompt_tokens": len(ids),
-        "completion_tokens": 0,
-        "total_tokens": len(ids),
-    }
+    assert scored["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
     block = choice["logprobs"]
     assert block["token_ids"] == ids and "".join(block["tokens"]) == text
     assert block["token_logprobs"][0] is None and block["top_logprobs"][0] is None

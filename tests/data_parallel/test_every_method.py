@@ -435,9 +435,7 @@ def plain_completion(each: Any) -> Any:
     return each.text, tuple(each.token_ids), str(each.logprobs), each.finish_reason, each.cumulative_logprob
 
 
-def test_what_several_engines_cannot_be_is_refused_before_any_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_several_engines_cannot_be_is_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 

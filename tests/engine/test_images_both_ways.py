@@ -10,16 +10,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from tests.engine.test_images import (
-    FAMILIES,
-    FULL,
-    IMAGE,
-    SMALL,
-    engine_of,
-    picture,
-    run,
-    run_preempted,
-)
+from tests.engine.test_images import FAMILIES, FULL, IMAGE, SMALL, engine_of, picture, run, run_preempted
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.vision import load_vision

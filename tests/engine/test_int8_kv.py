@@ -173,11 +173,7 @@ def stale_cells(self: Any, layer: Any, qkv: Any, call: Any, lanes: Any) -> Any:
 @FULL
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [
-        ("attend_decode", neighbours_scales),
-        ("attend_prefill", stale_scales),
-        ("attend_prefill", stale_cells),
-    ],
+    [("attend_decode", neighbours_scales), ("attend_prefill", stale_scales), ("attend_prefill", stale_cells)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_wrong_cell_is_caught_by_verify(

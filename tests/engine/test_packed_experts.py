@@ -90,9 +90,7 @@ def test_a_gguf_file_of_gpt_oss_has_the_bits_of_its_checkpoint(
 
 
 @pytest.mark.full
-def test_rows_in_eight_bits_have_the_same_bits_on_every_instruction_set(
-    gpt_oss: tuple[Path, Path],
-) -> None:
+def test_rows_in_eight_bits_have_the_same_bits_on_every_instruction_set(gpt_oss: tuple[Path, Path]) -> None:
     names = [isa for isa in NAMES if isa not in ("amx", "neon_bf16")]
     found = [results(gpt_oss[0], replace(FAST, isa=isa)) for isa in names]
     assert all(each == found[0] for each in found) and found[0] != results(gpt_oss[0], KEPT)

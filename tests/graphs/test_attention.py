@@ -30,9 +30,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import (
-    Attention,
-)
+from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host

@@ -330,10 +330,7 @@ def test_a_layer_of_a_store_is_as_it_is_alone(
 
         lanes = Extents(*(np.array(each, np.int32) for each in ([1, 0], [5, 60], [16, 9])))
         store, first = attention.attend_prefill(
-            store,
-            sequence(shape, 32, 1),
-            call(angles(np.arange(32).reshape(2, 16), shape.head_dim)),
-            lanes,
+            store, sequence(shape, 32, 1), call(angles(np.arange(32).reshape(2, 16), shape.head_dim)), lanes
         )
         rows = {"length": np.array([69, 21], np.int32), "live": np.array([True, True])}
         rope = angles(rows["length"], shape.head_dim)

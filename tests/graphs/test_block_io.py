@@ -21,14 +21,7 @@ from xla_engine.graphs.kv_cache.block_io import copy_blocks, load_blocks, read_b
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.row_state.rows import (
-    Pool,
-    Rows,
-    Tables,
-    make_rows,
-    make_tables,
-    pack_rows,
-)
+from xla_engine.graphs.row_state.rows import Pool, Rows, Tables, make_rows, make_tables, pack_rows
 from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk

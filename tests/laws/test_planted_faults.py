@@ -170,9 +170,7 @@ def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extent
     return layer, out * (1 + jnp.repeat(lanes.size, len(out) // len(lanes.slot))[:, None] * 1e-3)
 
 
-def cut_shorter_under_load(
-    original: Callable[..., Iterator[Chunk]],
-) -> Callable[..., Iterator[Chunk]]:
+def cut_shorter_under_load(original: Callable[..., Iterator[Chunk]]) -> Callable[..., Iterator[Chunk]]:
     """Chunks are halved while another prompt waits for lanes."""
 
     def cut(self: Prefilling, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:

@@ -18,13 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.fake_loop import Loop
 from tests.support.fake_runner import VOCABULARY, expected
 from tests.support.storms import some_request, storm, within
-from xla_engine.scheduler import (
-    FinishReason,
-    Plan,
-    Request,
-    SchedulerConfig,
-    policy,
-)
+from xla_engine.scheduler import FinishReason, Plan, Request, SchedulerConfig, policy
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 

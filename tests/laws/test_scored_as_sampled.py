@@ -18,8 +18,7 @@ from xla_engine.sampling_params import SamplingParams
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 pytestmark = pytest.mark.skipif(
-    not HAS_KERNELS,
-    reason="only the C++ kernels run prompts and answers through the same code",
+    not HAS_KERNELS, reason="only the C++ kernels run prompts and answers through the same code"
 )
 
 

@@ -107,8 +107,7 @@ def test_progress_counts_the_bytes_of_the_weights() -> None:
         assert engine.runner.weights.nbytes == sum(leaf.nbytes for leaf in checkpoint.weights.values())
         programs = len(engine.inventory_report())
     done, totals = zip(
-        *((step.done, step.total) for step in seen if step.doing == "loading weights"),
-        strict=True,
+        *((step.done, step.total) for step in seen if step.doing == "loading weights"), strict=True
     )
     assert (
         list(done) == sorted(set(done)) and set(totals) == {done[-1]} and len(done) == len(checkpoint.weights)

@@ -80,10 +80,7 @@ def test_as_many_slots_as_are_said_fit_and_no_more(available: int, slot: int, sl
     [
         (
             1199,
-            [
-                "max_num_seqs 15",
-                "weights 1 kB + 16 slots x (7 B + 3 B scratch) + workspace 40 B = 1.2 kB",
-            ],
+            ["max_num_seqs 15", "weights 1 kB + 16 slots x (7 B + 3 B scratch) + workspace 40 B = 1.2 kB"],
         ),
         (1100, ["smaller max_model_len", "8 slots"]),
         (900, ["smaller model", "of 900 B available"]),

@@ -18,15 +18,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import draw_schedule, run_alone, run_schedule
 from xla_engine.errors import ConfigError
-from xla_engine.scheduler import (
-    FinishReason,
-    Request,
-    Sample,
-    Scheduler,
-    SchedulerConfig,
-    StepResult,
-    policy,
-)
+from xla_engine.scheduler import FinishReason, Request, Sample, Scheduler, SchedulerConfig, StepResult, policy
 
 
 def draw_config(draw: random.Random, name: str) -> SchedulerConfig:

@@ -21,16 +21,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.runner.in_flight import InFlight, PromptScores
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import (
-    NO_TOKEN,
-    Decoded,
-    Plan,
-    Sample,
-    Scheduler,
-    SchedulerConfig,
-    Slot,
-    StepResult,
-)
+from xla_engine.scheduler import NO_TOKEN, Decoded, Plan, Sample, Scheduler, SchedulerConfig, Slot, StepResult
 from xla_engine.scheduler.pipeline import StepPipeline
 
 CHUNK = 4  # prompt tokens of a lane

@@ -134,11 +134,7 @@ def int8(
     zeros = None if symmetric else generator.integers(-128, 128, (rows, count))
     scales = scaled(generator, (rows, count), BF16) / np.float32(16)
     scales = scales.astype(BF16)
-    tensors = {
-        "weight": codes.astype(np.int8),
-        "weight_scale": scales,
-        "input_scale": np.ones(1, np.float32),
-    }
+    tensors = {"weight": codes.astype(np.int8), "weight_scale": scales, "input_scale": np.ones(1, np.float32)}
     if zeros is not None:
         tensors["weight_zero_point"] = zeros.astype(np.int8)
     return tensors, weight_of(codes, scales, zeros, np.arange(width) // size)
@@ -262,11 +258,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Pack, str]] = {
         "FP8 48x40",
     ),
     "fp8_by_tensor": (_FP8, lambda g, n, k: float8(g, n, k, (n, k), shape=()), "FP8 by tensor"),
-    "fbgemm_fp8": (
-        {"quant_method": "fbgemm_fp8"},
-        lambda g, n, k: float8(g, n, k, (1, k)),
-        "FP8 by row",
-    ),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, lambda g, n, k: float8(g, n, k, (1, k)), "FP8 by row"),
 }
 LINEAR = ("_proj.weight", "lm_head.weight")  # what is quantised, in most families
 CONFIG: dict[str, Any] = {

@@ -17,11 +17,7 @@ from tests.support import tensor_parallel
 from tests.support.models import TINY
 from tests.support.tensor_parallel import OPTIONS, WIDE
 
-MODELS = {
-    "tiny": TINY,
-    "wide": WIDE,
-    "biased": replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True),
-}
+MODELS = {"tiny": TINY, "wide": WIDE, "biased": replace(WIDE, qkv_bias=True, output_bias=True, mlp_bias=True)}
 
 
 run = partial(tensor_parallel.run, module=__name__)

@@ -46,8 +46,7 @@ def test_a_constraint_that_turns_slow_is_known_to_be_in_all_its_rows(embedded: X
     grammars = Grammars(embedded.tokenizer, vocabulary, (0,))
     one, other = (
         TokenMask(
-            vocabulary,
-            matcher=grammars.matcher(StructuredOutputsParams(grammar='start: start start | "a"')),
+            vocabulary, matcher=grammars.matcher(StructuredOutputsParams(grammar='start: start start | "a"'))
         )
         for _ in range(2)
     )

@@ -119,10 +119,7 @@ def explain(error: Exception) -> tuple[str, str]:
 
 
 def parse_line(
-    raw: bytes,
-    line: int,
-    defaults: Mapping[str, Any] | None = None,
-    images: tuple[object, ...] | None = None,
+    raw: bytes, line: int, defaults: Mapping[str, Any] | None = None, images: tuple[object, ...] | None = None
 ) -> LineRequest | LineError:
     """Read one non-blank input line.
 

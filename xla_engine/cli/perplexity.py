@@ -93,10 +93,7 @@ def _measure(text: str, options: dict[str, Any], **measured: Any) -> Any:
     """The report of one engine, which is closed at the end, so that only one is in memory at a time."""
     from xla_engine.perplexity import measure
 
-    with (
-        _common.load_one_engine(options, show=True) as engine,
-        counting("windows", sys.stderr) as progress,
-    ):
+    with _common.load_one_engine(options, show=True) as engine, counting("windows", sys.stderr) as progress:
         return measure(engine, text, progress=progress, **measured)
 
 

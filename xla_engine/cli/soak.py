@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Stress-test engines and a server with faults.",
-    context_settings={"show_default": True},
+    short_help="Stress-test engines and a server with faults.", context_settings={"show_default": True}
 )
 @_common.model_option
 @click.option(

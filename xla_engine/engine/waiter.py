@@ -104,10 +104,7 @@ class Waiter:
         return self.ask(call, self.wake.set)
 
     def watch(
-        self,
-        pending: Pending[T],
-        time_left: Callable[[], float],
-        expire: Callable[[], bool],
+        self, pending: Pending[T], time_left: Callable[[], float], expire: Callable[[], bool]
     ) -> T | BaseException | None:
         """Wait for a call of `ask_and_wake` until `time_left` is 0, and call `expire` at every deadline.
 

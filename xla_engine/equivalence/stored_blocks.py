@@ -120,10 +120,7 @@ def _compute(engine: XlaBatchEngine, tokens: list[int]) -> None:
 
 
 def _compare(
-    key: bytes,
-    found: dict[bytes, StoredContent],
-    read: Callable[[bytes], StoredContent],
-    check: StoredCheck,
+    key: bytes, found: dict[bytes, StoredContent], read: Callable[[bytes], StoredContent], check: StoredCheck
 ) -> None:
     try:
         same = read(key) == found[key]

@@ -16,14 +16,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.open_engine import engine_config
-from xla_engine.ray.rows import (
-    ERROR,
-    columns_of,
-    columns_read,
-    error_of,
-    request_of,
-    result_of,
-)
+from xla_engine.ray.rows import ERROR, columns_of, columns_read, error_of, request_of, result_of
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
 

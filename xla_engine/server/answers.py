@@ -5,13 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from xla_engine.batch.results import (
-    Offsets,
-    ResultHeader,
-    result_choices,
-    result_head,
-    shows_prompt_logprobs,
-)
+from xla_engine.batch.results import Offsets, ResultHeader, result_choices, result_head, shows_prompt_logprobs
 from xla_engine.batch.usage import ReasoningTokens, Usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.columns import (

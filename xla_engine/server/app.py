@@ -28,11 +28,7 @@ from xla_engine.server.responses.endpoint import Responses
 from xla_engine.server.service import Service
 
 # Alternative paths, which vLLM has as well.
-_ALIASES = {
-    "/score": SCORE_URL,
-    "/rerank": RERANK_URL,
-    "/v2/rerank": RERANK_URL,
-}
+_ALIASES = {"/score": SCORE_URL, "/rerank": RERANK_URL, "/v2/rerank": RERANK_URL}
 _EXPOSED = ["retry-after", "x-request-id"]  # response headers that cross-origin scripts may read
 
 

@@ -62,8 +62,7 @@ class Server(uvicorn.Server):
     async def _end_in_order(self) -> None:
         service, settings = self._service, self._service.settings
         log.info(
-            "draining: finishing %d running sequences; a second signal ends the server at once",
-            service.live,
+            "draining: finishing %d running sequences; a second signal ends the server at once", service.live
         )
         await asyncio.sleep(settings.drain_grace_s)
         service.refusing = True

@@ -182,7 +182,7 @@ def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
         raise ConfigError("a Policy does not support kv_cache_dtype 'int8': leave it out")
     attention = replace(attention, call_positions=None)
     _refuse_other_arithmetic(
-        ModelSpec(spec.config, spec.dtype, replace(attention, isa=ISAS[0]), replace(products, isa=ISAS[0])),
+        ModelSpec(spec.config, spec.dtype, replace(attention, isa=ISAS[0]), replace(products, isa=ISAS[0]))
     )
     return ModelSpec(spec.config, spec.dtype, attention, products)
 

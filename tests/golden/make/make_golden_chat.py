@@ -50,10 +50,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "user", "content": "Count"},
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\none, two, "},
     ],
-    "roles_that_do_not_alternate": [
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": "b"},
-    ],
+    "roles_that_do_not_alternate": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
     "tool_calls": [
         {"role": "system", "content": "Use tools."},
         {"role": "user", "content": "Weather in Zürich?"},

@@ -21,10 +21,7 @@ FAMILIES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "gemma3_vision": "Gemma3ForConditionalGeneration",
 }
-PATCHES = {
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_5_vision": "Qwen3_5ForConditionalGeneration",
-}
+PATCHES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_5_vision": "Qwen3_5ForConditionalGeneration"}
 GOLDEN = Path(__file__).parents[1]
 NEW_TOKENS = 48
 

@@ -268,7 +268,7 @@ def a_record(*results: dict[str, Any]) -> dict[str, Any]:
         "judge": "somebody",
         "limits": {"read_gb_s": 26.0, "gflops": {"xla-engine": 1000.0}},
         "engines": {
-            "xla-engine": {"about": "this engine", "versions": "1", "notes": "", "peak_mib": {"8": 5}},
+            "xla-engine": {"about": "this engine", "versions": "1", "notes": "", "peak_mib": {"8": 5}}
         },
         "skipped": {"openvino": "ModuleNotFoundError: No module named 'openvino_genai'"},
         "workloads": {"8": {"uniform": "8 requests"}},

@@ -227,9 +227,7 @@ def test_what_is_planted_is_found(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plant",
-    [_a_token_is_changed, _a_logprob_is_changed],
-    ids=["a_token_is_changed", "a_logprob_is_changed"],
+    "plant", [_a_token_is_changed, _a_logprob_is_changed], ids=["a_token_is_changed", "a_logprob_is_changed"]
 )
 def test_what_is_planted_is_found_with_the_tiny_model(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]

@@ -62,9 +62,7 @@ table_options = together(
         help="Columns of a table to use as sampling fields, such as max_tokens,seed.",
     ),
     click.option(
-        "--keep-columns",
-        metavar="NAME,...",
-        help="Input columns to copy to an OUTPUT table.  [default: all]",
+        "--keep-columns", metavar="NAME,...", help="Input columns to copy to an OUTPUT table.  [default: all]"
     ),
     click.option(
         "--journal",

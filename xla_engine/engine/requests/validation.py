@@ -174,10 +174,7 @@ class RequestValidator:
         if self.pictures is None or not isinstance(parts.content, str) or not (parts.pictures or marked):
             return prompt
         return self.pictures.prompt(
-            parts.content,
-            parts.pictures,
-            add_special_tokens=add_special_tokens,
-            cache_salt=parts.cache_salt,
+            parts.content, parts.pictures, add_special_tokens=add_special_tokens, cache_salt=parts.cache_salt
         )
 
     def token_ids(

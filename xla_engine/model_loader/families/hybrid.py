@@ -30,9 +30,7 @@ def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...
             turned=turned_rows(config, heads),
         ),
         Source(
-            name="self_attn.k_proj.weight",
-            shape=keys,
-            turned=turned_rows(config, config.num_key_value_heads),
+            name="self_attn.k_proj.weight", shape=keys, turned=turned_rows(config, config.num_key_value_heads)
         ),
         Source(name="self_attn.v_proj.weight", shape=keys),
         Source(name="self_attn.q_proj.weight", shape=whole, order=rows[:, 1].reshape(-1)),

@@ -5,10 +5,7 @@ from dataclasses import replace
 from xla_engine.model_loader.families.family import siglip
 from xla_engine.model_loader.families.llama import LLAMA
 
-VISION = {
-    **siglip("model.vision_model."),
-    "projection": ("model.connector.modality_projection.proj.weight",),
-}
+VISION = {**siglip("model.vision_model."), "projection": ("model.connector.modality_projection.proj.weight",)}
 IDEFICS3 = replace(
     LLAMA,
     architecture="Idefics3ForConditionalGeneration",

@@ -120,12 +120,7 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
     shown = f"compressed-tensors {bits}-bit g{width // count if count > 1 else -1}"
     shown += " asymmetric" if zeros in files.tensors else ""
     return QuantisedMatrix(
-        info=stands_for(
-            files,
-            shown,
-            (features, width),
-            (packed, scales),
-        ),
+        info=stands_for(files, shown, (features, width), (packed, scales)),
         codes=lambda index: unpacked(files.read(packed)[index], bits)[:, :width],
         zeros=zeros_of,
         scales=lambda index: files.read(scales)[index],

@@ -134,11 +134,7 @@ class BatchRoutes:
 
     def _too_large(self) -> ApiError:
         limit = self._service.settings.max_file_bytes
-        return ApiError(
-            413,
-            f"the file has more than {limit} bytes; send it in parts",
-            code="file_too_large",
-        )
+        return ApiError(413, f"the file has more than {limit} bytes; send it in parts", code="file_too_large")
 
     async def list_files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")

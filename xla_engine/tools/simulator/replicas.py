@@ -160,11 +160,7 @@ def plot_machines(reports: Mapping[int, Report], goal: Goal, path: Path | str, t
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
-    about = {
-        "first_token": "time to first token",
-        "inter_token": "between tokens",
-        "whole": "whole request",
-    }
+    about = {"first_token": "time to first token", "inter_token": "between tokens", "whole": "whole request"}
     numbers = sorted(reports)
     for name, label in about.items():
         values = [getattr(reports[number], name).at(0.99) for number in numbers]

@@ -23,13 +23,7 @@ from xla_engine.scheduler import (
     Speculation,
     VerifyRow,
 )
-from xla_engine.scheduler.fast_forward import (
-    Steady,
-    next_deadline,
-    skip_commits,
-    skip_plans,
-    steady_plans,
-)
+from xla_engine.scheduler.fast_forward import Steady, next_deadline, skip_commits, skip_plans, steady_plans
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.tools.simulator.clock import Clock
