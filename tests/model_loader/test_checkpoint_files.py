@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from tests.support.bomb import Bomb
 from tests.support.checkpoints import CONFIG, MakeModel, assert_refused, edit_index, tensors_of
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
@@ -123,16 +124,6 @@ def test_an_index_that_disagrees_with_the_shards_is_refused(make_model: MakeMode
         directory = make_model(f"{number}", shards=2)
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         assert_refused(directory, "model.safetensors.index.json", "weight_map")
-
-
-class Bomb:
-    """Creates a file when unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.adversary import adversary
+from tests.support.adversary import assert_caught, assert_caught_in_plans
 from tests.support.fake_loop import Loop
 from tests.support.fake_runner import expected
 from tests.support.policy_loop import PolicyLoop
-from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
+from xla_engine.scheduler import Plan, Request, SchedulerConfig
 from xla_engine.scheduler.kv.block_hashes import BlockHashes
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.block_pool import BlockPool
@@ -235,15 +235,7 @@ def parked_out_of_order(plan: Plan) -> Plan:
 def test_a_plan_that_moves_pages_wrongly_is_caught(
     fault: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.support.fake_runner import FakeRunner
-
-    start = FakeRunner.start
-
-    def altered(self: FakeRunner, plan: Plan) -> StepResult:
-        return start(self, fault(plan))
-
-    monkeypatch.setattr(FakeRunner, "start", altered)
-    assert_caught()
+    assert_caught_in_plans(fault, monkeypatch)
 
 
 def share_as_if_alone(self: BlockPool, block: int) -> None:
@@ -275,13 +267,3 @@ def test_a_pool_that_forgets_or_remembers_wrongly_is_caught(
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     assert_caught()
-
-
-def assert_caught() -> None:
-    """At least one of a few hundred adversarial runs detects the fault."""
-    for seed in range(300):
-        try:
-            adversary(random.Random(seed)).drain()
-        except (AssertionError, KeyError, IndexError):
-            return
-    raise AssertionError("the fault went unnoticed")

@@ -64,12 +64,19 @@ class Device:
         self.encodes: list[tuple[Encode, bool]] = []  # and whether rows decode beside it
 
     def run(self) -> None:
-        while not (plan := self.driven.plan()).is_empty:
-            self.driven.check()
-            self.step(plan)
-            decoded = Decoded(tokens=[1] * self.driven.config.max_num_seqs)
-            self.driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        while self.turn():
+            pass
         assert not self.driven.num_running
+
+    def turn(self) -> bool:
+        """Run one plan; false if there is nothing to run."""
+        if (plan := self.driven.plan()).is_empty:
+            return False
+        self.driven.check()
+        self.step(plan)
+        decoded = Decoded(tokens=[1] * self.driven.config.max_num_seqs)
+        self.driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        return True
 
     def step(self, plan: Plan) -> None:
         assert len(plan.encodes) <= 1
@@ -101,10 +108,7 @@ def test_beside_decode_rows_only_one_slice_runs_in_a_step() -> None:
     device = Device(driven, requests)
     driven.submit(requests[0])
     for _ in range(5):
-        plan = driven.plan()
-        device.step(plan)
-        decoded = Decoded(tokens=[1, 1])
-        driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        assert device.turn()
     driven.submit(requests[1])
     device.run()
     assert [(each.begin, each.end, rows) for each, rows in device.encodes] == [
@@ -149,12 +153,8 @@ def test_every_position_reads_its_own_tile(seed: int, blocks: int | None) -> Non
     for each in requests:
         driven.submit(each)
         for _ in range(draw.randrange(6)):
-            if (plan := driven.plan()).is_empty:
+            if not device.turn():
                 break
-            driven.check()
-            device.step(plan)
-            decoded = Decoded(tokens=[1] * driven.config.max_num_seqs)
-            driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
         if draw.random() < 0.2:
             driven.abort(str(draw.randrange(at + 1)))
         if draw.random() < 0.4:
@@ -239,12 +239,8 @@ def test_whole_tiles_run_in_one_call(seed: int, options: dict[str, Any]) -> None
     for each in requests:
         driven.submit(each)
         for _ in range(draw.randrange(6)):
-            if (plan := driven.plan()).is_empty:
+            if not device.turn():
                 break
-            driven.check()
-            device.step(plan)
-            decoded = Decoded(tokens=[1] * driven.config.max_num_seqs)
-            driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
         if draw.random() < 0.4:
             name = draw.choice(requests).request_id
             driven.abort(name) if draw.random() < 0.3 else driven.preempt(name)

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.adversary import adversary
+from tests.support.adversary import adversary, assert_caught, assert_caught_in_plans
 from tests.support.fake_loop import Loop
-from tests.support.fake_runner import FakeRunner
-from xla_engine.scheduler import Plan, Request, SchedulerConfig, StepResult
+from xla_engine.scheduler import Plan, Request, SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.plan import LOADING, StoredBlock
 from xla_engine.scheduler.request_state import RequestState
@@ -122,13 +121,7 @@ def loads_the_neighbour(plan: Plan) -> Plan:
 def test_a_plan_that_loads_wrongly_is_caught(
     fault: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = FakeRunner.start
-
-    def altered(self: FakeRunner, plan: Plan) -> StepResult:
-        return start(self, fault(plan))
-
-    monkeypatch.setattr(FakeRunner, "start", altered)
-    assert_caught()
+    assert_caught_in_plans(fault, monkeypatch)
 
 
 def test_a_store_that_names_another_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +133,3 @@ def test_a_store_that_names_another_block_is_caught(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(BlockManager, "_store", altered)
     assert_caught()
-
-
-def assert_caught() -> None:
-    for seed in range(1000):
-        try:
-            adversary(random.Random(seed)).drain()
-        except (AssertionError, KeyError, IndexError):
-            return
-    raise AssertionError("the fault went unnoticed")

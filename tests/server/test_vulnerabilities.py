@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from tests.server.bodies import TEXT
 from tests.server.conftest import Running
 from tests.server.test_clients import raw
+from tests.support.bomb import Bomb
 from xla_engine import cli
 from xla_engine.server.app import make_app
 from xla_engine.server.middleware import OPEN_PATHS
@@ -41,16 +42,6 @@ def post(http: httpx.Client) -> Iterator[Any]:
     before = good()
     yield lambda path, body: http.post(path, content=json.dumps(body))
     assert good() == before
-
-
-class Bomb:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from tests.support.fake_loop import Loop
-from tests.support.fake_runner import VOCABULARY, expected
-from xla_engine.scheduler import Request, SchedulerConfig
+from tests.support.fake_runner import VOCABULARY, FakeRunner, expected
+from xla_engine.scheduler import Plan, Request, SchedulerConfig
 
 TREE = random.Random(7)
 STEMS = [tuple(TREE.randrange(VOCABULARY) for _ in range(24)) for _ in range(2)]
@@ -85,3 +88,20 @@ def adversary(draw: random.Random, turns: int = 14, config: SchedulerConfig | No
         loop.turn(lag)
         loop.scheduler.check()
     return loop
+
+
+def assert_caught() -> None:
+    """At least one of a few hundred adversarial runs detects the fault that was planted."""
+    for seed in range(300):
+        try:
+            adversary(random.Random(seed)).drain()
+        except (AssertionError, KeyError, IndexError):
+            return
+    raise AssertionError("the fault went unnoticed")
+
+
+def assert_caught_in_plans(fault: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same if the device runs `fault(plan)` in place of each plan."""
+    start = FakeRunner.start
+    monkeypatch.setattr(FakeRunner, "start", lambda self, plan: start(self, fault(plan)))
+    assert_caught()
