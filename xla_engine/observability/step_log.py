@@ -6,7 +6,7 @@ tokens, and it is written continuously in bounded memory.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -188,9 +188,7 @@ def _read(file: TextIO) -> StepLog:
             if "read" in line:
                 step = log.steps[line["read"]]
                 step.read, step.read_after = at, len(log.steps)
-                step.verified = tuple(
-                    (int(tokens), int(drafts)) for tokens, drafts in line.get("verified", ())
-                )
+                step.verified = _rows(line, "verified", int, int)
                 if len(step.verified) != len(step.verify):
                     raise ValueError(f"line {number}: {len(step.verify)} rows, {len(step.verified)} verified")
                 reads += 1
@@ -231,22 +229,10 @@ def _like(line: Mapping[str, Any], number: int) -> tuple[int, int] | None:
 
 
 def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: StepLog) -> LoggedStep:
-    admitted = tuple(int(request) for request in line.get("admit", ()))
-    chunks = tuple(
-        (int(request), int(slot), int(start), int(length), bool(last))
-        for request, slot, start, length, last in line.get("chunks", ())
-    )
-    parks, resumes = (
-        tuple((int(request), int(slot), int(length)) for request, slot, length in line.get(name, ()))
-        for name in ("park", "resume")
-    )
-    reuses = tuple(
-        (int(request), int(slot), int(source), int(length))
-        for request, slot, source, length in line.get("reuse", ())
-    )
-    copies = tuple((int(source), int(target)) for source, target in line.get("copy", ()))
-    verify = tuple((int(request), int(slot), int(width)) for request, slot, width in line.get("verify", ()))
-    held = tuple(int(request) for request in line.get("held", ()))
+    admitted, held = (tuple(map(int, line.get(name, ()))) for name in ("admit", "held"))
+    chunks = _rows(line, "chunks", int, int, int, int, bool)
+    parks, resumes, verify = (_rows(line, name, int, int, int) for name in ("park", "resume", "verify"))
+    reuses, copies = _rows(line, "reuse", int, int, int, int), _rows(line, "copy", int, int)
     for request in (*admitted, *held, *(part[0] for part in (*chunks, *parks, *resumes, *reuses, *verify))):
         log.requests[request]  # raises IndexError for one that was never submitted
     return LoggedStep(
@@ -262,6 +248,13 @@ def _step(line: Mapping[str, Any], at: float, decode: tuple[int, ...], log: Step
         verify=verify,
         held=held,
         is_late=bool(line.get("late", False)),
+    )
+
+
+def _rows(line: Mapping[str, Any], name: str, *kinds: Callable[[Any], int]) -> tuple[tuple[Any, ...], ...]:
+    """A list of rows with values of these kinds, by default none."""
+    return tuple(
+        tuple(kind(value) for kind, value in zip(kinds, row, strict=True)) for row in line.get(name, ())
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from xla_engine.errors import ConfigError
 from xla_engine.tools.bench.peers import BARE, OURS
-from xla_engine.utils.extras import install
+from xla_engine.tools.drawing import import_pyplot
 
 Line = dict[int, list[float]]  # by B: median, least, most
 
@@ -31,12 +31,8 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     titles = {f"{record['model']}, {record['dtype']}" for record in records}
     if len(titles) != 1:
         raise ConfigError(f"one plot shows one model and dtype, not {', '.join(sorted(titles))}")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    pyplot = import_pyplot()
+    from matplotlib import ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
     engines = lines_of(records, "decode_tok_s")

@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.bench.figures import Spread, figures, spread_of
 from xla_engine.tools.bench.workloads import Sizes, Workload, make_workload
-from xla_engine.utils.extras import install
+from xla_engine.tools.drawing import import_pyplot
 from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
@@ -183,13 +183,7 @@ def _cell(spread: Spread | None, form: str) -> str:
 
 def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
     """Draw decode rate and time between tokens against the width. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     labels = (("decode_tok_s", "decode tok/s"), ("itl_p50_ms", "ms between tokens, p50"))
     for axes, (name, label) in zip(panels, labels, strict=True):

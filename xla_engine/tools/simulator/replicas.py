@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xla_engine.data_parallel.routing import PrefixRouter
-from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
+from xla_engine.tools.drawing import import_pyplot
 from xla_engine.tools.simulator.clock import Clock
 from xla_engine.tools.simulator.cost import CostModel, Machine
 from xla_engine.tools.simulator.report import Report
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import Arrival
-from xla_engine.utils.extras import install
 from xla_engine.utils.tables import aligned, figure
 
 MOST = 4096  # machines of a search
@@ -152,13 +151,7 @@ def machines_table(reports: Mapping[int, Report], goal: Goal) -> list[str]:
 
 def plot_machines(reports: Mapping[int, Report], goal: Goal, path: Path | str, title: str) -> None:
     """Draw the 99th percentiles over the number of machines. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
     about = {"first_token": "time to first token", "inter_token": "between tokens", "whole": "whole request"}
     numbers = sorted(reports)

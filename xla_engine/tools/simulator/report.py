@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_engine.errors import ConfigError
 from xla_engine.scheduler import SchedulerConfig
+from xla_engine.tools.drawing import import_pyplot
 from xla_engine.tools.simulator.cost import CostModel, Machine
-from xla_engine.utils.extras import install
 from xla_engine.utils.quantiles import Quantiles
 from xla_engine.utils.tables import aligned, figure
 
@@ -167,13 +166,7 @@ def time_ticks(low: float, high: float) -> list[float]:
 
 def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
     """Draw the distributions of the times. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), sharey=True, layout="constrained")
     about = (
         ("first_token", "time to first token"),

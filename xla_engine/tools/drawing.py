@@ -1,0 +1,18 @@
+"""Matplotlib, for figures that go to files."""
+
+from typing import Any
+
+from xla_engine.errors import ConfigError
+from xla_engine.utils.extras import install
+
+
+def import_pyplot() -> Any:
+    """The module `matplotlib.pyplot`, which opens no window. Raises ConfigError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
