@@ -17,37 +17,40 @@ from typing import Any
 from unittest import mock
 
 from tests.support.models import TINY
-from xla_engine.graphs.config import DeltaForm, RoutedExperts
+from xla_engine.graphs.config import DeltaForm, ModelConfig, RoutedExperts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
-_WIDE = replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
-MODELS = {  # whose layers are C++ operations; what devices share comes out even, or not
+
+
+def _models(
+    base: ModelConfig, experts: RoutedExperts, clamped: int, delta: DeltaForm
+) -> dict[str, ModelConfig]:
+    """Kinds of layers. clamped: features of the experts that have biases."""
+    biases = {"qkv_bias": True, "output_bias": True}
+    with_bias = RoutedExperts(
+        num_experts=4, num_experts_per_tok=3, moe_intermediate_size=clamped, bias=True, swiglu_limit=7.0
+    )
+    mixers = ("linear_attention", "full_attention")
+    return {
+        "routed": replace(base, experts=experts, mlp_only_layers=(1,)),
+        "clamped": replace(base, experts=with_bias, attention_sinks=True, **biases),
+        "recurrent": replace(base, layer_types=mixers, delta=delta, attn_output_gate=True, qk_norm="head"),
+        "normed": replace(
+            base, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, num_key_value_heads=4
+        ),
+    }
+
+
+# Whose layers are C++ operations; what devices share comes out even, or not.
+MODELS = {
     "tiny": TINY,
-    "routed": replace(
-        _WIDE,
-        experts=RoutedExperts(
+    **_models(
+        replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2),
+        RoutedExperts(
             num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96, shared_expert_intermediate_size=64
         ),
-        mlp_only_layers=(1,),
-    ),
-    "clamped": replace(
-        _WIDE,
-        experts=RoutedExperts(
-            num_experts=4, num_experts_per_tok=3, moe_intermediate_size=64, bias=True, swiglu_limit=7.0
-        ),
-        attention_sinks=True,
-        qkv_bias=True,
-        output_bias=True,
-    ),
-    "recurrent": replace(
-        _WIDE,
-        layer_types=("linear_attention", "full_attention"),
-        delta=DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=32, kernel=4, norm_eps=1e-6),
-        attn_output_gate=True,
-        qk_norm="head",
-    ),
-    "normed": replace(
-        _WIDE, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, num_key_value_heads=4
+        64,
+        DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=32, kernel=4, norm_eps=1e-6),
     ),
 }
 # Of which each of four devices has 192 features of every product: where XLA's serve, smaller weights are not cut.
@@ -55,37 +58,18 @@ WIDE = replace(
     TINY, hidden_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=768,
     vocab_size=800, max_position_embeddings=256,
 )  # fmt: skip
+_OF_WIDE = _models(
+    WIDE,
+    RoutedExperts(
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=90, shared_expert_intermediate_size=768
+    ),
+    96,
+    DeltaForm(key_heads=4, value_heads=8, key_dim=16, value_dim=48, kernel=4, norm_eps=1e-6),
+)
+_OF_WIDE["normed"] = replace(_OF_WIDE["normed"], qkv_bias=True, output_bias=True)
 WIDE_MODELS = {
     "wide": WIDE,
-    "wide_routed": replace(
-        WIDE,
-        experts=RoutedExperts(
-            num_experts=5,
-            num_experts_per_tok=2,
-            moe_intermediate_size=90,
-            shared_expert_intermediate_size=768,
-        ),
-        mlp_only_layers=(1,),
-    ),
-    "wide_clamped": replace(
-        WIDE,
-        experts=RoutedExperts(
-            num_experts=4, num_experts_per_tok=3, moe_intermediate_size=96, bias=True, swiglu_limit=7.0
-        ),
-        attention_sinks=True,
-        qkv_bias=True,
-        output_bias=True,
-    ),
-    "wide_recurrent": replace(
-        WIDE,
-        layer_types=("linear_attention", "full_attention"),
-        delta=DeltaForm(key_heads=4, value_heads=8, key_dim=16, value_dim=48, kernel=4, norm_eps=1e-6),
-        attn_output_gate=True,
-        qk_norm="head",
-    ),
-    "wide_normed": replace(
-        WIDE, qk_norm="all", pre_norm=False, post_norm=True, mlp_bias=True, qkv_bias=True, output_bias=True
-    ),
+    **{f"wide_{name}": model for name, model in _OF_WIDE.items()},
     "wide_scaled": replace(
         WIDE,
         layer_norm=True,
