@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from tests.support.engine_faults import bits
 from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.requests.validation import RequestValidator
-from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts
@@ -52,10 +52,21 @@ def policy(llm: LLM) -> Policy:
     return Policy(llm)
 
 
+def letters() -> Tokenizer:
+    """A stop token, token c - 32 for character c, a space, and pairs of letters that no text is encoded with."""
+    pairs = [one + two for one in "abcdefgh" for two in "abcdefghijklm"]
+    tokens = ["<end>", *map(chr, range(33, 127)), "Ġ", *pairs][: TINY.vocab_size]
+    backend = tokenizers.Tokenizer(models.BPE({token: place for place, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend)
+
+
 @pytest.fixture(scope="module")
 def processing_llm() -> Iterator[LLM]:
     config = replace(CONFIG, logprobs_mode="processed_logprobs", enable_dry=True)
-    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+    with XlaBatchEngine(tiny_checkpoint(), letters(), config) as engine:
         yield LLM.from_engine(engine)
 
 
@@ -236,22 +247,47 @@ def test_processed_ones_are_the_sampled_bits(
     assert mismatch(policy, weights, plain) > 1e-3
 
 
-def test_processed_ones_that_need_the_host_are_refused() -> None:
-    tokenizer = Tokenizer.from_pretrained(embedded_model_directory())
-    validator = RequestValidator(
-        vocab_size=tokenizer.vocab_size,
-        eos_token_ids=(0,),
-        max_model_len=64,
-        tokenizer=tokenizer,
-        max_num_seqs=1,
-    )
-    one_token = SamplingParams(bad_words=["("])
-    assert (np.asarray(make_processing(one_token, [3], validator).tables.mask) != 0xFFFFFFFF).any()
-    with pytest.raises(InvalidRequestError, match="does not support bad_words of more than one token"):
-        make_processing(SamplingParams(bad_words=["isinstance(value"]), [3], validator)
-    constraint = StructuredOutputsParams(choice=["a", "b"])
-    with pytest.raises(InvalidRequestError, match="does not support structured_outputs"):
-        make_processing(SamplingParams(structured_outputs=constraint), [3], validator)
+BY_HOST = {
+    "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="[a-h]{3,9}[x-z]*")},
+    "bad_words of more than one token": {
+        "bad_words": [one + two for one in "abcdefgh" for two in "abcd"],
+        "allowed_token_ids": range(ord("a") - 32, ord("i") - 32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", BY_HOST)
+def test_masks_that_the_host_made_are_made_again(
+    processing_llm: LLM, processing_policy: Policy, name: str
+) -> None:
+    policy, params = processing_policy, replace(PARAMS, ignore_eos=False, min_p=0.001, **BY_HOST[name])
+    outputs, weights = rolled_out(processing_llm, params), policy.params()
+    batch = policy.batch(outputs, params)
+    assert batch.response_mask.sum() > 3 * len(outputs)
+    assert same_bits(policy.logps(weights, batch), batch.sampled)
+    tables = batch.processing.tables
+    first = np.broadcast_to(tables.mask[:, None], tables.draft_masks.shape)
+    tables = replace(tables, draft_masks=first)
+    without = replace(batch, processing=replace(batch.processing, tables=tables))
+    assert mismatch(policy, weights, without) > 1e-3
+    gradient = jax.grad(lambda weights: policy.logps(weights, batch).sum())(weights)
+    assert all(np.isfinite(leaf).all() for leaf in gradient.values())
+
+
+def test_answers_that_were_sampled_with_other_constraints_are_refused(
+    processing_llm: LLM, processing_policy: Policy
+) -> None:
+    outputs = rolled_out(processing_llm, replace(PARAMS, allowed_token_ids=[40, 41]))
+    with pytest.raises(InvalidRequestError, match="answer 0 of the batch was sampled with other structured"):
+        processing_policy.batch(outputs, replace(PARAMS, ignore_eos=False, **BY_HOST["structured_outputs"]))
+
+
+@pytest.mark.parametrize("name", BY_HOST)
+def test_without_answers_the_masks_of_the_host_are_refused(processing_llm: LLM, name: str) -> None:
+    """A trainer of tunix traces its tokens."""
+    validator = processing_llm.engine.validator
+    with pytest.raises(InvalidRequestError, match=f"does not support {name}"):
+        make_processing(SamplingParams(**BY_HOST[name]), [3], validator)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.row_settings import HostTables, RowSettings, sampling_rows
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.token_mask import TokenMask
 
 _MULTIPLE = 32  # of the width of a batch, so that few shapes compile
 
@@ -23,7 +24,8 @@ _MULTIPLE = 32  # of the width of a batch, so that few shapes compile
 class Processing:
     """How the sampler made the distribution of each of B sequences from the model's logits.
 
-    sampling, tables: as the engine has them for its rows. stop_ids: i32 `[B, E]`, as in `Rows`.
+    sampling, tables: as the engine has them for its rows; `draft_masks` holds masks that the host made, if any.
+    stop_ids: i32 `[B, E]`, as in `Rows`.
     prompt_length: i32 `[B]`. min_tokens: i32 `[B]`, response tokens before stop ids may be sampled.
     """
 
@@ -54,19 +56,20 @@ class Batch:
 
 
 def make_processing(
-    params: SamplingParams, prompt_lengths: Sequence[int], validator: RequestValidator
+    params: SamplingParams,
+    prompt_lengths: Sequence[int],
+    validator: RequestValidator,
+    answers: Sequence[Sequence[int]] | None = None,
+    width: int = 1,
 ) -> Processing:
-    """The processing of sequences with these parameters and prompts. Raises InvalidRequestError."""
+    """The processing of sequences with these parameters and prompts. Raises InvalidRequestError.
+
+    answers: the tokens of each, from which the masks that the host made while sampling are made again; None refuses
+    parameters that need such masks. width: T of the batch.
+    """
     stop_ids = validator.stop_token_ids(params)
     mask = validator.token_mask(params, stop_ids)
-    if mask is not None and mask.constrained:
-        name = (
-            "bad_words of more than one token" if params.structured_outputs is None else "structured_outputs"
-        )
-        raise InvalidRequestError(
-            f"a policy does not support {name} with processed log-probabilities: which tokens are allowed is decided "
-            "on the host, token by token. Sample without, or start the engine with logprobs_mode 'raw_logprobs'"
-        )
+    masks = [] if mask is None or not mask.constrained else _masks_of(mask, params, answers)
     count = len(prompt_lengths)
     settings = RowSettings(
         max_tokens=1,
@@ -76,7 +79,10 @@ def make_processing(
         mask=mask,
         dry_breakers=validator.dry_breakers(params),
     )
-    tables = HostTables(count, validator.vocab_size)
+    # Behind t tokens of the response is the mask that the sampler has behind t drafts.
+    tables = HostTables(count, validator.vocab_size, drafts=width - 1 if masks else 0)
+    for row, behind in enumerate(masks):
+        tables.set_draft_masks(row, behind)
     for row in range(count):
         tables.set_bias(row, params.logit_bias or {})
         if mask is not None:
@@ -89,6 +95,27 @@ def make_processing(
         prompt_length=np.asarray(prompt_lengths, np.int32),
         min_tokens=np.full(count, settings.min_tokens, np.int32),
     )
+
+
+def _masks_of(
+    mask: TokenMask, params: SamplingParams, answers: Sequence[Sequence[int]] | None
+) -> list[list[np.ndarray]]:
+    """For each answer, the mask after each token but the last. Raises InvalidRequestError."""
+    name = "bad_words of more than one token" if params.structured_outputs is None else "structured_outputs"
+    if answers is None:
+        raise InvalidRequestError(
+            f"tunix's trainer does not support {name} with processed log-probabilities: which tokens are allowed "
+            "is decided on the host, token by token. Sample without, or start the engine with logprobs_mode "
+            "'raw_logprobs'"
+        )
+    found = [mask.ahead(answer[:-1]) for answer in answers]
+    for row, (answer, masks) in enumerate(zip(answers, found, strict=True)):
+        if len(masks) < len(answer) - 1:
+            raise InvalidRequestError(
+                f"answer {row} of the batch was sampled with other {name}: its token {len(masks)} is not allowed. "
+                "Give the parameters that it was sampled with"
+            )
+    return found
 
 
 def make_batch(
@@ -127,5 +154,6 @@ def make_batch(
     processing = None
     if validator is not None:
         lengths = [len(output.prompt_token_ids) for output, _ in rows]
-        processing = make_processing(params, lengths, validator)
+        answers = [answer.token_ids for _, answer in rows]
+        processing = make_processing(params, lengths, validator, answers, width)
     return Batch(tokens=tokens, length=length, response_mask=mask, sampled=sampled, processing=processing)

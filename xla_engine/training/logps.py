@@ -267,6 +267,7 @@ def _sampling(
         stop_ids=jnp.asarray(processing.stop_ids)[slot],
         history=jnp.asarray(batch.tokens, jnp.int32),
         tables=jax.tree.map(jnp.asarray, processing.tables),
+        draft=None if processing.tables.draft_masks is None else sampled,
     )
 
 
