@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from xla_engine.cli import _help, _lora
 from xla_engine.cli._help import engine_option, together
@@ -368,10 +370,21 @@ def startup_errors() -> Iterator[None]:
 
 
 def begin_start(options: Mapping[str, Any]) -> None:
-    """Begin what takes long at a first start: a part of the C++ kernels compiles while jax is imported."""
+    """Begin what takes long at a first start: a part of the C++ kernels compiles while jax is imported.
+
+    Until the engine is ready, or the command ends, Python collects no garbage: a start makes many objects that stay.
+    """
     from xla_engine.runner.native_library.compiled import begin_compiling
 
+    if gc.isenabled():
+        gc.disable()
+        click.get_current_context().call_on_close(gc.enable)
     begin_compiling(options["isa"])
+
+
+def is_default(option: str) -> bool:
+    """Whether nobody gave this option of the running command."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.DEFAULT
 
 
 @contextlib.contextmanager
@@ -393,6 +406,7 @@ def load_engine(
         progress = progress if times is None else times.following(progress)
         model = options.get("files", options["model"]) if engines == 1 else options["model"]
         engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
+    gc.enable()
     with engine:
         _lora.load(engine, options)
         if isinstance(engine, XlaBatchEngine) and fields.get("max_model_len") is None:
