@@ -203,6 +203,7 @@ class Runner:
         )
         if store is not None and store.has_new:
             store.tidy()
+        release_free_memory()  # and what compiling or loading programs has freed
         progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began
