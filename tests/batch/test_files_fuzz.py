@@ -25,7 +25,9 @@ from xla_engine.batch.stream.event_stream import EventStream
 from xla_engine.errors import CompareError, OutputError, ResumeError
 
 FUZZ = settings(
-    max_examples=examples(50, 200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50, 200),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 VALUES = st.recursive(

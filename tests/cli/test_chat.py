@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.again import again
 from tests.support.command_line import assert_not_started, invoke
 from tests.support.fake_engine import FakeEngine
 from xla_engine.environment import embedded_model_directory
@@ -116,7 +117,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())
 
-    def interrupt_until(self, words: str, seconds: float = 60) -> None:
+    def interrupt_until(self, words: str, seconds: float = 600) -> None:
         """Press Ctrl-C, again each second, until some words are shown.
 
         Python loses a signal that comes between readline's prompt and its wait for a key: a person presses again.
@@ -128,7 +129,7 @@ class Terminal:
                 self.shown += os.read(self._file, 4096).decode(errors="replace")
         self.wait_for(words, 0)
 
-    def wait_for(self, words: str, seconds: float = 300) -> str:
+    def wait_for(self, words: str, seconds: float = 600) -> str:
         """Return and forget everything that is shown up to some words."""
         until = time.monotonic() + seconds
         while words not in self.shown:
@@ -142,9 +143,10 @@ class Terminal:
 
 
 @pytest.mark.full
+@again
 def test_a_person_talks_in_a_terminal(tmp_path: Path) -> None:
     """Ctrl-C ends an answer and, at the prompt, nothing; the same seed gives the same answer; Ctrl-D leaves."""
-    shutil.copytree(embedded_model_directory(), tmp_path / "model")
+    shutil.copytree(embedded_model_directory(), tmp_path / "model", dirs_exist_ok=True)
     (tmp_path / "model" / "chat_template.jinja").write_text(MARKDOWN)
     terminal = Terminal("chat", "--model", str(tmp_path / "model"), "--seed", "3")
     try:
@@ -163,7 +165,7 @@ def test_a_person_talks_in_a_terminal(tmp_path: Path) -> None:
         terminal.wait_for("def\r\n")
         terminal.shown += os.read(terminal._file, 1).decode()  # it answers
         terminal.type("\x03")
-        terminal.wait_for("(stopped)")
+        terminal.wait_for("(stopped)", 20)  # unless it has ended
         terminal.wait_for("> ")
         terminal.interrupt_until("(Ctrl-D or /exit quits)")
         terminal.type(f"/save {tmp_path / 'chat.json'}\n")
@@ -171,7 +173,7 @@ def test_a_person_talks_in_a_terminal(tmp_path: Path) -> None:
         roles = [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())["messages"]]
         assert roles == ["user", "assistant"] * 2
         terminal.type("\x04")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(600) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()

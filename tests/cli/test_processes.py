@@ -65,7 +65,7 @@ def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Pa
     (tmp_path / "all.jsonl").write_bytes(b"\n".join([*GOOD, *bad, GOOD[1]]))
     for name, status in (("good", 0), ("all", 1)):
         process = start("run", tmp_path / f"{name}.jsonl", "-o", tmp_path / f"{name}.out")
-        _, stderr = process.communicate(timeout=240)
+        _, stderr = process.communicate(timeout=1800)
         assert process.returncode == status, stderr.decode()
         assert b"Traceback" not in stderr
     alone, together = (by_line(records_of(tmp_path / f"{name}.out")) for name in ("good", "all"))
@@ -94,7 +94,7 @@ def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Pa
 
 def test_a_real_ctrl_c(tmp_path: Path) -> None:
     """An interrupt after the first results: status 130, complete lines only."""
-    lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 50}\n' * 2000
+    lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 50}\n' * 10_000
     (tmp_path / "in.jsonl").write_bytes(lines)
     out = tmp_path / "out.jsonl"
     # A shell may start its background jobs, this test among them, with SIGINT ignored.
@@ -102,16 +102,16 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import xla_engine.__main__"
     )
     process = start("run", tmp_path / "in.jsonl", "-o", out, python=("-c", listen))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while (
         not (out.exists() and out.stat().st_size) and process.poll() is None and time.monotonic() < deadline
     ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=1800)
     assert process.returncode == 130, stderr.decode()
     assert b"Traceback" not in stderr and b"interrupted: " in stderr and b"a second signal stops" in stderr
-    assert 0 < len(by_line(records_of(out))) < 2000
+    assert 0 < len(by_line(records_of(out))) < 10_000
     assert b" 0 running requests" in stderr  # the first interrupt let them finish
 
 
@@ -125,6 +125,6 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     process.stdout.close()
     stderr = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(timeout=60) == 1, stderr
+    assert process.wait(timeout=1800) == 1, stderr
     assert json.loads(first)["error"] is None
     assert "Broken pipe" in stderr and "Traceback" not in stderr and "Exception ignored" not in stderr

@@ -211,7 +211,7 @@ def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=1800,
         )
         assert done.returncode == 0, done.stderr
         written.append(target.read_bytes())

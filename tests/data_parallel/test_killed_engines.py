@@ -44,9 +44,9 @@ def test_a_run_with_killed_engines_writes_the_bytes_of_one_engine(tmp_path: Path
     source = ROOT / "examples" / "requests.jsonl"
     options = ["run", str(source), "--ordered", "--created", "17", "--no-progress"]
     command = [sys.executable, "-m", "xla_engine", *options, "-o", str(one)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=200)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
     several = [sys.executable, "-c", RUN_AND_KILL, *options, "-o", str(two), "--data-parallel-size", "2"]
-    done = subprocess.run(several, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=400)
+    done = subprocess.run(several, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("killed one") == 2
     assert two.read_bytes() == one.read_bytes()
@@ -64,13 +64,13 @@ def test_a_server_of_several_engines_streams_on_when_one_is_killed(tmp_path: Pat
         stderr=subprocess.DEVNULL,
     )
     try:
-        limit = time.monotonic() + 150
+        limit = time.monotonic() + 600
         while not socket.exists():
             assert process.poll() is None and time.monotonic() < limit
             time.sleep(0.2)
         body = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 200, "seed": 1, "ignore_eos": True}
         transport = httpx.HTTPTransport(uds=str(socket))
-        with httpx.Client(base_url="http://server", transport=transport, timeout=100) as client:
+        with httpx.Client(base_url="http://server", transport=transport, timeout=1800) as client:
             whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
             text, killed = "", False
             with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
@@ -87,4 +87,4 @@ def test_a_server_of_several_engines_streams_on_when_one_is_killed(tmp_path: Pat
             assert "vllm:num_requests_running" in client.get("/metrics").text
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=1800)

@@ -97,7 +97,7 @@ def run_shell_blocks(page: Path, folder: Path, *, slow: bool) -> None:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=280,
+                timeout=1800,
             )
             assert done.returncode == block.exit_status, (
                 f"{name_of(page)}:{block.line}\n{done.stdout}{done.stderr}"

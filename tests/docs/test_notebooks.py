@@ -74,7 +74,7 @@ def test_a_notebook_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     command = [sys.executable, tmp_path / "examples" / "build.py", name]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     for old, new in zip(code_cells(name), code_cells(name, tmp_path / "examples"), strict=True):
         assert shown(name, new) == shown(name, old), f"run examples/build.py {name}: {''.join(old['source'])}"

@@ -168,7 +168,7 @@ def test_a_cancelled_loop_tells_every_reader_and_the_next_request_starts_another
         steps.append(step)
         if len(steps) == 3:
             reached.set()
-            assert told.wait(60)
+            assert told.wait(600)
         return real(step)
 
     monkeypatch.setattr(tiny.runner, "wait", wait)

@@ -96,7 +96,7 @@ def test_functions_may_submit_and_abort(llm: LLM) -> None:
 
     llm.start()
     llm.submit([1], ENDLESS, on_output=first)
-    assert second.begun.wait(60)
+    assert second.begun.wait(600)
     llm.stop()
     assert ended == ["abort"] and second.ended[1] == "length"
     assert len(second.outputs) > 10  # nobody else ran turns, so that each has told its tokens
@@ -108,7 +108,7 @@ def test_a_stop_without_time_aborts_what_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.submit([], PARAMS, on_output=calls)
     llm.submit([1, 2], ENDLESS, on_output=calls)
-    assert calls.begun.wait(60)
+    assert calls.begun.wait(600)
     llm.stop(timeout_s=0)
     assert calls.ended[1] == "abort" and llm.engine.num_running == 0
     assert llm.engine.drain() == []

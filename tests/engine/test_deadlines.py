@@ -43,7 +43,7 @@ class BusyDevice:
         self._left -= 1
         if self._left == 0:
             self.busy.set()
-            assert self.release.wait(60), "the end of the request waits for the step"
+            assert self.release.wait(600), "the end of the request waits for the step"
             self.came_back = True
         return self._real(step)
 
@@ -129,7 +129,7 @@ def test_a_thread_that_waits_for_anothers_turn_ends_its_request_in_time(
     device = busy(3)
     slow = threading.Thread(target=lambda: llm.generate([[7]], LONG, use_tqdm=False))
     slow.start()
-    assert device.busy.wait(60)
+    assert device.busy.wait(600)
     (output,) = llm.generate([[1, 2]], LONG, deadline_s=SOON, use_tqdm=False)
     assert reason(output) == "deadline" and not device.came_back
     device.release.set()
@@ -153,7 +153,7 @@ def test_another_thread_drives_a_turn_that_its_driver_has_left(
         tiny.advance()
     assert not device.came_back
     device.release.set()  # from here on the other thread drives alone
-    other.join(60)
+    other.join(600)
     assert [reason(request.output()) for request in (*first.take(), *second.take())] == ["deadline", "length"]
 
 
@@ -173,9 +173,9 @@ def test_callbacks_hear_of_a_deadline_while_the_step_runs(
     llm.start()
     try:
         llm.submit([7], LONG, on_output=lambda output: None)
-        assert device.busy.wait(60)
+        assert device.busy.wait(600)
         llm.submit([1, 2], LONG, on_output=hear, deadline_s=SOON)
-        assert told.wait(30) and ended == ["deadline"] and not device.came_back
+        assert told.wait(600) and ended == ["deadline"] and not device.came_back
     finally:
         device.release.set()
         llm.stop()

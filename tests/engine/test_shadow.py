@@ -201,7 +201,7 @@ def test_it_works_while_nobody_asks_for_anything() -> None:
             SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
         )
         tokens = [[output async for output in llm.generate([5, 7, 9], params)][-1].outputs[0].token_ids]
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while engine.stats().shadow_requests < 1:
             assert time.monotonic() < until, "the probe stands still"
             await asyncio.sleep(0.01)
@@ -210,7 +210,7 @@ def test_it_works_while_nobody_asks_for_anything() -> None:
                 [output async for output in llm.generate([5, 7, 9], params)][-1].outputs[0].token_ids
             )
         assert len(set(tokens)) == 1
-        await asyncio.wait_for(llm.close(), 60)
+        await asyncio.wait_for(llm.close(), 300)
         assert engine.stats().shadow_mismatches == 0
 
     asyncio.run(main())

@@ -33,7 +33,7 @@ class Gate:
 
     def _ask(self, *arguments: Any) -> Any:
         self.entered.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(600)
         return self._real(*arguments)
 
 
@@ -57,7 +57,7 @@ def never(error: Exception) -> None:
 def test_other_rows_go_on_while_a_constraint_is_tried(embedded: XlaBatchEngine, gate: Gate) -> None:
     embedded.submit("x = ", PLAIN, request_id="plain")
     embedded.submit("x = ", constrained(301), request_id="waits", on_refused=never)
-    assert gate.entered.wait(60), "it is tried in another thread"
+    assert gate.entered.wait(600), "it is tried in another thread"
     (view,) = [view for view in embedded.snapshot().waiting if view.request_id == "waits"]
     assert view.decision is not None and "being compiled" in view.decision.reason
     assert embedded.num_waiting == 2 and embedded.has_unfinished
@@ -151,12 +151,12 @@ def test_another_threads_turns_go_on_while_a_caller_waits_in_submit(
         target=embedded.submit, args=("x = ", constrained(350)), kwargs={"request_id": "late"}
     )
     caller.start()
-    assert gate.entered.wait(60)
+    assert gate.entered.wait(600)
     embedded.submit("x = ", PLAIN, request_id="plain")
     (output,) = embedded.drain()
     assert output.request_id == "plain" and caller.is_alive()
     gate.opened.set()
-    caller.join(60)
+    caller.join(600)
     (output,) = embedded.drain()
     assert output.request_id == "late"
 
@@ -183,7 +183,7 @@ def test_an_event_loop_serves_others_and_raises_where_it_was_asked(
             await asyncio.sleep(0)
         llm._waiter.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_lines_of_a_run_do_not_wait_for_a_constraint_before_them(tmp_path: Any, gate: Gate) -> None:

@@ -161,7 +161,9 @@ JSON = st.recursive(
 
 
 @settings(
-    max_examples=examples(80, 300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(80, 300),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data())
 def test_a_damaged_record_is_read_or_refused(honest: Record, data: st.DataObject) -> None:

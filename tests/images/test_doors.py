@@ -191,7 +191,7 @@ def test_pictures_that_take_long_stop_no_other_line() -> None:
         seen.append(add_special_tokens)
         (picture,) = prompt_parts(prompt).pictures
         if picture.source == "slow":
-            assert release.wait(30)
+            assert release.wait(600)
         if picture.source == "bad":
             raise InvalidImageError(f"{picture.name}: it is bad")
         return f"read {picture.source}"

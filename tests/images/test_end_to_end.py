@@ -27,7 +27,7 @@ from tests.images.test_doors import PARTS
 from tests.images.test_features import model as small
 from tests.images.test_features import picture
 from tests.server.conftest import Running
-from tests.support.command_line import invoke
+from tests.support.command_line import ROOT, invoke
 from xla_engine import LLM, SamplingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
@@ -260,8 +260,9 @@ def test_a_killed_batch_of_pictures_goes_on(model: Path, tmp_path: Path) -> None
     def written() -> int:
         return out.read_bytes().count(b"\n") if out.exists() else 0
 
-    command = [sys.executable, "-m", "xla_engine", "run", source, "-o", out, *options]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+    program = [sys.executable, "-m", "tests.support.stops_writing", count // 2, tmp_path / "never"]
+    command = [*program, "run", source, "-o", out, *options]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stderr=subprocess.DEVNULL)
     while written() < count // 2 and process.poll() is None:
         time.sleep(0.01 + count / 1e5)
     process.kill()
@@ -374,7 +375,7 @@ def test_a_server_answers_as_the_library_does(engine: XlaBatchEngine, folder: Pa
             parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
             body = {"model": "tiny", "messages": [{"role": "user", "content": parts}], "temperature": 0}
             body |= {"max_tokens": 6, **more}
-            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1800)
 
         texts = [
             post(url).json()["choices"][0]["message"]["content"]

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.again import again
 from xla_engine.errors import (
     ConfigError,
     ImageNotAllowedError,
@@ -124,7 +125,7 @@ def test_hosts_that_are_not_public_are_never_connected_to(address: str) -> None:
         with pytest.raises(
             ImageNotAllowedError, match=r"pictures\.example is not a host of the public internet"
         ):
-            fetcher.start("http://pictures.example/a.png").result(10)
+            fetcher.start("http://pictures.example/a.png").result(600)
         fetcher.close()
 
 
@@ -196,14 +197,14 @@ def test_a_picture_is_fetched_from_an_allowed_host() -> None:
 )
 def test_other_answers_are_errors(whole: bytes, kind: type[Exception], message: str) -> None:
     with site(lambda _: whole) as (_, fetcher), pytest.raises(kind, match=message) as caught:
-        fetcher.start("http://pictures.example/").result(10)
+        fetcher.start("http://pictures.example/").result(600)
     assert type(caught.value) is kind
 
 
 def test_no_proxy_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with site(lambda _: answer(b"abc")) as (_, fetcher):
-        assert fetcher.start("http://pictures.example/").result(10) == b"abc"
+        assert fetcher.start("http://pictures.example/").result(600) == b"abc"
 
 
 def certificate(folder: Path, host: str) -> tuple[Path, ssl.SSLContext]:
@@ -248,13 +249,14 @@ def test_the_certificate_of_a_host_must_be_trusted_and_its_own(
         with site(lambda _: whole, secure=context, timeout_s=60.0) as (server, fetcher):
             found = fetcher.start("https://pictures.example/a.png?b")
             if error is None:
-                assert found.result(60) == b"abcde" and server.asked[0].startswith(b"GET /a.png?b ")
+                assert found.result(600) == b"abcde" and server.asked[0].startswith(b"GET /a.png?b ")
                 continue
             with pytest.raises(ImageUnreachableError, match=error):
-                found.result(60)
+                found.result(600)
             assert not server.asked  # nothing of the request was sent
 
 
+@again
 def test_a_slow_host_delays_only_its_own_pictures() -> None:
     """It sends a byte now and then, or its name is never resolved; both end at the limit, others meanwhile."""
     release: list[bool] = []
@@ -270,11 +272,11 @@ def test_a_slow_host_delays_only_its_own_pictures() -> None:
     with site(reply, resolve=resolve, timeout_s=2.0) as (_, fetcher):
         hung = [fetcher.start("http://other.example/") for _ in range(50)]
         slow = [fetcher.start("http://pictures.example/slow") for _ in range(4)]
-        assert fetcher.start("http://pictures.example/").result(10) == b"abc"
+        assert fetcher.start("http://pictures.example/").result(600) == b"abc"
         assert not any(each.done() for each in (*hung, *slow))
         for each in (*hung, *slow):
             with pytest.raises(ImageUnreachableError, match="within 2 s"):
-                each.result(10)
+                each.result(600)
         release.append(True)
 
 

@@ -215,10 +215,10 @@ class Clone:
         if not folder.exists():
             git = ["git", "clone", "--quiet", "--depth=1", "--filter=blob:none", "--sparse"]
             address = f"https://github.com/{self.repository}.git"
-            subprocess.run([*git, address, str(folder)], check=True, capture_output=True, timeout=300)
+            subprocess.run([*git, address, str(folder)], check=True, capture_output=True, timeout=1800)
             if self.paths:
                 command = ["git", "sparse-checkout", "set", *self.paths]
-                subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
+                subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=1800)
         return folder
 
 
@@ -274,12 +274,12 @@ def serving(judge: Judge, work: Path) -> Iterator[str]:
             yield _address(server, work / "server.log")
         finally:
             server.terminate()
-            server.wait(60)
+            server.wait(600)
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
     """Where it listens, once it is ready."""
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + 600
     while time.monotonic() < limit and server.poll() is None:
         words = log.read_text().split()
         url = next((word for word in words if word.startswith("http://127.0.0.1:")), None)

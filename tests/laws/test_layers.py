@@ -260,7 +260,7 @@ def test_files_of_a_user_with_these_names_do_no_harm(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,
         check=False,
     )
     assert done.stdout == "xla_engine.llm\n", done.stderr

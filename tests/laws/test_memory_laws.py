@@ -69,6 +69,5 @@ def test_adversarial_sequences_give_no_stale_hit_and_lose_nothing(seeds: range) 
 
 
 @pytest.mark.release
-@pytest.mark.timeout(1800)
 def test_ten_thousand_adversarial_sequences() -> None:
     check_all(range(10_000, 20_000))

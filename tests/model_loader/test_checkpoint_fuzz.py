@@ -18,7 +18,9 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 
 FUZZ = settings(
-    max_examples=examples(40, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40, 150),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 JSON_VALUES = st.recursive(

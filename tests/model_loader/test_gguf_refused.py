@@ -116,7 +116,11 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
         assert_refused(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     edits=st.lists(
         st.tuples(st.integers(0, 3000), st.integers(0, 4), st.binary(max_size=8)), min_size=1, max_size=4

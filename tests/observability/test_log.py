@@ -90,6 +90,6 @@ def test_who_configures_nothing_sees_nothing() -> None:
         "engine.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr

@@ -157,7 +157,7 @@ def test_the_server_answers_as_a_batch_does(llm: LLM) -> None:
     running = Running(Service(AsyncLLM.from_engine(llm.engine), ServerSettings(model_names=("any",))))
     try:
         for (url, body), wanted in zip(BODIES, expected, strict=True):
-            found = httpx.post(f"{running.url}{url}", json=body, timeout=60)
+            found = httpx.post(f"{running.url}{url}", json=body, timeout=1800)
             assert found.status_code == 200, found.text
             shown = ("id", "created", "model")
             assert {k: v for k, v in found.json().items() if k not in shown} == {
@@ -166,16 +166,16 @@ def test_the_server_answers_as_a_batch_does(llm: LLM) -> None:
         for path, number in (("/score", 3), ("/rerank", 5), ("/v2/rerank", 5)):
             url, body = BODIES[number]
             alias, usual = (
-                httpx.post(running.url + each, json=body, timeout=60).json() for each in (path, url)
+                httpx.post(running.url + each, json=body, timeout=1800).json() for each in (path, url)
             )
             for name in ("data", "results"):
                 assert alias.get(name) == usual.get(name)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
         vector = client.embeddings.create(model="any", input=TEXTS[1]).data[0].embedding
         assert vector == np.frombuffer(base64.b64decode(expected[1]["data"][0]["embedding"]), "<f4").tolist()
-        refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, timeout=60)
+        refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, timeout=1800)
         assert refused.status_code == 400 and "pools" in refused.text
-        wrong = httpx.post(f"{running.url}/v1/rerank", json={"query": "a", "documents": 3}, timeout=60)
+        wrong = httpx.post(f"{running.url}/v1/rerank", json={"query": "a", "documents": 3}, timeout=1800)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "documents")
         assert "/v1/embeddings" in URLS
     finally:

@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 pytest.importorskip("pyarrow.parquet")
 from tests.support.ray_job import CONFIG, actors_of, expected, found, start, write_source
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def single() -> Any:
 
 def test_a_killed_actor_changes_nothing(source: Path, tmp_path: Path, single: XlaBatchEngine) -> None:
     process = start(source, tmp_path / "out", "-", 2)
-    limit = time.monotonic() + 400
+    limit = time.monotonic() + 600
     while not list((tmp_path / "out").rglob("*.parquet")):
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.05)
@@ -48,13 +48,13 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
 ) -> None:
     target, checkpoint = tmp_path / "out", tmp_path / "checkpoint"
     first = start(source, target, checkpoint, 1)
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + 600
     while not list(checkpoint.rglob("*.parquet")):
         assert first.poll() is None and time.monotonic() < limit
         time.sleep(0.05)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     second = start(source, target, checkpoint, 1)
-    _, errors = second.communicate(timeout=400)
+    _, errors = second.communicate(timeout=1800)
     assert second.returncode == 0, errors.decode()[-3000:]
     assert found(target) == expected(source, single)  # each key once

@@ -120,7 +120,7 @@ def test_the_fixture_fails_a_test_whose_function_depends_on_the_batch(tmp_path: 
         | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=1800,
         check=False,
     )
     assert "1 failed, 1 passed" in done.stdout and "DIFFERENT answers" in done.stdout, (

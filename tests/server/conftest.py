@@ -48,9 +48,9 @@ class Running:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(600)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 600) -> None:
         limit = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < limit, "it did not happen"
@@ -58,7 +58,7 @@ class Running:
 
     def stop(self) -> None:
         self.server.handle_exit(15, None)
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
 
 
@@ -84,9 +84,9 @@ def running(
         sampling_defaults={"chat_template": TEMPLATE},
         max_waiting=80,  # 64 clients ask for as many sequences, slots included
         max_body_bytes=1 << 20,
-        header_timeout_s=2.0,
-        body_timeout_s=2.0,
-        send_timeout_s=2.0,
+        header_timeout_s=6.0,
+        body_timeout_s=6.0,
+        send_timeout_s=6.0,
         batch_dir=folder,
     )
     with pytest.MonkeyPatch.context() as patched:
@@ -112,5 +112,5 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=1800) as client:
         yield client

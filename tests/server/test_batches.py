@@ -20,6 +20,7 @@ import pytest
 
 from tests.server.bodies import BODIES, TOOL
 from tests.server.conftest import Running
+from tests.support.command_line import ROOT
 from xla_engine.batch.envelope import CHAT_URL
 from xla_engine.errors import ConfigError
 from xla_engine.server.batches.records import BatchRecord
@@ -45,7 +46,7 @@ def create(client: openai.OpenAI, data: bytes, endpoint: Any = "/v1/completions"
     )
 
 
-def finished(client: openai.OpenAI, batch_id: str, seconds: float = 60) -> Any:
+def finished(client: openai.OpenAI, batch_id: str, seconds: float = 600) -> Any:
     limit = time.monotonic() + seconds
     while (batch := client.batches.retrieve(batch_id)).status not in (
         "completed",
@@ -168,22 +169,25 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 class Process:
-    """A server process that the test can kill."""
+    """A server process that the test can kill. lines: how many results a batch writes before `folder / "go"` exists."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lines: int | None = None) -> None:
         self.socket = folder / "socket"
         options = {"--uds": str(self.socket), "--batch-dir": str(folder / "store"), "--max-num-seqs": "8"}
-        command = [sys.executable, "-m", "xla_engine", "serve", "--no-access-log"]
+        program = [sys.executable, "-m", "xla_engine"]
+        if lines is not None:
+            program = [sys.executable, "-m", "tests.support.stops_writing", str(lines), str(folder / "go")]
         with open(folder / "log", "ab") as log:
             self.process = subprocess.Popen(
-                [*command, *itertools.chain(*options.items())],
+                [*program, "serve", "--no-access-log", *itertools.chain(*options.items())],
                 stderr=log,
+                cwd=ROOT,
                 env=os.environ | {"XLA_ENGINE_API_KEY": "alpha,beta"},
             )
         transport = httpx.HTTPTransport(uds=str(self.socket))
-        self.http = httpx.Client(transport=transport, base_url="http://x", timeout=30)
+        self.http = httpx.Client(transport=transport, base_url="http://x", timeout=1800)
         self.client = openai.OpenAI(base_url="http://x/v1", api_key="alpha", http_client=self.http)
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 600
         while not self._is_ready():
             assert self.process.poll() is None and time.monotonic() < limit, (folder / "log").read_text()
             time.sleep(0.05)
@@ -199,7 +203,7 @@ class Process:
     def end(self, number: signal.Signals) -> int:
         os.kill(self.process.pid, number)
         self.client.close()
-        return self.process.wait(60)
+        return self.process.wait(600)
 
 
 @pytest.mark.full
@@ -208,23 +212,29 @@ def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
     The results are those of an undisturbed run, each exactly once, also for lines without a seed."""
     bodies = [{"prompt": f"x{number} = ", "max_tokens": 60, "ignore_eos": True} for number in range(300)]
     data = lines_of(bodies)
-    server = Process(tmp_path)
+    server = Process(tmp_path, lines=30)
     batch = create(server.client, data)
     record = json.loads((tmp_path / "store" / "batches" / batch.id / "batch.json").read_bytes())
     output = tmp_path / "store" / "files" / record["results_id"] / "data"
 
     def wait_for_lines(count: int) -> None:
         while not output.exists() or output.read_bytes().count(b"\n") < count:
-            time.sleep(0.002)
+            assert server.process.poll() is None
+            time.sleep(0.01)
 
     wait_for_lines(20)
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
     before = output.read_bytes().count(b"\n")
     assert before < 300
-    server = Process(tmp_path)
+    server = Process(tmp_path, lines=before + 30)
     assert server.client.batches.retrieve(batch.id).request_counts.completed >= before
     wait_for_lines(before + 20)
-    assert server.end(signal.SIGTERM) == 0
+    os.kill(server.process.pid, signal.SIGTERM)
+    while "draining" not in (tmp_path / "log").read_text():
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert server.process.wait(600) == 0
+    server.client.close()
     assert output.read_bytes().endswith(b"\n") and output.read_bytes().count(b"\n") < 300
     server = Process(tmp_path)
     done = finished(server.client, batch.id)
@@ -259,7 +269,7 @@ def a_stream_ends_before_its_server(server: Process) -> None:
     last = [choice.finish_reason for piece in pieces for choice in piece.choices][-1]
     assert last == "length"
     server.client.close()
-    assert server.process.wait(60) == 0
+    assert server.process.wait(600) == 0
 
 
 def test_a_line_has_the_message_of_a_post(client: openai.OpenAI, http: httpx.Client, server: Running) -> None:

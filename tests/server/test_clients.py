@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import Running
+from tests.support.again import again
 from xla_engine.observability.observer import Observer
 from xla_engine.server.app import make_app
 from xla_engine.server.generation import Generation
@@ -74,13 +75,14 @@ def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@again
 def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool) -> None:
     body = json.dumps({**LONG, "stream": stream}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     sockets = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
     for one in sockets:
         one.sendall(head + body)
-    server.wait_until(lambda: server.service.live > 0)
+    server.wait_until(lambda: server.service.live > 0, 5)
     for one in sockets:
         one.close()
     server.wait_until(lambda: server.service.live == 0)
@@ -88,6 +90,7 @@ def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool)
     assert aborted > 0
 
 
+@again
 def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
     server: Running, http: httpx.Client
 ) -> None:
@@ -99,7 +102,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
         slow.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )
-        server.wait_until(lambda: server.service.live == 24)
+        server.wait_until(lambda: server.service.live == 24, 5)
         answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})
         assert answer.status_code == 200
         server.wait_until(lambda: server.service.live == 0)
@@ -108,8 +111,10 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
         server.wait_until(lambda: place not in [each.client[1] for each in list(connections) if each.client])
 
 
+@again
 def test_a_full_queue_says_when_to_come_again(server: Running, http: httpx.Client) -> None:
     service = server.service
+    server.wait_until(lambda: service.live == 0)
 
     async def main() -> None:
         endpoint = Generation(service, "/v1/completions")
@@ -130,7 +135,7 @@ def test_a_full_queue_says_when_to_come_again(server: Running, http: httpx.Clien
 
 
 def raw(server: Running, data: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as one:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=1800) as one:
         one.sendall(data)
         answer = b""
         try:

@@ -78,7 +78,11 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 @pytest.mark.parametrize("path", PATHS)
 @given(body=bodies, max_tokens=st.integers(1, 4))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 def test_no_body_is_answered_with_a_server_error(
     http: httpx.Client, path: str, body: dict[str, Any], max_tokens: int
 ) -> None:
@@ -93,7 +97,11 @@ def test_no_body_is_answered_with_a_server_error(
 
 
 @given(raw=st.binary(max_size=64))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 def test_no_bytes_are_answered_with_a_server_error(http: httpx.Client, raw: bytes) -> None:
     for path in PATHS:
         assert http.post(path, content=raw).status_code == 400

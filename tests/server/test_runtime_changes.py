@@ -28,7 +28,7 @@ def changing() -> Iterator[httpx.Client]:
     )
     settings = ServerSettings(model_names=("tiny", "alias"), allow_runtime_changes=True)
     running = Running(Service(AsyncLLM.from_engine(engine), settings))
-    with httpx.Client(base_url=running.url, timeout=60) as client:
+    with httpx.Client(base_url=running.url, timeout=1800) as client:
         yield client
     running.stop()
 

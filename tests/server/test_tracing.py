@@ -78,7 +78,7 @@ def test_each_request_has_a_span_in_its_clients_trace(collector: Collector) -> N
     running = Running(Service(AsyncLLM.from_engine(engine), settings))
     body = {"prompt": "def add(a, b):", "max_tokens": 5, "temperature": 0.5, "seed": 1}
     try:
-        with httpx.Client(base_url=running.url, timeout=60) as http:
+        with httpx.Client(base_url=running.url, timeout=1800) as http:
             http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
             asked = body | {"stream": True, "n": 2}
             http.post("/v1/completions", json=asked, headers={"traceparent": "nonsense"})

@@ -158,7 +158,7 @@ def test_requests_of_one_id_are_two_requests(http: httpx.Client, server: Running
 
     def ask(body: dict[str, Any]) -> Any:
         return httpx.post(
-            f"{server.url}/v1/completions", json=body, headers={"x-request-id": "same"}, timeout=60
+            f"{server.url}/v1/completions", json=body, headers={"x-request-id": "same"}, timeout=1800
         )
 
     with ThreadPoolExecutor(8) as pool:
@@ -295,7 +295,7 @@ def test_a_header_of_many_ranges_is_no_work(http: httpx.Client) -> None:
         done.set()
 
     threading.Thread(target=ask, daemon=True).start()
-    assert done.wait(20), "it does not come back"
+    assert done.wait(600), "it does not come back"
     assert answers[0].status_code in (200, 206, 400, 416) and len(answers[0].content) < 100_000
     assert http.get(f"{path}/content").content == data
     http.delete(path)

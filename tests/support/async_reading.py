@@ -15,7 +15,7 @@ PROMPTS = [[n + 1, 7, n + 3] for n in range(20)]  # more than there are slots
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 300))
 
 
 async def read(

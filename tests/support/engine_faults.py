@@ -92,7 +92,7 @@ class HangingDevice:
         self._left -= 1
         if self._left < 0:
             self.hung.set()
-            assert self.release.wait(60)
+            assert self.release.wait(600)
         return self._real(step)
 
     def sleep(self, done: threading.Event, seconds: float) -> bool:
@@ -101,7 +101,7 @@ class HangingDevice:
             if done.wait(0.001):
                 return True
         if self.release.is_set():
-            return done.wait(60)
+            return done.wait(600)
         self.slept.append(seconds)
         self.now += seconds
         return False

@@ -31,7 +31,7 @@ def unpack_archive(project: str, folder: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-clean"]
         command += ["--no-build-isolation", "--dest", scratch, "--requirement", str(requirements)]
         environment = {**os.environ, "TMPDIR": scratch}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         unpacked = [each.parent for each in Path(scratch).glob("*/*/PKG-INFO")]
         if not unpacked:
             raise LookupError(f"pip cannot bring the source archive of {project}: {ran.stderr[-500:]}")

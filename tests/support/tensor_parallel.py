@@ -98,7 +98,7 @@ def run(
         [sys.executable, "-m", module, json.dumps(jobs), *map(str, sizes)],
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1800,
         check=False,
         env=os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
     )

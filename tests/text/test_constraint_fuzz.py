@@ -16,7 +16,11 @@ from xla_engine.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
 
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 SCALARS = (
     st.none()

@@ -83,7 +83,7 @@ def test_a_run_lives_through_such_lines_and_so_does_its_resume(tmp_path: Path) -
     command = [sys.executable, "-m", "xla_engine", "run", str(source), "-o", str(target)]
     for more in ([], ["--resume"]):
         done = subprocess.run(
-            [*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+            [*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
         )
         assert done.returncode >= 0, done.stderr  # no signal
         found = {r["custom_id"]: r for r in map(json.loads, target.read_text().splitlines())}

@@ -121,7 +121,7 @@ def test_script_runs(model: str, script: str, source: Path, models: dict[str, Pa
         shutil.copytree(templates, tmp_path / "template")
     options = ["--model", str(models[model])] if "add_cli_args" in text else []
     ran = subprocess.run(
-        [sys.executable, "script.py", *options], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "script.py", *options], cwd=tmp_path, capture_output=True, text=True, timeout=1800
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.strip()

@@ -206,4 +206,4 @@ def test_generation_is_paused(shared: XlaBatchEngine, mode: Any) -> None:
         with pytest.raises(InvalidRequestError, match="wait until the requests have ended"):
             await made.pause_generation(mode="wait")  # type: ignore[arg-type]
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))

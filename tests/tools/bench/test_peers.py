@@ -303,7 +303,7 @@ def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     command += ["--only", "--prompt-tokens", "8", "--new-tokens", "24", "--verify", "4", "--judge", "2"]
     command += ["--output", str(tmp_path / "out.json"), "--cache", str(tmp_path)]
     command += ["--record", str(tmp_path / "pages")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     line = done.stdout.splitlines()[-1]
     record = json.loads(line)
