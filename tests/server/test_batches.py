@@ -169,7 +169,7 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 class Process:
-    """A server process that the test can kill. lines: how many results a batch writes before `folder / "go"` exists."""
+    """A server process that the test can kill. lines: results that a batch writes before `folder / "go"` exists."""
 
     def __init__(self, folder: Path, lines: int | None = None) -> None:
         self.socket = folder / "socket"

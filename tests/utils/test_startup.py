@@ -30,7 +30,7 @@ def test_a_terminal_shows_each_step_and_a_clock_and_is_clean_afterwards(
     with startup_line(screen) as show:
         for step in (StartupStep("C++ operations"), StartupStep("loading weights", 1, 4)):
             show(step)
-            wanted = "loading weights: 25 % [00:0" if step.total == 4 else "C++ operations [00:0"
+            wanted = "loading weights: 25 % [00:" if step.total == 4 else "C++ operations [00:"
             while wanted not in screen.getvalue():
                 time.sleep(0.001)
     assert screen.getvalue().rstrip("\r").endswith(" ")  # wiped
