@@ -69,6 +69,23 @@ def built(source: Path, out: Path, *options: str, path: str, cxx: str = "") -> P
     return wheel
 
 
+def environment(folder: Path, *packages: str | Path) -> Path:
+    """The interpreter of a new environment that has these packages, and neither pip nor what they need."""
+    run([sys.executable, "-m", "venv", "--without-pip", folder], path=os.environ["PATH"], cwd=folder.parent)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
+    run([*install, *packages], path=os.environ["PATH"], cwd=folder.parent)
+    return python
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built without a compiler."""
+    folder = tmp_path_factory.mktemp("plain")
+    source = checkout(folder / "source")
+    return built(source, folder / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")
+
+
 def test_an_installed_wheel_needs_no_compiler(tmp_path: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler to build with")
@@ -80,9 +97,7 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path: Path) -> None:
     assert archive.name.startswith("xla_engine-")
 
     clean = tmp_path / "clean"
-    run([sys.executable, "-m", "venv", clean], path=os.environ["PATH"], cwd=tmp_path)
-    python = clean / "bin" / "python"
-    run([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], path="", cwd=tmp_path)
+    python = environment(clean, "--no-index", wheel)
     site = run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], path="", cwd=tmp_path
     )
@@ -104,11 +119,9 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path: Path) -> None:
         assert done.returncode == 2 and "from a checkout" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_a_compiler_a_wheel_for_every_platform_is_built(tmp_path: Path) -> None:
-    source = checkout(tmp_path / "source")
-    wheel = built(source, tmp_path / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+def test_without_a_compiler_a_wheel_for_every_platform_is_built(plain: Path) -> None:
+    assert plain.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(plain).namelist()
     assert "xla_engine/graphs/native/linear_bf16.cc" in names and not any(
         name.endswith(".so") for name in names
     )
@@ -138,21 +151,17 @@ with LLM() as llm:
 
 
 @pytest.mark.parametrize("form", ["editable", "wheel"])
-def test_type_checkers_find_the_installed_package(tmp_path: Path, form: str) -> None:
+def test_type_checkers_find_the_installed_package(
+    tmp_path: Path, form: str, request: pytest.FixtureRequest
+) -> None:
     """mypy and pyright check a user's file against the types of the installed package."""
     pyright = shutil.which("pyright")
     if pyright is None:
         pytest.skip("needs pyright: pip install 'pyright[nodejs]'")
-    source = checkout(tmp_path / "source")
-    install = (
-        ["--editable", source]
-        if form == "editable"
-        else [built(source, tmp_path / "dist", "--wheel", path=os.environ["PATH"], cxx="no-such-compiler")]
-    )
-    clean = tmp_path / "clean"
-    run([sys.executable, "-m", "venv", clean], path=os.environ["PATH"], cwd=tmp_path)
-    python = clean / "bin" / "python"
-    run([python, "-m", "pip", "install", "--no-deps", *install], path=os.environ["PATH"], cwd=tmp_path)
+    if form == "editable":
+        python = environment(tmp_path / "clean", "--editable", checkout(tmp_path / "source"))
+    else:
+        python = environment(tmp_path / "clean", request.getfixturevalue("plain"))
     user = tmp_path / "user"
     user.mkdir()
     (user / "script.py").write_text(USER)
