@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -76,6 +77,13 @@ def test_slow_shell_blocks_run(page: Path, tmp_path: Path) -> None:
     run_shell_blocks(page, tmp_path, slow=True)
 
 
+def on_a_free_port(commands: str) -> str:
+    """The commands of a page that serves on port 8000, which another program may have."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return re.sub(r"(--port |localhost:)8000\b", rf"\g<1>{probe.getsockname()[1]}", commands)
+
+
 def run_shell_blocks(page: Path, folder: Path, *, slow: bool) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
     command = folder / "bin" / "xla-engine"
@@ -92,7 +100,7 @@ def run_shell_blocks(page: Path, folder: Path, *, slow: bool) -> None:
             (folder / block.title).write_text(block.text)
         if block.language in SHELL and block.why_not is None and block.slow is slow:
             done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block.commands],
+                ["bash", "-euo", "pipefail", "-c", on_a_free_port(block.commands)],
                 cwd=folder,
                 env=environment,
                 capture_output=True,
