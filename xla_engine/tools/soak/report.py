@@ -8,6 +8,7 @@ from xla_engine.tools.soak.http_rounds import HttpTally
 from xla_engine.tools.soak.life import Tally
 
 ALLOWED_GROWTH = 1024  # bytes a request
+LEAST_ENGINES = 8  # whose memory tells growth from their different sizes
 
 
 @dataclass(slots=True)
@@ -72,9 +73,9 @@ class SoakReport:
 
     @property
     def grows(self) -> bool:
-        """Whether the growth per request surely exceeds the limit."""
+        """Whether the growth per request surely exceeds the limit: by four standard errors."""
         found, error = self.growth
-        return found - error > ALLOWED_GROWTH
+        return len(self.resident) >= LEAST_ENGINES and found - 2 * error > ALLOWED_GROWTH
 
     @property
     def is_measured(self) -> bool:
