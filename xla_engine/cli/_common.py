@@ -460,6 +460,11 @@ def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     return _lora.with_room({name: each for name, each in options.items() if name not in _BESIDE}, options)
 
 
+def take(options: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Remove the options that are fields of the record `kind` from a command's options, and return them."""
+    return {name: options.pop(name) for name in kind.__dataclass_fields__ if name in options}
+
+
 def os_message(error: OSError, path: str | None = None) -> str:
     """The message of an OSError; `path` is used if the error names no file."""
     name = error.filename or path

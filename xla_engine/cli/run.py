@@ -10,7 +10,7 @@ from xla_engine.cli import _common, _help, _lora
 from xla_engine.cli._run import batch
 from xla_engine.cli._run.pooling import pooling_options
 from xla_engine.cli._run.shards import shard_option
-from xla_engine.cli._run.tables import TableOptions, table_options, take_table_options
+from xla_engine.cli._run.tables import TableOptions, table_options
 from xla_engine.cli._run.watched import Watched
 from xla_engine.text.parsers.choose import Dialect
 
@@ -187,7 +187,7 @@ def run(
       cat in.jsonl | xla-engine run - -o - --ordered > out.jsonl
       cat in.jsonl | xla-engine run --stream
     """
-    tables = take_table_options(options)
+    tables = TableOptions(**_common.take(options, TableOptions))
     with _common.startup_errors():
         if not dry_run:
             _common.begin_start(options)

@@ -34,7 +34,10 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
     "--ssl-ca-certs", metavar="FILE", help="Require clients to have a certificate from these authorities."
 )
 @click.option(
-    "--allowed-origin", "origins", multiple=True, help="Allow browsers' requests from this origin (CORS)."
+    "--allowed-origin",
+    "allowed_origins",
+    multiple=True,
+    help="Allow browsers' requests from this origin (CORS).",
 )
 @click.option("--batch-dir", type=Path, help="Directory for files and batches; they are disabled without it.")
 @click.option(
@@ -77,11 +80,20 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
     "--max-connections", type=click.IntRange(1), default=4096, help="Maximum number of open connections."
 )
 @click.option(
-    "--request-timeout", type=click.FloatRange(0, min_open=True), help="Time limit of a request in seconds."
+    "--request-timeout",
+    "request_timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    help="Time limit of a request in seconds.",
 )
-@click.option("--send-timeout", type=click.FloatRange(0, min_open=True), default=60.0, help="See below.")
-@click.option("--drain-grace", type=click.FloatRange(0), default=0.0, help="See below.")
-@click.option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="See below.")
+@click.option(
+    "--send-timeout",
+    "send_timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    help="See below.",
+)
+@click.option("--drain-grace", "drain_grace_s", type=click.FloatRange(0), default=0.0, help="See below.")
+@click.option("--drain-timeout", "drain_timeout_s", type=click.FloatRange(0), default=30.0, help="See below.")
 @_common.model_options
 @_lora.lora_options
 @pooling_options
@@ -95,24 +107,9 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 def serve(
     names: tuple[str, ...],
     api_key_file: Path | None,
-    origins: tuple[str, ...],
-    batch_dir: Path | None,
-    max_stored_bytes: int,
-    allow_runtime_changes: bool,
-    otlp_traces_endpoint: str | None,
     template_path: Path | None,
-    tool_parser: str,
-    reasoning_parser: str,
-    max_tokens: int | None,
     temperature: float | None,
-    max_waiting: int,
-    max_body_bytes: int,
-    max_answer_values: int,
     max_connections: int,
-    request_timeout: float | None,
-    send_timeout: float,
-    drain_grace: float,
-    drain_timeout: float,
     no_access_log: bool,
     **options: Any,
 ) -> None:
@@ -152,22 +149,10 @@ def serve(
             adapter_names=tuple(options["lora_modules"]),
             api_keys=keys,
             sampling_defaults=defaults,
-            max_tokens=max_tokens,
-            max_waiting=max_waiting,
-            max_body_bytes=max_body_bytes,
-            max_answer_values=max_answer_values,
-            request_timeout_s=request_timeout,
-            send_timeout_s=send_timeout,
-            drain_grace_s=drain_grace,
-            drain_timeout_s=drain_timeout,
-            batch_dir=batch_dir,
-            max_stored_bytes=max_stored_bytes,
-            allow_runtime_changes=allow_runtime_changes,
-            otlp_traces_endpoint=otlp_traces_endpoint,
-            allowed_origins=origins,
-            tool_parser=_one_of("--tool-parser", tool_parser, TOOL_PARSERS),
-            reasoning_parser=_one_of("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
+            **_common.take(options, ServerSettings),
         )
+        _check_one_of("--tool-parser", settings.tool_parser, TOOL_PARSERS)
+        _check_one_of("--reasoning-parser", settings.reasoning_parser, REASONING_PARSERS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # jax logs every platform that is missing
     logging.getLogger("xla_engine.server.access").disabled = no_access_log
@@ -197,11 +182,10 @@ def _check_place(place: dict[str, Any]) -> None:
         raise ConfigError("TLS needs both --ssl-certfile and --ssl-keyfile")
 
 
-def _one_of(option: str, name: str, names: Iterable[str]) -> str:
+def _check_one_of(option: str, name: str, names: Iterable[str]) -> None:
     known = ("auto", "none", *names)
     if name not in known:
         raise ConfigError(f"{option} must be one of {', '.join(known)}, not {name!r}")
-    return name
 
 
 def _needs_extra() -> None:

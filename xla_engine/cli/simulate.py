@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common, _help
-from xla_engine.cli._simulate.machines import machine_options, simulate_machines, take_wanted
+from xla_engine.cli._simulate.machines import Wanted, machine_options, simulate_machines
 from xla_engine.scheduler.policy import PREEMPTIVE
 from xla_engine.scheduler.user_policy import PolicyError
 
@@ -132,7 +132,7 @@ def simulate(
       xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
       xla-engine simulate azure-like --rate 20 --requests 2000 --cost steps.jsonl --p99-first-token 2
     """
-    wanted = take_wanted(options)
+    wanted = Wanted(**_common.take(options, Wanted))
     from xla_engine.observability.step_log import is_step_log, read_step_log
     from xla_engine.tools.simulator.cost import StatedMachine, machine_of, read_stated
     from xla_engine.tools.simulator.fit import fit

@@ -72,11 +72,6 @@ table_options = together(
 )
 
 
-def take_table_options(options: dict[str, Any]) -> TableOptions:
-    """Remove the values of `table_options` from a command's options."""
-    return TableOptions(**{name: options.pop(name) for name in TableOptions.__dataclass_fields__})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """The input of a run. total: number of lines; None if not counted. file: None for tables. columns: those to

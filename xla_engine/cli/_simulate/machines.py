@@ -65,11 +65,6 @@ machine_options = together(
 )
 
 
-def take_wanted(options: dict[str, Any]) -> Wanted:
-    """Remove the values of `machine_options` from a command's options."""
-    return Wanted(**{name: options.pop(name) for name in Wanted.__dataclass_fields__})
-
-
 def _machines(number: int) -> str:
     return "1 machine" if number == 1 else f"{number} machines"
 
