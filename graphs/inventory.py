@@ -97,8 +97,7 @@ class Inventory:
 
     def __init__(self, audit: Callable[[str, Jaxpr], None] | None = None, store: Store | None = None) -> None:
         """audit: called with the name of each program and what was traced; an error keeps it from being compiled.
-        store: of programs that passed the same audit; None: every program is compiled.
-        """
+        store: of programs that passed the same audit; None: every program is compiled."""
         self._audit = audit
         self._store = store
         self._compiled: dict[str, Any] = {}

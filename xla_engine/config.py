@@ -68,14 +68,8 @@ _SWITCHES = (
 # every processor. Whatever is in neither set must have its default.
 _PORTABLE_FREE = frozenset(
     (
-        *(
-            "max_num_seqs",
-            "memory_utilization",
-            "lag",
-            "chunk_size",
-            "prefill_lanes",
-            "max_num_batched_tokens",
-        ),
+        *("max_num_seqs", "memory_utilization", "lag", "chunk_size", "prefill_lanes"),
+        "max_num_batched_tokens",
         *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
         *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
         *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes", "image_cache_bytes"),
@@ -138,8 +132,7 @@ class EngineConfig:
     max_num_batched_tokens: the most rows of work per step (decode rows plus padded prompt chunks); None fills the
         largest prefill program once per step.
     key_buckets: key lengths for which attention is compiled, ascending; rounded up to multiples of the span. None
-        takes
-        at most three: 256, the whole context, and their geometric mean (findings/kv_cache.md).
+        takes at most three: 256, the whole context, and their geometric mean (findings/kv_cache.md).
     attention_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, compiled at first use;
         "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, which are interpreted (slowly, for
         tests) elsewhere.
@@ -166,9 +159,8 @@ class EngineConfig:
         longest_prefix, how many requests may pass the one that waits longest.
     quantum: steps that a request decodes under round_robin before it gives up its slot.
     logprobs_mode: "raw_logprobs" returns log-probabilities of the model's raw logits, "processed_logprobs" those of
-        the
-        sampled distribution: after bias, penalties, masks, temperature and truncation (-inf for tokens that cannot be
-        sampled; greedy rows have no temperature or truncation).
+        the sampled distribution: after bias, penalties, masks, temperature and truncation (-inf for tokens that cannot
+        be sampled; greedy rows have no temperature or truncation).
     generation_config: the sampling defaults of requests without parameters: "engine" for those of `SamplingParams`,
         "model" for those of the checkpoint's generation_config.json.
     enable_prefix_caching: prompts with a cached prefix, of the same `cache_salt`, prefill only the rest. It applies to

@@ -169,8 +169,7 @@ class ModelSpec:
         devices: the number of devices of a mesh on which the graphs run; None: one, without a mesh.
         lora: room for LoRA adapters.
         stored: how a file stores weights that keep its encoding; needs the C++ products.
-        order: of their codes: products take rows in bf16 ("pairs") or in eight bits ("fours").
-        """
+        order: of their codes: products take rows in bf16 ("pairs") or in eight bits ("fours")."""
         # The arguments, from which everything else follows.
         self.made_of = (config, dtype, attention, products, quantized, devices, lora, stored, order)
         self.config = config

@@ -239,6 +239,7 @@ def run(
         input_path = "-"
     if retry_failed and ordered:
         raise _common.NotStarted("--retry-failed appends lines that failed before, so it excludes --ordered")
+    watched = Watched(status=status_path, metrics=metrics_path, step_log=step_log_path)
     if dry_run:
         from xla_engine.cli._run.dry_run import dry_run as check
 
@@ -246,7 +247,6 @@ def run(
     elif stream:
         from xla_engine.cli._run.stream import run_stream
 
-        watched = Watched(status=status_path, metrics=metrics_path, step_log=step_log_path)
         run_stream(input_path, watched, defaults, max_line_bytes, drain_timeout, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': the results file, - for standard output.")
@@ -256,7 +256,7 @@ def run(
             source=input_path,
             output=output_path,
             errors=errors_path,
-            watched=Watched(status=status_path, metrics=metrics_path, step_log=step_log_path),
+            watched=watched,
             mode=Mode.OVERWRITE if overwrite else mode,
         )
         settings = batch.Settings(

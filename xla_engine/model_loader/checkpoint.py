@@ -68,8 +68,7 @@ class Checkpoint:
 
 
 def load_checkpoint(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Checkpoint:
-    """`load_weights` for a generative model: a directory, an id of the Hugging Face hub or a GGUF file
-    (`open_model`).
+    """`load_weights` for a generative model: a directory, an id of the Hugging Face hub or a GGUF file (`open_model`).
 
     dtype: as in `EngineConfig`.
     """

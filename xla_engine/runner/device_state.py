@@ -47,8 +47,7 @@ class DeviceState:
         """positions: of a slot, a multiple of the span. context_length: how many of them are used.
         pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
         drafts: the most drafts of a row. dry: rows have the parameters of DRY. lora: rows may have adapters.
-        states: how many states of recurrent layers can be saved. turns: rows have `Rows.turn`.
-        """
+        states: how many states of recurrent layers can be saved. turns: rows have `Rows.turn`."""
         self._dry, self._lora, self._turns = dry, lora, turns
         self._spec, self._slots, self._pool, self._devices = spec, slots, pool, devices
         self._positions, self._context_length = positions, context_length

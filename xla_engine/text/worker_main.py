@@ -2,9 +2,8 @@
 
 It runs as a script with the path of a worker file as its argument, and imports nothing else of this package. The
 worker file defines `answer` (from the fields of a request to an answer, both JSON objects) and `MEMORY_LIMIT` (bytes
-of address space). Each line on standard input is a number of seconds and a request, and is answered with one line.
-The kernel ends the process if an answer takes more CPU time than its seconds. The memory limit is for the whole
-process.
+of address space). Each line on standard input is a number of seconds and a request, and is answered with one line. The
+kernel ends the process if an answer takes more CPU time than its seconds. The memory limit is for the whole process.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Parse one line of bytes strictly as one JSON object.
 
-A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no NaN or Infinity, no lone surrogates;
-integers within 64 bits) nested at most `MAX_NESTING` deep. Anything that other parsers might read differently is an
-error.
+A line must be an I-JSON object (RFC 7493: UTF-8, no duplicate names, no NaN or Infinity, no lone surrogates; integers
+within 64 bits) nested at most `MAX_NESTING` deep. Anything that other parsers might read differently is an error.
 
 Callers limit the bytes of a line, and the number of values is checked before parsing. Parsing thus holds the
 interpreter lock for at most a few milliseconds, and takes a few times the line's memory.

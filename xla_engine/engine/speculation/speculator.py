@@ -94,8 +94,7 @@ class Speculator:
         on_device: bool = False,
     ) -> None:
         """lanes: the most rows of a verify step, by width. chooser: None if there is only one width.
-        on_device: verify steps draft on the device for rows without a proposal.
-        """
+        on_device: verify steps draft on the device for rows without a proposal."""
         self.drafted = 0
         self.accepted = 0
         self.proposer = proposer

@@ -27,8 +27,7 @@ class BatchExpiredError(XlaEngineError, code="batch_expired"):
 
 
 class EngineView:
-    """The engine interface that `BatchRun` needs. Prepares requests in the caller's thread, queues them in the
-    loop's.
+    """The engine interface that `BatchRun` needs. Prepares requests in the caller's thread, queues them in the loop's.
 
     A request without a seed gets the same noise as its line in `xla-engine run`, whatever else runs.
 

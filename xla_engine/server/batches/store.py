@@ -191,8 +191,7 @@ class Store:
                 self.stored.replace(file_id, record.tenant, size)
 
     def forget_ended(self, tenant: str) -> None:
-        """Forget all but the latest `MAX_ENDED` ended batches of a tenant. Their files stay until they are
-        deleted."""
+        """Forget all but the latest `MAX_ENDED` ended batches of a tenant. Their files stay until they are deleted."""
         ended = [
             batch
             for batch in list(self.batches.values())

@@ -58,8 +58,7 @@ class Scanner:
         self._held += text
 
     def until(self, tags: Sequence[str]) -> tuple[str, str | None]:
-        """The text before the first of these tags, and the tag. Without a tag: the text that cannot be part of
-        one."""
+        """The text before the first of these tags, and the tag. Without a tag: the text that cannot be part of one."""
         found = [(place, tag) for tag in tags if (place := self._held.find(tag)) >= 0]
         if found:
             place, tag = min(found)
