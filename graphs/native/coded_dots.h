@@ -181,9 +181,9 @@ struct FoursKernel {
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
     for (int64_t k = 0; k < width; k += kStep, rows += kPitch, codes += kBytesOfGroup) {
       const auto* floats = reinterpret_cast<const float*>(rows);
-      __builtin_prefetch(scales + k / kStep * kBytesOfScales + ahead);
+      __builtin_prefetch(scales + k / kStep * kBytesOfScales + ahead, 0, 2);
 #pragma GCC unroll 8
-      for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead);
+      for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead, 0, 2);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
         Words sum[kRows];
 #pragma GCC unroll 12

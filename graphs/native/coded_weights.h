@@ -68,7 +68,7 @@ alignas(64) constexpr int8_t kLevels[][16] = {
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},  // twice the numbers of MXFP4
 };
 
-constexpr int64_t kAhead = 16384;  // bytes
+constexpr int64_t kAhead = 32768;  // bytes
 
 // What the sixteen features have, for both vectors of a line: each value twice.
 struct Both {
@@ -163,13 +163,6 @@ Words Moved(Words plane) {
 template <int index, int at, int higher>
 Vec Level(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
-#if defined(__AVX512F__)
-  if constexpr (kind.low == 4 && !kind.high) {  // the four lowest bits choose
-    const __m512i from = _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevels[kind.levels])));
-    const __m512 table = _mm512_cvtepi32_ps(_mm512_sub_epi32(from, _mm512_set1_epi32(kind.bias)));
-    return (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)codes, at), table);
-  }
-#endif
   if constexpr (kind.levels) {
     const Words found = codes >> at & 15;
     return Convert<Vec>(ByRegister(found, found, [](auto, auto each) { return FromLevels<kind.levels>(each); }));
@@ -185,17 +178,54 @@ Vec Level(Words codes, Words above) {
   }
 }
 
+#if defined(__AVX512BW__)
+
+// The numbers of codes of up to six bits in bf16, which has them exactly.
+template <int index>
+struct NumbersOfCodes {
+  alignas(64) uint16_t at[64] = {};
+  constexpr NumbersOfCodes() {
+    constexpr CodedKind kind = kCodedKinds[index];
+    for (int place = 0; place < 64; ++place) {
+      const int code = place % (1 << (kind.low + kind.high)), number = kind.levels ? kLevels[kind.levels][code] : code - kind.bias;
+      const int size = number < 0 ? -number : number;
+      int exponent = 0;
+      while (size >> exponent > 1) ++exponent;
+      if (number) at[place] = static_cast<uint16_t>((number < 0) << 15 | (127 + exponent) << 7 | ((size << 7 >> exponent) & 127));
+    }
+  }
+};
+template <int index>
+constexpr NumbersOfCodes<index> kNumbersOfCodes;
+
+// The numbers of codes in both halves of words, from bit 4 * part on, their bits above four from bit `higher` of the halves of
+// `above` on.
+template <int index, int part, int higher>
+inline __attribute__((always_inline)) Words Numbers(Words codes, Words above) {
+  constexpr CodedKind kind = kCodedKinds[index];
+  const auto* from = kNumbersOfCodes<index>.at;
+  auto found = (__m512i)(codes >> 4 * part);
+  if constexpr (kind.high > 0)  // the lowest four bits of one, the others of the other
+    found = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), found, (__m512i)Moved<higher, 4>(above), 0xCA);
+  if constexpr (kind.high > 1)
+    return (Words)_mm512_permutex2var_epi16(_mm512_load_si512(from), found, _mm512_load_si512(from + 32));
+  return (Words)_mm512_permutexvar_epi16(found, _mm512_load_si512(from));
+}
+
+#endif
+
 template <int... values, typename Run>
 inline __attribute__((always_inline)) void Unrolled(std::integer_sequence<int, values...>, const Run& run) {
   (run(std::integral_constant<int, values>()), ...);
 }
 
-// Fetches what comes a while after the codes and scales of 32 K: processors by themselves stop at each page.
+// Fetches what comes a while after the codes and scales of 32 K: processors by themselves stop at each page. It goes to the second
+// cache, as the first one can wait for few lines at a time (findings/archive/095_rates_of_files.md).
 template <int index>
 inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t k) {
   constexpr CodedKind kind = kCodedKinds[index];
   constexpr int64_t size = kind.CodeBytes(32) + kind.StepBytes();
-  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead);
+  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead, 0, 2);
 }
 
 // What the codes of sixteen features are multiplied by, and what is added then.
@@ -227,7 +257,7 @@ inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t 
   }
 }
 
-// Calls take(word of K, the values of its line in two vectors) for 32 K from k on.
+// Calls take(word of K, the values of its line in two vectors) for 32 K from k on, in any order.
 template <int index, typename Take>
 inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_t width, int64_t k, const Take& take) {
   constexpr CodedKind kind = kCodedKinds[index];
@@ -236,25 +266,38 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
   const char* scales = block + kind.CodeBytes(width);
   FetchAhead<index>(block, k);
   Both scale, minimum = {};
-  Unrolled(std::make_integer_sequence<int, 2>(), [&](auto half) __attribute__((always_inline)) {
-    if constexpr (half == 0 || kind.Run() == 16) {
+  const auto put = [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+    if constexpr (kind.minimum) {
+      take(k / 2 + word, Fused(first, scale.first, minimum.first), Fused(second, scale.second, minimum.second));
+    } else {
+      take(k / 2 + word, first * scale.first, second * scale.second);
+    }
+  };
+  Unrolled(std::make_integer_sequence<int, 4>(), [&](auto eight) __attribute__((always_inline)) {
+    constexpr int half = eight / 2, bits = kind.high == 2 ? eight % 2 * 4 : eight * 2;  // where those of the eight K begin in a byte
+    if constexpr (eight == 0 || (eight == 2 && kind.Run() == 16)) {
       const Steps steps = StepsOf<index>(scales, k, half);
       scale = Doubled(steps.scale);
       if constexpr (kind.minimum) minimum = Doubled(steps.minimum);
     }
     const Words above = kind.high ? LoadAs<Words>(high + (kind.high == 2 ? half * 64 : 0)) : Words{};
-    Unrolled(std::make_integer_sequence<int, 8>(), [&](auto line) __attribute__((always_inline)) {
-      constexpr int word = half * 8 + line, eight = word / 4, at = word % 4 * 8;
-      constexpr int higher = at + (kind.high == 2 ? eight % 2 * 4 : eight * 2);
-      const char* from = low + eight * 16 * kind.low;
-      const Words codes = LoadAs<Words>(from), others = kind.low == 8 ? LoadAs<Words>(from + 64) : codes;
+    const char* from = low + eight * 16 * kind.low;
+    const Words codes = LoadAs<Words>(from), others = kind.low == 8 ? LoadAs<Words>(from + 64) : codes;
+#if defined(__AVX512BW__)
+    if constexpr (kind.low == 4) {
+      Unrolled(std::make_integer_sequence<int, 2>(), [&](auto byte) __attribute__((always_inline)) {  // and that two bytes on
+        constexpr int higher = byte * 8 + bits;
+        const Words first = Numbers<index, 2 * byte, higher>(codes, above);
+        const Words second = Numbers<index, 2 * byte + 1, higher + kind.high>(codes, above);
+        put(eight * 4 + byte, Cast<Vec>(first << 16), Cast<Vec>(second << 16));
+        put(eight * 4 + byte + 2, Cast<Vec>(first & -65536), Cast<Vec>(second & -65536));
+      });
+    } else
+#endif
+    Unrolled(std::make_integer_sequence<int, 4>(), [&](auto byte) __attribute__((always_inline)) {
+      constexpr int at = byte * 8, higher = at + bits;
       const Vec first = Level<index, at, higher>(codes, above);
-      const Vec second = Level<index, kind.low == 8 ? at : at + 4, higher + kind.high>(others, above);
-      if constexpr (kind.minimum) {
-        take(k / 2 + word, Fused(first, scale.first, minimum.first), Fused(second, scale.second, minimum.second));
-      } else {
-        take(k / 2 + word, first * scale.first, second * scale.second);
-      }
+      put(eight * 4 + byte, first, Level<index, kind.low == 8 ? at : at + 4, higher + kind.high>(others, above));
     });
   });
 }
@@ -296,6 +339,16 @@ class CodedWeights {
   void OfBlock(int64_t block, const Run& run) const {
     const Place place = Find(block);
     Switch<0>(place.kind, [&](auto index) { run(index, place.at); });
+  }
+
+  // Calls run(kind, where its blocks begin, how many there are, which of the two is the first) for a task: once if they have one kind.
+  template <typename Run>
+  void OfTask(CodedTask task, const Run& run) const {
+    const Place first = Find(task.one), second = Find(task.other);
+    const char* const at[] = {first.at, second.at};
+    const bool alike = first.kind == second.kind;
+    Switch<0>(first.kind, [&](auto index) { run(index, at, 1 + alike, 0); });
+    if (!alike) Switch<0>(second.kind, [&](auto index) { run(index, at + 1, 1, 1); });
   }
 
   // Unpacks sixteen features as [K words][16].
@@ -354,45 +407,59 @@ class CodedWeights {
 
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
 
-// The sums of a group of rows by one block. While 32 K are multiplied, the next are unpacked: both use other units of a processor
-// (findings/archive/089_coded_rows.md). They are unpacked to `strip`, where all of K has room, and 1,024 bytes more; or if there is
-// none, to two places in turns.
+// The sums of a group of rows by one or two blocks, one after the other. While 32 K are multiplied, the next are unpacked: both use
+// other units of a processor (findings/archive/089_coded_rows.md). They are unpacked to `strip`, where all of them have room, or if
+// there is none, to two places in turns.
 template <int index, int kRows>
-__attribute__((noinline)) void SumBlock(const Word* rows, int64_t width, const char* block, char* strip, float* to) {
+__attribute__((noinline)) void SumBlocks(const Word* rows, int64_t width, const char* const* blocks, int64_t count, char* strip,
+                                         float* const* to) {
   alignas(64) char turns[2][1024];
   char* const lines = strip ? strip : turns[0];
   const int64_t mask = strip ? -1 : 1;
-  const auto unpack = [&](int64_t k, char* at, const auto& meanwhile) __attribute__((always_inline)) {
+  const auto unpack = [&](const char* block, int64_t k, int64_t step, const auto& meanwhile) __attribute__((always_inline)) {
+    char* at = lines + (step & mask) * 1024;
+    int64_t taken = 0;
     UnpackGroup<index>(block, width, k, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
       StoreAs(at + (word - k / 2) * 64, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
-      meanwhile(word - k / 2);
+      meanwhile(taken++);
     });
   };
-  Vec sum[kRows];
+  unpack(blocks[0], 0, 0, [](int64_t) {});
+  int64_t step = 0;
+  for (int64_t block = 0; block < count; ++block) {
+    Vec sum[kRows];
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) sum[r] = Vec{};
-  unpack(0, lines, [](int64_t) {});
-  for (int64_t k = 0; k < width; k += 32) {
-    const char* now = lines + (k / 32 & mask) * 1024;
-    unpack(std::min(k + 32, width - 32), lines + (k / 32 + 1 & mask) * 1024, [&](int64_t word) __attribute__((always_inline)) {
-      const Words line = LoadAs<Words>(now + word * 64);
+    for (int r = 0; r < kRows; ++r) sum[r] = Vec{};
+    for (int64_t k = 0; k < width; k += 32, ++step) {
+      const char* now = lines + (step & mask) * 1024;
+      const auto add = [&](int64_t word) __attribute__((always_inline)) {
+        const Words line = LoadAs<Words>(now + word * 64);
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r)
-        sum[r] = AddPairs(sum[r], line, static_cast<int32_t>(rows[(k / 2 + word) * kBlockRows + r]));
-    });
+        for (int r = 0; r < kRows; ++r)
+          sum[r] = AddPairs(sum[r], line, static_cast<int32_t>(rows[(k / 2 + word) * kBlockRows + r]));
+      };
+      const bool more = k + 32 < width;
+      if (more || block + 1 < count) {
+        unpack(blocks[more ? block : block + 1], more ? k + 32 : 0, step + 1, add);
+      } else {
+        for (int64_t word = 0; word < 16; ++word) add(word);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) Store(to[block] + r * kVector, sum[r]);
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) Store(to + r * kVector, sum[r]);
 }
 
 // The same for a number of rows that is not a constant, 1 to kBlockRows, and a task. Sums of rows that are not there are not read.
 template <int kRows = 1>
-void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, char* one, char* other, Sums<float>& sums) {
+void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, char* strip, Sums<float>& sums) {
   if constexpr (kRows < kBlockRows) {
-    if (count > kRows) return SumGroup<std::min<int>(2 * kRows, kBlockRows)>(count, rows, width, task, one, other, sums);
+    if (count > kRows) return SumGroup<std::min<int>(2 * kRows, kBlockRows)>(count, rows, width, task, strip, sums);
   }
-  task.weights->OfBlock(task.one, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, one, sums.one); });
-  task.weights->OfBlock(task.other, [&](auto index, const char* at) { SumBlock<index, kRows>(rows, width, at, other, sums.other); });
+  float* const to[] = {sums.one, sums.other};
+  task.weights->OfTask(task, [&](auto index, const char* const* at, int64_t blocks, int64_t first) {
+    SumBlocks<index, kRows>(rows, width, at, blocks, strip ? strip + first * width * 32 : nullptr, to + first);
+  });
 }
 
 #endif
@@ -403,15 +470,14 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask ta
   thread_local Lines kept;
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
   const int64_t group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
-  char* one = count > group ? kept.Bytes(width * 64 + 2048) : nullptr;
-  char* other = one ? one + width * 32 + 1024 : nullptr;
+  char* one = count > group ? kept.Bytes(width * 64) : nullptr;
   Sums<float> sums;
-  SumGroup(group, reinterpret_cast<const Word*>(blocks), width, task, one, other, sums);
+  SumGroup(group, reinterpret_cast<const Word*>(blocks), width, task, one, sums);
   take(0, group, sums);
   for (int64_t n = group; n < count; n += group) {
     const int64_t rows = std::min(group, count - n);
     blocks += bytes;
-    MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(blocks), {one, other}, nullptr, width / 2, sums);
+    MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(blocks), {one, one + width * 32}, nullptr, width / 2, sums);
     take(n, rows, sums);
   }
 #else

@@ -7,10 +7,32 @@
 
 namespace xla_engine {
 
+#if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
+
+// Rows in groups as `SumGroup` has them, but for a last one, if it is not too small.
+struct CodedKernel {
+  using Plain = DotKernel<BFloat16>;
+  static constexpr int64_t kStep = Plain::kStep;
+
+  static int64_t GroupRows(int64_t count) {
+    const int64_t last = count % kBlockRows;
+    return count > kBlockRows && (last == 0 || last > 4) ? kBlockRows : Plain::GroupRows(count);
+  }
+  static int64_t GroupBytes(int64_t width) { return Plain::GroupBytes(width); }
+  template <typename Operand>
+  static void Fill(const Operand& operand, int64_t n, int64_t rows, char* block) {
+    Plain::Fill(operand, n, rows, block);
+  }
+};
+
+#else
+using CodedKernel = HalvesKernel;
+#endif
+
 // A kind of weights (linear.h).
 struct Coded {
   using Element = BFloat16;
-  using Kernel = HalvesKernel;
+  using Kernel = CodedKernel;
   static constexpr bool kWholeTasks = true;
 
   CodedWeights weights;
