@@ -83,9 +83,11 @@ def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:
     assert weight.form.runs == (("Q4_K", 3), ("Q8_0", 1), ("Q6_K", 2)) and weight.form.features == 89
     plain = np.concatenate([dequantised(kind, rows) for kind, rows in zip(kinds, raw, strict=True)])
     np.testing.assert_array_equal(rows_of(products, weight).view(np.uint16), plain.view(np.uint16))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, WIDTH)), jnp.float32)
-    one, other = products.linear(weight, x), products.linear(jnp.asarray(products.pack_head(plain)), x)
-    np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(other).view(np.uint32))
+    head = jnp.asarray(products.pack_head(plain))
+    for count in (5, 29):
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((count, WIDTH)), jnp.float32)
+        one, other = products.linear(weight, x), products.linear(head, x)
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(other).view(np.uint32))
 
 
 def test_what_devices_hold_has_one_form_or_none() -> None:
