@@ -96,10 +96,16 @@ def test_results_and_identity_are_those_of_one_engine(
     found = {output.request_id: bits(output) for output in several.drain()}
     assert found == expected(single, wanted)
     assert several.identity() == single.identity() and several.max_num_seqs == 2 * single.max_num_seqs
+    limit = time.monotonic() + 600
+    while not all(
+        member.stats.get("steps") for member in several._fleet.members
+    ):  # both have worked, and say so
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+        several.stats()
     stats = several.stats()
     assert sum(stats.finished.values()) >= 40 and stats.generation_tokens > 0
     assert len(several.snapshot().slots) == 8
-    assert all(member.stats["steps"] for member in several._fleet.members)  # both have worked
 
 
 def test_killed_processes_change_nothing_that_a_reader_sees(
