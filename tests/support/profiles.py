@@ -6,9 +6,15 @@ random` (`.ci/release`). No example fails because it took long, which on a busy 
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-_SAME = settings.get_profile("ci")  # hypothesis's own: derandomised, no deadline, no check for slow data
+_SAME = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
 settings.register_profile("few", _SAME)
 settings.register_profile("many", _SAME)
 settings.register_profile("random", _SAME, derandomize=False)
