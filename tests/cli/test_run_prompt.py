@@ -51,11 +51,9 @@ def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine
     assert "exclude each other" in invoke(*short, "--raw", "--chat").stderr
 
 
-def test_a_prompt_has_one_slot_and_a_start_leaves_the_garbage_collector_on(engine: FakeEngine) -> None:
-    for options, slots in (((), 1), (("--max-num-seqs", "16"), 16)):
-        invoke("run", "--prompt", "hi", *options)
-        assert engine.options["max_num_seqs"] == slots  # type: ignore[attr-defined]
-        assert gc.isenabled()
+def test_a_start_leaves_the_garbage_collector_on(engine: FakeEngine) -> None:
+    assert invoke("run", "--prompt", "hi").exit_code == 0
+    assert gc.isenabled()
     assert_not_started(invoke("run", "--prompt", "hi", "--max-tokens", "0"), "max_tokens")
     assert gc.isenabled()
 

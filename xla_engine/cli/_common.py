@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from xla_engine.cli import _help, _lora
 from xla_engine.cli._help import engine_option, together
@@ -380,11 +379,6 @@ def begin_start(options: Mapping[str, Any]) -> None:
         gc.disable()
         click.get_current_context().call_on_close(gc.enable)
     begin_compiling(options["isa"])
-
-
-def is_default(option: str) -> bool:
-    """Whether nobody gave this option of the running command."""
-    return click.get_current_context().get_parameter_source(option) is ParameterSource.DEFAULT
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from xla_engine.text.parsers.choose import Dialect
     "--prompt",
     metavar="TEXT",
     help="Send TEXT as a chat message if the model has a chat template, else complete it; print the answer. Takes "
-    "no INPUT and no OUTPUT, and one slot unless --max-num-seqs is given.",
+    "no INPUT and no OUTPUT.",
 )
 @click.option(
     "--raw", is_flag=True, help="With --prompt: complete the text as it is, without the chat template."
@@ -217,8 +217,6 @@ def run(
         )
         from xla_engine.cli._run.prompt import run_prompt
 
-        if _common.is_default("max_num_seqs"):
-            options["max_num_seqs"] = 1  # programs for one request compile sooner
         for name in ("tool_parser", "reasoning_parser"):
             defaults.pop(name, None)
         completes = raw or options["model"] is None  # the embedded model completes code
