@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xla_engine.graphs.config import KEY_SPAN as KEY_SPAN
 from xla_engine.graphs.config import AttentionForm, ModelConfig
@@ -148,20 +147,6 @@ class Attention(Protocol):
     ) -> LayerCache:
         """Put what `read_span` gave into any slot. The slot's positions from `length` on belong to no request:
         afterwards stale NaN must be harmless in those of this span."""
-        ...
-
-    def to_host(
-        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer as host arrays `[B, KV, S, Dh]`, whatever the layout.
-
-        In eight bits, `[B, KV, S, Dp + 4]`: heads as they are stored, rotated and padded, then each one's scale, a
-        float32.
-        """
-        ...
-
-    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        """The inverse of `to_host`, bit for bit: a store of one layer."""
         ...
 
 

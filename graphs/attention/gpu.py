@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -130,14 +129,6 @@ class GpuAttention:
                 for leaf, new in zip(layer, moved, strict=True)
             )
         )
-
-    def to_host(
-        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return np.asarray(layer.keys), np.asarray(layer.values)
-
-    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        return LayerCache(jax.device_put(keys), jax.device_put(values))
 
     def _write(
         self, layer: LayerCache, qkv: jax.Array, position: jax.Array, call: AttentionCall

@@ -102,32 +102,6 @@ class NativeAttention:
         keys = min(KEY_SPAN // _LANES, tiles)
         return keys, keys // _pack(layer.keys.dtype), span % (tiles // keys)
 
-    def to_host(
-        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = np.asarray(layer.keys)[layer_in_store], np.asarray(layer.values)[layer_in_store]
-        rows, heads = keys.shape[:2]
-        # [B, KV, block, D / W, 16, W] and [B, KV, tile, D / 16, word, 16, W], positions before dimensions
-        by_key = keys.transpose(0, 1, 2, 4, 3, 5)
-        by_value = values.transpose(0, 1, 2, 4, 6, 3, 5)
-        whole = (rows, heads, keys.shape[2] * _LANES, -1)
-        keys, values = by_key.reshape(whole), by_value.reshape(whole)
-        if keys.dtype == np.int8:  # rotated and padded, and the bytes of the scale
-            return keys[..., :-4], np.concatenate([values, keys[..., -4:]], axis=-1)
-        return keys[..., :head_dim], values[..., :head_dim]
-
-    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        rows, heads, positions, head_dim = keys.shape
-        if keys.dtype == np.int8:
-            keys, values = np.concatenate([keys, values[..., -4:]], axis=-1), values[..., :-4]
-            head_dim = values.shape[-1]
-        pack, width = _pack(keys.dtype), _width(head_dim, keys.dtype)
-        keys, values = (np.pad(x, ((0, 0),) * 3 + ((0, width - head_dim),)) for x in (keys, values))
-        by_key = keys.reshape(rows, heads, positions // _LANES, _LANES, -1, pack)
-        by_value = values.reshape(rows, heads, -1, _LANES, pack, width // _LANES, _LANES)
-        layer = by_key.transpose(0, 1, 2, 4, 3, 5), by_value.transpose(0, 1, 2, 5, 3, 6, 4)
-        return LayerCache(*(jax.device_put(np.ascontiguousarray(array[None])) for array in layer))
-
     def _attend(
         self, layer: LayerCache, qkv: jax.Array, rope: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:

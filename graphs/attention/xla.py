@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from xla_engine.graphs.attention.backend import (
@@ -157,17 +156,6 @@ class XlaAttention:
             )
 
         return LayerCache(*(write(leaf, new) for leaf, new in zip(layer, moved, strict=True)))
-
-    def to_host(
-        self, layer: LayerCache, head_dim: int, layer_in_store: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = (np.moveaxis(np.asarray(leaf), 0, 2) for leaf in layer)  # [B, KV, J, span, Dh]
-        shape = (*keys.shape[:2], -1, keys.shape[4])
-        return keys.reshape(shape), values.reshape(shape)
-
-    def from_host(self, keys: np.ndarray, values: np.ndarray) -> LayerCache:
-        by_span = (*keys.shape[:2], -1, min(KEY_SPAN, keys.shape[2]), keys.shape[3])
-        return LayerCache(*(jax.device_put(np.moveaxis(x.reshape(by_span), 2, 0)) for x in (keys, values)))
 
 
 class _Slots(NamedTuple):

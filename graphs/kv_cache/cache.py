@@ -1,14 +1,9 @@
 """The state that a model keeps for its slots: a list of stores, each of one layer or of several equal layers."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.delta_net.layer import DeltaState, make_state
+from xla_engine.graphs.delta_net.layer import make_state
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 
@@ -59,33 +54,3 @@ def places(spec: ModelSpec) -> list[tuple[int, int]]:
         for layer_in_store, index in enumerate(layers)
     }
     return [found[index] for index in range(len(found))]
-
-
-def to_host(spec: ModelSpec, cache: KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copies of every layer's state: keys and values `[B, KV, S, Dh]`, or the two arrays of a `DeltaState`."""
-    found = []
-    for store, layer_in_store in places(spec):
-        kept = cache[store]
-        if isinstance(kept, DeltaState):
-            found.append((np.array(kept.inputs), np.array(kept.memory)))
-        else:
-            keys, values = spec.attention.to_host(kept, spec.config.head_dim, layer_in_store)
-            found.append((np.array(keys), np.array(values)))
-    return found
-
-
-def from_host(spec: ModelSpec, layers: Sequence[tuple[np.ndarray, np.ndarray]]) -> KVCache:
-    """The inverse of `to_host`, bit for bit."""
-    cache: KVCache = []
-    for members in stores(spec):
-        if spec.config.is_linear(members[0]):
-            cache.append(DeltaState(*jax.device_put(layers[members[0]])))
-            continue
-        alone = [spec.attention.from_host(*layers[index]) for index in members]
-        together = alone[0] if len(alone) == 1 else LayerCache(*map(_join, *alone))
-        cache.append(together)
-    return cache
-
-
-def _join(*leaves: jax.Array) -> jax.Array:
-    return jax.device_put(np.concatenate([np.asarray(leaf) for leaf in leaves]))

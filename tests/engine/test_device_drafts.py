@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.engine.test_speculation import run, seen
 from tests.engine.test_speculation_families import CONFIG, DENSE, HYBRID, WIDTH, cases_of
 from tests.support.eagle3 import ByNumpy, head_config, head_tensors, write_head
+from tests.support.host_layers import to_host
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.speculation.proposer import NoProposer
@@ -25,7 +26,6 @@ from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.kv_cache.cache import to_host
 from xla_engine.graphs.steps import draft_head
 from xla_engine.graphs.steps.draft_sampling import proposed
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_checkpoint

@@ -25,6 +25,7 @@ from tests.support.attention_cases import (
     each_backend,
     interpreted,
 )
+from tests.support.host_layers import from_host, layer_to_host, to_host
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -33,7 +34,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.graphs.kv_cache.cache import from_host, make_cache, to_host
+from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 
 FULL = pytest.mark.full
@@ -149,7 +150,7 @@ def with_stale_nan(backend: Attention, case: Case, behind: np.ndarray) -> list[n
     beyond = np.arange(POSITIONS) > behind[:, None]
     stale = [
         np.where(beyond[:, None, :, None], x, y)
-        for x, y in zip(backend.to_host(layer, case.head_dim), case.cache, strict=True)
+        for x, y in zip(layer_to_host(backend, layer, case.head_dim), case.cache, strict=True)
     ]
     assert np.isnan(stale[0]).any()
     return stale

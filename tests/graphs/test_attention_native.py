@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.host_layers import layer_from_host, layer_to_host
 from tests.support.instruction_sets import HERE
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -102,7 +103,7 @@ class Slots:
         stale = np.full(
             size, -1 if shape.dtype == jnp.int8 else np.nan, shape.dtype
         )  # scales of all ones are NaN
-        return cls(attention, shape, attention.from_host(stale, stale), dict.fromkeys(range(3), 0))
+        return cls(attention, shape, layer_from_host(attention, stale, stale), dict.fromkeys(range(3), 0))
 
     def feed(self, work: list[tuple[int, Array]], width: int) -> list[Array]:
         """`work`: (slot, qkv `[count, F]`) per lane; returns `[count, H Dh]` per lane."""
@@ -275,7 +276,7 @@ def test_cells_in_eight_bits_are_those_of_numpy(attention: NativeAttention, head
     cosines_and_sines = np.broadcast_to(np.float32([1, 0])[:, None], (1, 20, 2, head_dim // 2))
     place = (np.array([number], np.int32) for number in (1, 5, 20))
     cache, _ = _prefill(attention, shape, slots.cache, heads.reshape(20, -1), cosines_and_sines, *place)
-    for stored, first in zip(attention.to_host(cache, head_dim), (2, 4), strict=True):
+    for stored, first in zip(layer_to_host(attention, cache, head_dim), (2, 4), strict=True):
         values, scale = eight_bits(heads[:, first : first + 2].swapaxes(0, 1))
         assert stored[1, :, 5:25, :-4].tobytes() == values.tobytes()
         assert np.ascontiguousarray(stored[1, :, 5:25, -4:]).view(np.float32).tobytes() == scale.tobytes()
@@ -287,9 +288,9 @@ def test_only_the_named_positions_are_written(attention: NativeAttention) -> Non
     shape = SHAPES[0]
     rng = np.random.default_rng(5)
     before = rng.standard_normal((2, 2, shape.kv_heads, S, shape.head_dim)).astype(shape.dtype)
-    slots = Slots(attention, shape, attention.from_host(*before), {0: 0, 1: 37})
+    slots = Slots(attention, shape, layer_from_host(attention, *before), {0: 0, 1: 37})
     slots.feed([(1, sequence(shape, 8, 6))], 16)
-    after = attention.to_host(slots.cache, shape.head_dim)
+    after = layer_to_host(attention, slots.cache, shape.head_dim)
     changed = [np.argwhere((a != b).any(axis=(1, 3))).tolist() for a, b in zip(before, after, strict=True)]
     assert changed == [[[1, p] for p in range(37, 45)], [[1, p] for p in range(37, 46)]]
     assert not after[1][1, :, 45].any()
@@ -305,10 +306,10 @@ def test_host_form_is_exact(shape: Shape) -> None:
     attention = NativeAttention(available()[0].name, cache_dtype=jnp.dtype(shape.dtype))
     size = (2, 2, shape.kv_heads, S, shape.stored_width)
     keys, values = (9 * np.random.default_rng(7).standard_normal(size)).astype(shape.dtype)
-    layer = attention.from_host(keys, values)
+    layer = layer_from_host(attention, keys, values)
     empty = jax.eval_shape(lambda: attention.make_store(_config(shape), (0,), 2, S, jnp.dtype(shape.dtype)))
     assert jax.tree.map(jnp.shape, layer) == jax.tree.map(jnp.shape, empty)
-    back = attention.to_host(layer, shape.head_dim)
+    back = layer_to_host(attention, layer, shape.head_dim)
     assert (back[0].tobytes(), back[1].tobytes()) == (keys.tobytes(), values.tobytes())
 
 
@@ -337,16 +338,16 @@ def test_a_layer_of_a_store_is_as_it_is_alone(
         store, second = attention.attend_decode(store, sequence(shape, 2, 2), call(rope), **rows)
         return store, first, second
 
-    alone, *expected = both(attention.from_host(*layers[1]), 0)
+    alone, *expected = both(layer_from_host(attention, *layers[1]), 0)
     joined = [
         np.concatenate(leaves)
-        for leaves in zip(*(attention.from_host(*each) for each in layers), strict=True)
+        for leaves in zip(*(layer_from_host(attention, *each) for each in layers), strict=True)
     ]
     store, *found = both(LayerCache(*jax.device_put(joined)), 1)
     assert [np.asarray(x).tobytes() for x in found] == [np.asarray(x).tobytes() for x in expected]
     for place, layer in enumerate(layers):
-        kept = layer if place != 1 else attention.to_host(alone, shape.head_dim)
-        assert [x.tobytes() for x in attention.to_host(store, shape.head_dim, place)] == [
+        kept = layer if place != 1 else layer_to_host(attention, alone, shape.head_dim)
+        assert [x.tobytes() for x in layer_to_host(attention, store, shape.head_dim, place)] == [
             x.tobytes() for x in kept
         ]
 
@@ -361,7 +362,7 @@ def test_a_lane_outside_the_cache_is_an_error(attention: NativeAttention) -> Non
 def test_a_table_that_names_no_page_is_an_error(attention: NativeAttention) -> None:
     shape = SHAPES[0]
     pool = np.zeros((4, shape.kv_heads, 32, shape.head_dim), shape.dtype)
-    layer, rope = attention.from_host(pool, pool), angles(np.zeros(2, np.int32), shape.head_dim)
+    layer, rope = layer_from_host(attention, pool, pool), angles(np.zeros(2, np.int32), shape.head_dim)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(layer: LayerCache, tables: Array) -> Any:

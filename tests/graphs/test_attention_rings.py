@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.attention_cases import Case, Features, _stored, bits
 from tests.support.device import read_cache
+from tests.support.host_layers import layer_to_host, to_host
 from tests.support.instruction_sets import NAMES, registered
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -19,7 +20,7 @@ from xla_engine.graphs.attention.backend import KEY_SPAN, Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import FULL, SLIDING
-from xla_engine.graphs.kv_cache.cache import make_cache, to_host
+from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 
@@ -64,7 +65,7 @@ def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) 
         moved = spans[min(span, whole - 1)]
         layer = backend.write_span(layer, jnp.int32(1), jnp.int32(span), moved, size)
     valid = min(length, 512)
-    for old, new in zip(cache, backend.to_host(layer, 64), strict=True):
+    for old, new in zip(cache, layer_to_host(backend, layer, 64), strict=True):
         assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.host_layers import layer_from_host, layer_to_host
 from tests.support.models import TINY
 from xla_engine.graphs.attention.backend import Attention, AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.gpu import GpuAttention
@@ -76,7 +77,7 @@ class Case:
         own = {**vars(self), **changes}
         layer, out = _decode(backend, self.dtype, self.form, _stored(backend, own["cache"]), own["qkv"], self.rope,
                              self.weights, own["length"], own["live"], own["tables"], own["key_length"])  # fmt: skip
-        return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32)
+        return layer_to_host(backend, layer, self.head_dim), np.asarray(out, np.float32)
 
     def prefill(self, backend: Attention, **changes: Any) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """The same of a prefill call: result `[P, T, H Dh]`."""
@@ -85,7 +86,7 @@ class Case:
         layer, out = _prefill(backend, self.dtype, self.form, _stored(backend, own["cache"]), chunks, self.rope,
                               self.weights, own["slot"], own["start"], own["count"], own["tables"],
                               own["key_length"], own.get("reach"))  # fmt: skip
-        return backend.to_host(layer, self.head_dim), np.asarray(out, np.float32).reshape(
+        return layer_to_host(backend, layer, self.head_dim), np.asarray(out, np.float32).reshape(
             *chunks.shape[:2], -1
         )
 
@@ -176,7 +177,7 @@ def _prefill(
 
 
 def _stored(backend: Attention, cache: tuple[np.ndarray, np.ndarray]) -> LayerCache:
-    return backend.from_host(*(np.array(each) for each in cache))
+    return layer_from_host(backend, *(np.array(each) for each in cache))
 
 
 def bits(array: np.ndarray) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.support.host_layers import from_host, to_host
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.graphs.kv_cache.cache import from_host, to_host
 from xla_engine.runner.runner import Runner
 
 
