@@ -205,8 +205,10 @@ inline __attribute__((always_inline)) Words Numbers(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
   const auto* from = kNumbersOfCodes<index>.at;
   auto found = (__m512i)(codes >> 4 * part);
-  if constexpr (kind.high > 0)  // the lowest four bits of one, the others of the other
-    found = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), found, (__m512i)Moved<higher, 4>(above), 0xCA);
+  if constexpr (kind.high > 0) {  // the lowest four bits of one, the others of the other
+    const Words upper = Moved<higher, 4>(above);  // a comma would be one between arguments where what follows is a macro
+    found = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), found, (__m512i)upper, 0xCA);
+  }
   if constexpr (kind.high > 1)
     return (Words)_mm512_permutex2var_epi16(_mm512_load_si512(from), found, _mm512_load_si512(from + 32));
   return (Words)_mm512_permutexvar_epi16(found, _mm512_load_si512(from));
