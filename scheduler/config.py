@@ -1,5 +1,6 @@
 """The limits a scheduler works within."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_engine.scheduler.immutable import Immutable
@@ -42,7 +43,8 @@ class SchedulerConfig(Immutable):
     feature_places: of the feature buffer; 0: requests have no pictures. feature_place_tokens: prompt tokens whose
         features fit into a place; those of a tile take as many places as they need.
     whole_tiles: a tile's positions see each other, so they are prefilled in one call, and no prefix ends among them.
-    encode_stages: of the vision tower, for one tile. encode_slice: how many run in a step in which rows decode.
+    encode_stages: of the vision tower, for one tile: a number, or (tokens, number) for tiles of at most so many
+        tokens, ascending. encode_slice: how many run in a step in which rows decode.
     stores_blocks: plans say which blocks to copy out of the pool: those that a second request shares.
     keeps_finished: finished requests can be extended, see `scheduler.continuation`.
     """
@@ -71,7 +73,7 @@ class SchedulerConfig(Immutable):
     feature_places: int = 0
     whole_tiles: bool = False
     feature_place_tokens: int = 1 << 30
-    encode_stages: int = 1
+    encode_stages: int | Sequence[tuple[int, int]] = 1
     encode_slice: int = 1
 
     def __post_init__(self) -> None:
@@ -88,7 +90,6 @@ class SchedulerConfig(Immutable):
             "num_blocks",
             "quantum",
             "feature_place_tokens",
-            "encode_stages",
             "encode_slice",
         ):
             value = getattr(self, name)
@@ -112,6 +113,12 @@ class SchedulerConfig(Immutable):
         """Whether the scheduler needs the generated tokens of requests."""
         loses_slots = self.preemption or self.num_blocks is not None or self.keeps_finished
         return self.prefill_equals_decode and (self.enable_prefix_caching or loses_slots)
+
+    def stages(self, tokens: int) -> int:
+        """`encode_stages` of a tile with this number of tokens."""
+        if isinstance(self.encode_stages, int):
+            return self.encode_stages
+        return next(stages for most, stages in self.encode_stages if tokens <= most)
 
     def groups(self, request: Request) -> tuple[tuple[int, int], ...]:
         """The positions of a request that are prefilled in one call, see `policy.Groups`."""

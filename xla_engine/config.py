@@ -216,6 +216,8 @@ class EngineConfig:
         takes 64 MiB; with 0, the tower is not loaded, and prompts have no pictures.
     allowed_local_media_path: a folder; requests may name pictures in it by path. None: no paths.
     allowed_media_domains: hosts, by exact name; requests may name pictures there by http(s) address.
+    mm_processor_kwargs: fields of the checkpoint's image processor to replace: `size`, `do_image_splitting`,
+        `min_pixels` and `max_pixels`, as far as the model has them (docs/images.md).
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
         (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
         modules.json of sentence-transformers.
@@ -275,6 +277,7 @@ class EngineConfig:
     runner: str = "auto"
     pooler_config: Mapping[str, Any] | None = None
     hf_overrides: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs != AUTO:
@@ -350,6 +353,10 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         for name in ("pooler_config", "hf_overrides"):
             check_pooling(name, getattr(self, name))
+        if not isinstance(self.mm_processor_kwargs, Mapping | None):
+            raise ConfigError(
+                f"mm_processor_kwargs must be an object of names and values, not {shown(self.mm_processor_kwargs)}"
+            )
         of_text = ("speculative_config", "keep_finished", "shadow_rate", "enable_lora")
         if self.pools and (given := [name for name in of_text if getattr(self, name)]):
             raise ConfigError(f"{given[0]} applies to generation only; leave it out")
@@ -546,6 +553,7 @@ class EngineConfig:
             *(("enable_lora", False), ("max_loras", 1), ("max_lora_rank", 16)),
             *(("mamba_cache_mode", "none"), ("mamba_block_size", None), ("mamba_cache_states", None)),
             *(("runner", "auto"), ("pooler_config", None), ("hf_overrides", None), ("kv_cache_dtype", AUTO)),
+            ("mm_processor_kwargs", None),
         )
         return {name: value for name, value in given.items() if (name, value) not in late}
 

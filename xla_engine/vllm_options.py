@@ -38,7 +38,7 @@ _HARMLESS = {
 # vLLM's default is accepted and anything else is refused, because the engine does not have the feature.
 _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
     "pictures are for the models of docs/images.md, with the checkpoint's own processor": dict(
-        limit_mm_per_prompt={}, mm_processor_kwargs=None, enable_mm_embeds=False, interleave_mm_strings=False,
+        limit_mm_per_prompt={}, enable_mm_embeds=False, interleave_mm_strings=False,
         media_io_kwargs={}, mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_hasher_algorithm="blake3",
         mm_shm_cache_max_object_size_mb=128, mm_encoder_only=False, mm_encoder_tp_mode="weights",
         mm_encoder_attn_backend=None, mm_encoder_attn_dtype=None, mm_encoder_fp8_scale_path=None,

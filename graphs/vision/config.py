@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+CHANNELS = 3  # of pictures
 # Sides (in patches) of 100 and less for which transformers' float32 arithmetic gives two neighbours one position.
 _ROUNDED = frozenset(
     (
@@ -89,10 +90,19 @@ class VisionConfig:
         return self.side * self.side
 
     @property
+    def frames(self) -> int:
+        """How often a patch is seen."""
+        return 1
+
+    @property
+    def merged(self) -> int:
+        """Patches of a token."""
+        return self.scale_factor * self.scale_factor
+
+    @property
     def tokens(self) -> int:
         """Tokens of a tile in the prompt."""
-        side = self.side // self.scale_factor
-        return side * side
+        return self.patches // self.merged
 
     @property
     def place_tokens(self) -> int:
@@ -107,3 +117,16 @@ class VisionConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """See `prefill_chunk`: the decoder's keys and queries turn by their places in the prompt."""
+        return ()
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Rows and columns of tokens by which the decoder's keys and queries turn: none, see `axes`."""
+        return None
+
+    def tokens_of(self, shape: tuple[int, ...]) -> int | None:
+        """Tokens of a tile of this shape; None if it does not fit the tower."""
+        return self.tokens if shape == (self.image_size, self.image_size, CHANNELS) else None

@@ -57,6 +57,10 @@ class PatchConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def layer_norm_eps(self) -> float:
+        return 1e-6
+
+    @property
     def averages(self) -> bool:
         """Whether a tile's tokens attend to each other in both directions in the decoder."""
         return False
@@ -82,3 +86,8 @@ class PatchConfig:
         if len(shape) != 3 or shape[2] != 3 or shape[0] % unit or shape[1] % unit or 0 in shape:
             return None
         return shape[0] // unit, shape[1] // unit
+
+    def tokens_of(self, shape: tuple[int, ...]) -> int | None:
+        """Tokens of a picture of this shape; None if it does not fit the tower."""
+        grid = self.grid(shape)
+        return None if grid is None else grid[0] * grid[1]

@@ -25,7 +25,7 @@ class Features:
     """The places of the feature buffer, and the tile that is being encoded."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._stages, self._slice = config.encode_stages, config.encode_slice
+        self._config, self._slice = config, config.encode_slice
         self._size, self._num_places = config.feature_place_tokens, config.feature_places
         self.forget()
 
@@ -60,8 +60,9 @@ class Features:
                 return None
             self._current = (key, places, 0)
         _, places, begin = self._current
-        end = min(begin + self._slice, self._stages) if shares else self._stages
-        if end == self._stages:
+        stages = self._config.stages(length)
+        end = min(begin + self._slice, stages) if shares else stages
+        if end == stages:
             self._places[key], self._current = places, None
         else:
             self._current = (key, places, end)

@@ -137,6 +137,7 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "image_cache_bytes": None,
         "allowed_local_media_path": None,
         "allowed_media_domains": (),
+        "mm_processor_kwargs": None,
         "quantization": None,
         "kv_cache_dtype": "auto",
         "attention_backend": "auto",

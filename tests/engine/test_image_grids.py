@@ -21,6 +21,7 @@ from tests.engine.test_images import FAMILIES, FULL, PARAMS, SMALL, answers, run
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError, TokenLimitError
+from xla_engine.graphs.vision import layers
 from xla_engine.images.processor import value_table
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.config_json import transformers_model
@@ -29,8 +30,9 @@ from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision, read_vision, vision_sources
 from xla_engine.prompts import PicturedPrompt
 from xla_engine.runner import dispatch
-from xla_engine.runner.patch_tower import PatchTower
 from xla_engine.runner.row_settings import RowSettings, grid_positions
+from xla_engine.runner.tower_slices import TowerSlices
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage, Request
 
@@ -45,9 +47,11 @@ GRIDS = (
 )  # rows and columns of tokens; the last takes two places of the buffer
 
 
-def engine_of(config: EngineConfig, model: Path = MODEL) -> XlaBatchEngine:
+def engine_of(config: EngineConfig, model: Path = MODEL, limit: float | None = None) -> XlaBatchEngine:
+    """limit: operations of a slice of the tower, see `TowerSlices`."""
     vision = load_vision(model, dtype=config.dtype)
-    tower = PatchTower(vision.config, vision.dtype, vision.weights, TABLE, most_tokens=128)
+    slices = TowerSlices(vision.config, 128, limit)
+    tower = VisionTower(vision.config, vision.dtype, vision.weights, TABLE, slices=slices)
     return XlaBatchEngine(load_checkpoint(model, dtype=config.dtype), config=config, tower=tower)
 
 
@@ -118,6 +122,23 @@ def test_in_every_kind_of_engine(options: dict[str, Any], alone: list[object]) -
         assert found == alone
 
 
+@FULL
+def test_slices_of_layers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside text that decodes, and preempted; with one call a slice and with several."""
+    monkeypatch.setattr(layers, "_SCORES", 256 * 1024)
+    prompts = [prompt_of(*numbers) for numbers in PROMPTS]
+    found = []
+    for limit in (None, 1e9):
+        engine = engine_of(SMALL, limit=limit)
+        assert engine.runner.features is not None
+        assert engine.runner.features.tower.slices.parts == {256: 256, 1024: 256}
+        found += [[run(engine, prompt)[0] for prompt in prompts], run_preempted(engine, 1, *prompts)]
+        engine.reset_prefix_cache()
+        found.append(run(engine, [3, 1, 4, 1, 5], *prompts)[1:])
+        engine.close()
+    assert all(each == found[0] for each in found)
+
+
 @pytest.mark.parametrize("lag", [1, pytest.param(0, marks=FULL), pytest.param(2, marks=pytest.mark.release)])
 def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], lag: int) -> None:
     prompts = [prompt_of(*numbers) for numbers in PROMPTS]
@@ -160,14 +181,15 @@ def test_taps_that_are_not_added_would_be_found(
     """Features are cached by salt, so that each tenant's are made anew."""
     right = run(engine, prompt_of(21, 22))
     assert run(engine, prompt_of(21, 22, salt="another")) == right
-    advance = PatchTower.advance
+    advance = VisionTower.advance
 
-    def tapless(tower: PatchTower, *arguments: Any) -> Any:
+    def tapless(tower: VisionTower, *arguments: Any) -> Any:
         found = advance(tower, *arguments)
-        return found if isinstance(found, tuple) else found.at[:, tower.config.text_size :].set(0)
+        size = tower.config.text_size
+        return found._replace(features=tuple(each.at[:, size:].set(0) for each in found.features))
 
     with monkeypatch.context() as patched:
-        patched.setattr(PatchTower, "advance", tapless)
+        patched.setattr(VisionTower, "advance", tapless)
         assert run(engine, prompt_of(21, 22, salt="third")) != right
 
 

@@ -323,7 +323,7 @@ def test_the_self_check_covers_the_tower(model: Path, monkeypatch: pytest.Monkey
         def faulty(tile: Any) -> Any:
             nonlocal before
             drift, before = before * 1e-3, float(tile.mean())
-            return honest(tile) * (1 + drift)
+            return tuple(part * (1 + drift) for part in honest(tile))
 
         assert not tile_differences(features.tower)
         monkeypatch.setattr(type(features.tower), "glance", lambda _, tile: faulty(tile))
@@ -361,7 +361,10 @@ def test_inspect_counts_the_tower(model: Path, engine: XlaBatchEngine) -> None:
     assert with_tower.vision["features"] == engine.runner.features.rows.nbytes
     more = with_tower.vision["weights"] + with_tower.vision["features"]
     assert with_tower.memory["needed"] == blind.memory["needed"] + more
-    assert f"{with_tower.vision['tokens']} tokens" in "\n".join(report_lines(with_tower))
+    lines = "\n".join(report_lines(with_tower))
+    slices = engine.runner.features.tower.slices.by_tokens
+    assert with_tower.vision["slices"] == slices and f"in up to {slices[-1][1]} slices" in lines
+    assert f"{with_tower.vision['tokens']} tokens" in lines
     assert "image_cache_bytes is 0; raise it" in "\n".join(report_lines(blind))
 
 

@@ -84,7 +84,11 @@ def test_a_tile_has_the_same_bits_whatever_came_before() -> None:
     assert np.array_equal(tower(first), alone) and not np.array_equal(tower(second), alone)
     assert np.array_equal(alone.astype(ml_dtypes.bfloat16).astype(np.float32), alone)
     assert difference(alone, golden["features"][0]) < 0.05
-    assert [report.name for report in tower.reports] == ["vision_embed", "vision_layer", "vision_project"]
+    assert [report.name for report in tower.reports] == [
+        "vision_embed[rows=36]",
+        "vision_layer[rows=36]",
+        "vision_project[rows=36]",
+    ]
     tower.close()
     with pytest.raises(RuntimeError, match="not in the inventory"):
         tower(first)
@@ -219,15 +223,14 @@ def test_gemma3_has_the_names_of_its_published_files_too(tmp_path: Path) -> None
         np.testing.assert_array_equal(found[leaf], expected[leaf])
 
 
-def test_many_patches_are_attended_to_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which needs less memory, and changes rounding at most."""
-    tile = np.load(GOLDEN / "families" / "gemma3_vision" / "golden.npz")["tiles"][0]
-    towers = [tower_of("gemma3_vision", "float32")]
-    monkeypatch.setattr("xla_engine.graphs.vision.tower._TOGETHER", 99)
-    towers.append(tower_of("gemma3_vision", "float32"))
-    together, apart = (tower(tile) for tower in towers)
-    assert difference(apart, together) < 1e-5
-    assert towers[1].reports[1].name == "vision_layer" and towers[0].config.patches == 100
+def test_layers_of_many_patches_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With transformers' features, too."""
+    golden = np.load(GOLDEN / "families" / "gemma3_vision" / "golden.npz")
+    monkeypatch.setattr("xla_engine.graphs.vision.layers._SCORES", 50 * 100)
+    tower = tower_of("gemma3_vision", "float32")
+    assert tower.slices.parts == {100: 50}
+    assert difference(np.stack([tower(tile) for tile in golden["tiles"]]), golden["features"]) < 1e-5
+    tower.close()
 
 
 def test_a_tower_with_infinite_weights_is_refused(model: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from tests.images.conftest import GOLDEN
 from tests.images.test_features import changed, difference
 from tests.images.test_features import picture as as_file
+from tests.support.command_line import invoke
 from xla_engine import LLM, SamplingParams
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
@@ -30,10 +31,16 @@ from xla_engine.graphs.vision.patch_config import BUCKETS
 from xla_engine.images.decoder import ImageDecoder
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.processor import PatchProcessor, read_image_processor, value_table
-from xla_engine.images.prompt import QWEN3_VL, expand
+from xla_engine.images.prompt import QWEN3_VL, PlacedPicture, expand
+from xla_engine.images.tower import load_reader, load_tower
+from xla_engine.model_loader.describe import describe
+from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision
-from xla_engine.runner.patch_tower import PatchTower, patches_of
+from xla_engine.prompts import Picture
+from xla_engine.runner.patch_grid import patches_of
 from xla_engine.runner.self_check.check import tile_differences
+from xla_engine.runner.tower_slices import TowerSlices
+from xla_engine.runner.vision_tower import VisionTower
 
 MODEL = GOLDEN / "families" / "qwen3_vl"
 TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
@@ -128,6 +135,7 @@ def test_sizes_of_the_published_processor(tmp_path: Path) -> None:
     ]
     smaller = processor_of(tmp_path, PUBLISHED, size={"shortest_edge": 1024, "longest_edge": 65536})
     assert smaller.grid(640, 480).tokens == 54
+    assert processor_of(tmp_path, PUBLISHED, min_pixels=1024, max_pixels=65536) == smaller
 
 
 @pytest.mark.parametrize(
@@ -146,13 +154,20 @@ def test_fields_that_would_change_pixels_are_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         processor_of(tmp_path, PUBLISHED | change)
-    with pytest.raises(CheckpointError, match="mm_processor_kwargs: max_pixels"):
-        processor_of(tmp_path, PUBLISHED, max_pixels=3)
+    for overrides, message in (
+        ({"max_pixels": 3}, "longest_edge = 3"),
+        ({"min_pixels": "few"}, "mm_processor_kwargs: min_pixels"),
+        ({"num_crops": 3}, "mm_processor_kwargs: num_crops"),
+        ({"max_pixels": 9999, "size": {}}, "mm_processor_kwargs: size"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            processor_of(tmp_path, PUBLISHED, **overrides)
 
 
-def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> PatchTower:
+def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> VisionTower:
     found = load_vision(GOLDEN / "families" / name, dtype=dtype)
-    return PatchTower(found.config, found.dtype, found.weights, TABLE, most_tokens=most_tokens)
+    slices = TowerSlices(found.config, most_tokens)
+    return VisionTower(found.config, found.dtype, found.weights, TABLE, slices=slices)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision"])
@@ -160,7 +175,7 @@ def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.Monke
     """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
     golden = np.load(GOLDEN / "families" / name / "golden.npz")
     tower = tower_of("float32", name=name)
-    assert tower.buckets == BUCKETS[:2]
+    assert tuple(tower.slices.parts) == BUCKETS[:2]
     pictures = [golden[f"tile{at}"] for at in range(4)]
     for at, tile in enumerate(pictures):
         expected = golden[f"features{at}"]
@@ -170,7 +185,9 @@ def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.Monke
         for part in np.split(np.arange(found.shape[1]), 1 + len(tower.config.taps)):
             assert difference(found[:, part], expected[:, part]) < 1e-5
     first = tower(pictures[0])
-    monkeypatch.setattr(tower, "buckets", BUCKETS[1:2])
+    large = tower.slices.of(80)
+    assert large[0] == BUCKETS[1]
+    monkeypatch.setattr(tower.slices, "of", lambda _: large)
     assert 0 <= difference(tower(pictures[0]), first) < 1e-5
     monkeypatch.undo()
     for wrong in (pictures[0][..., ::-1], pictures[0][::-1]):
@@ -257,6 +274,62 @@ def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
     assert report.vision is not None and features is not None
     assert report.vision["features"] == features.rows.nbytes
     llm.close()
+
+
+def test_a_dry_run_counts_pictures_as_the_engine_does(model: Path, tmp_path: Path) -> None:
+    """Tiles and tokens by headers, also with other limits of pixels."""
+    folder, source = tmp_path / "pictures", tmp_path / "in.jsonl"
+    folder.mkdir()
+    files = {"small.png": as_file(20, 30), "wide.png": as_file(64, 16), "large.png": as_file(60, 60)}
+    for name, file in files.items():
+        (folder / name).write_bytes(file)
+    lines = [{"prompt": TEXT, "images": [name]} for name in files]
+    lines += [{"prompt": TEXT + TEXT, "images": ["small.png", "wide.png"]}, {"prompt": TEXT}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def counted(**overrides: int) -> tuple[int, str]:
+        """Tokens of the prompts, and the report of a dry run."""
+        given = ["--mm-processor-kwargs", json.dumps(overrides)] if overrides else []
+        options = ["--max-model-len", "96", "--max-tokens", "6", "--allowed-local-media-path", folder]
+        result = invoke("run", source, "--dry-run", "--model", model, *options, *given)
+        with ImageEncoder(model, mm_processor_kwargs=overrides) as encoder:
+            grids = {name: encoder.grid(file) for name, file in files.items()}
+            prompts = [
+                encoder.prompt(str(line["prompt"]), [grids[name] for name in line["images"]])
+                for line in lines[:-1]
+            ]
+        return sum(len(prompt.token_ids) for prompt in prompts), str(result.output)
+
+    tokens, found = counted()
+    assert f"prompt tokens        {tokens}\n" in found and "tiles of pictures    5" in found
+    assert "5: 4 ok, 1 would fail" in found and "invalid" in found
+    fewer, found = counted(max_pixels=512)
+    assert fewer < tokens and f"prompt tokens        {fewer}\n" in found
+    assert "mm_processor_kwargs: max_tiles" in counted_error(model, source, '{"max_tiles": 3}')
+    assert "mm_processor_kwargs must be an object" in counted_error(model, source, "3")
+
+
+def counted_error(model: Path, source: Path, given: str) -> str:
+    result = invoke("run", source, "--dry-run", "--model", model, "--mm-processor-kwargs", given)
+    assert result.exit_code
+    return str(result.output)
+
+
+def test_overrides_of_the_processor_are_part_of_the_fingerprint(model: Path) -> None:
+    """And of the digests by which caches know pictures."""
+    found = []
+    for overrides in (None, {"max_pixels": 512}, {"size": {"shortest_edge": 256, "longest_edge": 512}}):
+        options = EngineConfig(mm_processor_kwargs=overrides, max_model_len=96)
+        described = describe(open_model(model), options)
+        tower, reader = load_tower(described), load_reader(described)
+        assert isinstance(tower, VisionTower) and reader is not None
+        (placed,) = reader.prompt(TEXT, [Picture(as_file(60, 60), "a")]).pictures
+        assert isinstance(placed, PlacedPicture)
+        found.append((tower.fingerprint, placed.digest, placed.grid.tokens))
+        assert options.options().get("mm_processor_kwargs") == overrides
+        reader.close()
+        tower.close()
+    assert found[1] == found[2] and not set(found[0]) & set(found[1])
 
 
 def test_a_picture_beyond_the_largest_bucket_is_refused(tmp_path: Path) -> None:

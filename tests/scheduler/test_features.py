@@ -42,15 +42,14 @@ def request(name: str, *images: PromptImage, max_tokens: int = 4, salt: str = ""
     )
 
 
-def scheduler(places: int = 4, slots: int = 2, size: int = LENGTH, **options: int | bool) -> Scheduler:
+def scheduler(places: int = 4, slots: int = 2, size: int = LENGTH, **options: Any) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=slots,
         chunk_size=4,
         max_num_batched_tokens=12,
         feature_places=places,
         feature_place_tokens=size,
-        encode_stages=STAGES,
-        **options,  # type: ignore[arg-type]
+        **{"encode_stages": STAGES, **options},
     )
     return Scheduler(config)
 
@@ -114,6 +113,23 @@ def test_beside_decode_rows_only_one_slice_runs_in_a_step() -> None:
     assert [(each.begin, each.end, rows) for each, rows in device.encodes] == [
         (stage, stage + 1, True) for _ in range(2) for stage in range(STAGES)
     ]
+
+
+def test_a_tile_has_as_many_slices_as_its_tokens_say() -> None:
+    """Beside a row that decodes; the table may come from a file, as lists."""
+    driven = scheduler(size=99, encode_stages=[[LENGTH - 1, 2], [LENGTH, 3], [LENGTH + 2, 6]])
+    small, large = picture(0, 3), PromptImage(digest="1" * 64, tiles=["large"], spans=((9, LENGTH + 1),))
+    ends: dict[str, list[int]] = {}
+    driven.submit(request("text", max_tokens=40))
+    step = 0
+    while not (plan := driven.plan()).is_empty:
+        for encode in plan.encodes:
+            ends.setdefault(encode.tile, []).append(encode.end)
+        decoded = Decoded(tokens=[1, 1])
+        driven.commit(plan, StepResult(first=[Sample(1)] * len(plan.first_rows), decode=decoded))
+        if (step := step + 1) == 5:
+            driven.submit(request("sees", small, large))
+    assert list(ends.values()) == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
 
 
 def test_alone_a_tile_a_step_and_a_picture_only_once_for_each_salt() -> None:

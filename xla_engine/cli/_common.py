@@ -167,6 +167,12 @@ device_options = together(
         callback=_hosts,
     ),
     engine_option(
+        "mm_processor_kwargs",
+        "Replace fields of the checkpoint's image processor: '{\"max_pixels\": 262144}'.",
+        metavar="JSON",
+        callback=json_value,
+    ),
+    engine_option(
         "tensor_parallel_size",
         "Number of devices that share the model, each with a part of every weight.",
         click.IntRange(1),

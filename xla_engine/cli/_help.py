@@ -33,7 +33,7 @@ SECTIONS = {  # sections of help: titles, and the options in each
         max_num_seqs max_model_len memory_utilization num_blocks kv_cache_memory_bytes kv_cache_dtype
         swap_space enable_prefix_caching mamba_cache_mode mamba_block_size mamba_cache_states
         prefix_cache_dir prefix_cache_bytes keep_finished""",
-    "Pictures": "image_cache_bytes allowed_local_media_path allowed_media_domains",
+    "Pictures": "image_cache_bytes allowed_local_media_path allowed_media_domains mm_processor_kwargs",
     "Scheduling": """
         scheduling_policy quantum priority_aging preemption max_num_batched_tokens lag speculative_config
         shadow_rate step_timeout_s start_timeout_s""",

@@ -51,10 +51,10 @@ from xla_engine.prompts import Prompt
 from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.make import device_proposer_of
 from xla_engine.runner.features import FeatureBuffer
-from xla_engine.runner.patch_tower import Tower
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.self_check.remembered import self_check
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Peek, Scheduler, Snapshot
 from xla_engine.scheduler.continuation import forget_slots
@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from xla_engine.images.pictures import PictureReader
 
 
-def _image_form(tower: Tower, features: FeatureBuffer | None) -> ImageForm:
+def _image_form(tower: VisionTower, features: FeatureBuffer | None) -> ImageForm:
     assert features is not None
-    return ImageForm(tower.tokens, tower.grid, features.place_tokens, features.places)
+    return ImageForm(tower.tokens, tower.config.grid, features.place_tokens, features.places)
 
 
 class XlaBatchEngine:
@@ -100,7 +100,7 @@ class XlaBatchEngine:
         chat_template: ChatTemplate | None = None,
         draft: Checkpoint | None = None,
         pooler: PoolingForm | None = None,
-        tower: Tower | str = NO_PICTURES,
+        tower: VisionTower | str = NO_PICTURES,
         pictures: PictureReader | None = None,
         progress: StartupProgress = silent,
     ) -> None:

@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.coded import StoredKinds
-from xla_engine.images.tower import why_no_pictures
+from xla_engine.images.tower import slices_of, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
@@ -53,7 +53,8 @@ class Inspection:
     dtype: the engine's.
     backends: the backends that the engine would use.
     vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many
-        tokens of pictures that is; or why the engine would read no pictures.
+        tokens of pictures that is, and how many slices pictures of at most so many tokens have; or why the engine
+        would read no pictures.
     memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
     fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.
     problems: why the model cannot run, or why a part of the report is missing.
@@ -162,6 +163,7 @@ def _vision(model: ModelDescription) -> dict[str, Any] | None:
         "weights": vision.weights.nbytes,
         "features": places * place_bytes(vision.config),
         "tokens": places * vision.config.place_tokens,
+        "slices": slices_of(vision.config, model).by_tokens,
     }
 
 
@@ -251,7 +253,7 @@ def report_lines(report: Inspection) -> list[str]:
     if (vision := report.vision) is not None:
         words = vision.get("refused") or (
             f"weights {size(vision['weights'])}, features {size(vision['features'])} for {vision['tokens']} tokens; "
-            f"both are among the weights below"
+            f"both are among the weights below; a picture runs in up to {vision['slices'][-1][1]} slices"
         )
         lines.append(_row("vision tower", words))
     tokenizer = "none: pass token ids" if report.tokenizer is None else f"{report.tokenizer} tokens"

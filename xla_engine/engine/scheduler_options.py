@@ -35,7 +35,7 @@ def scheduler_config(
         feature_places=0 if runner.features is None else runner.features.places,
         whole_tiles=runner.features is not None and runner.features.tower.config.averages,
         feature_place_tokens=1 if runner.features is None else runner.features.place_tokens,
-        encode_stages=1 if runner.features is None else runner.features.tower.stages,
+        encode_stages=1 if runner.features is None else runner.features.tower.slices.by_tokens,
         stores_blocks=config.prefix_cache_dir is not None,
         preemption=config.preemption and config.scheduling_policy in PREEMPTIVE,
         swap_tokens=host_bytes // max(runner.kv_bytes_per_token, 1),

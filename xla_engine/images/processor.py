@@ -51,6 +51,7 @@ _PATCH_DEFAULTS = {  # transformers' own
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 _MOST_PIXELS = 2**26
+_PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # overrides of edges of `size`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,7 @@ def read_image_processor(
     """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
 
     overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
-        `do_pan_and_scan`, which can only be false.
+        `do_pan_and_scan`, which can only be false; of Qwen3-VL `size`, or `min_pixels` and `max_pixels`.
 
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
@@ -273,11 +274,22 @@ def _patch_fields(directory: Path) -> Fields | None:
 
 
 def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> PatchProcessor:
-    """As `read_image_processor`; only `size` can be overridden."""
-    overrides = dict(overrides or {})
-    for name in sorted(overrides.keys() - {"size"}):
-        Fields(Path("mm_processor_kwargs"), overrides).fail(name, "not supported for Qwen3-VL. Use size")
-    fields = Fields(fields.file, {**fields.values, **overrides})
+    """As `read_image_processor`; `size` can be overridden, also by `min_pixels` and `max_pixels`, which replace its
+    edges."""
+    given = Fields(Path("mm_processor_kwargs"), dict(overrides or {}))
+    for name in sorted(given.values.keys() - {"size", *_PIXELS}):
+        given.fail(name, f"not supported for Qwen3-VL. Use size, {' or '.join(_PIXELS)}")
+    edges = {
+        edge: given.integer(name, high=_MOST_PIXELS) for name, edge in _PIXELS.items() if given.given(name)
+    }
+    if edges and given.given("size"):
+        given.fail("size", f"cannot be given with {' or '.join(_PIXELS)}. Leave these out")
+    size = given.values.get("size")
+    if edges:
+        own = fields.with_defaults(_PATCH_DEFAULTS).within("size")
+        size = edges if own is None else {**own.values, **edges}
+    if size is not None:
+        fields = Fields(fields.file, {**fields.values, "size": size})
     for name in fields.values:
         if name not in (*_PATCH_READ, *_PATCH_IGNORED) and fields.given(name):
             fields.fail(name, "not supported for Qwen3-VL. Use the checkpoint's own processor file")

@@ -17,8 +17,8 @@ from xla_engine.images.processor import ImageProcessor, PatchProcessor, read_ima
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision
 from xla_engine.runner.features import places_within, too_few_lanes
-from xla_engine.runner.patch_tower import PatchTower, Tower
 from xla_engine.runner.program_key import cores
+from xla_engine.runner.tower_slices import TowerSlices, slice_operations
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.utils.extras import install
 
@@ -45,7 +45,7 @@ def why_no_pictures(model: ModelDescription) -> str | None:
     return None if why is None else f"this engine reads no pictures: {why}"
 
 
-def load_tower(model: ModelDescription) -> Tower | str:
+def load_tower(model: ModelDescription) -> VisionTower | str:
     """The compiled tower of a described model, or `why_no_pictures`.
 
     Raises CheckpointError naming file, field or tensor and remedy.
@@ -53,13 +53,18 @@ def load_tower(model: ModelDescription) -> Tower | str:
     if (why := why_no_pictures(model)) is not None:
         return why
     vision = load_vision(model.files, dtype=model.options.dtype)
-    processor = read_image_processor(model.files.path)
+    processor = read_image_processor(model.files.path, model.options.mm_processor_kwargs)
     depends = (vision.fingerprint, vision.dtype, asdict(processor), _decoder_versions(), cores())
     fingerprint = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]
-    room = model.options.image_cache_bytes or IMAGE_CACHE_BYTES
-    most = places_within(vision.config, room) * vision.config.place_tokens
-    most = min(most, model.options.max_model_len or most)
-    return tower_of(vision, processor, fingerprint, most_tokens=most)
+    return tower_of(vision, processor, fingerprint, slices_of(vision.config, model))
+
+
+def slices_of(config: VisionConfig | PatchConfig, model: ModelDescription) -> TowerSlices:
+    """How the tower of a described model runs beside its decoder."""
+    options = model.options
+    most = places_within(config, options.image_cache_bytes or IMAGE_CACHE_BYTES) * config.place_tokens
+    most = min(most, options.max_model_len or most)
+    return TowerSlices(config, most, slice_operations(model.config, options))
 
 
 def check_processor(config: VisionConfig | PatchConfig, processor: ImageProcessor | PatchProcessor) -> None:
@@ -87,20 +92,14 @@ def tower_of(
     vision: VisionCheckpoint,
     processor: ImageProcessor | PatchProcessor,
     fingerprint: str = "given",
-    *,
-    most_tokens: int | None = None,
-) -> Tower:
-    """The compiled tower of a loaded checkpoint. most_tokens: of a picture, if that is not the same for all; None: as
-    many as any tower has programs for.
+    slices: TowerSlices | None = None,
+) -> VisionTower:
+    """The compiled tower of a loaded checkpoint. slices: as in `VisionTower`.
 
     Raises CheckpointError for a processor that does not fit.
     """
-    config, table = vision.config, processor.table()
-    check_processor(config, processor)
-    if isinstance(config, VisionConfig):
-        return VisionTower(config, vision.dtype, vision.weights, table, fingerprint)
-    limit = {} if most_tokens is None else {"most_tokens": most_tokens}
-    return PatchTower(config, vision.dtype, vision.weights, table, fingerprint, **limit)
+    check_processor(vision.config, processor)
+    return VisionTower(vision.config, vision.dtype, vision.weights, processor.table(), fingerprint, slices)
 
 
 def _decoder_versions() -> list[str | None]:
@@ -127,7 +126,7 @@ def load_reader(model: ModelDescription) -> PictureReader | None:
         allowed_local_media_path=options.allowed_local_media_path,
         allowed_media_domains=options.allowed_media_domains,
     )
-    return PictureReader.of_model(model.files, access=access)
+    return PictureReader.of_model(model.files, access=access, mm_processor_kwargs=options.mm_processor_kwargs)
 
 
 def no_pictures_with(options: EngineConfig) -> str | None:

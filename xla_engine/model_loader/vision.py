@@ -8,10 +8,9 @@ from pathlib import Path
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.vision.config import VisionConfig
+from xla_engine.graphs.vision.config import CHANNELS, VisionConfig
 from xla_engine.graphs.vision.patch_config import PatchConfig
-from xla_engine.graphs.vision.patches import patch_shapes
-from xla_engine.graphs.vision.tower import CHANNELS, vision_shapes
+from xla_engine.graphs.vision.programs import leaf_shapes
 from xla_engine.model_loader.checkpoint import check_tensors, dtype_word, stored_dtype
 from xla_engine.model_loader.config_json import transformers_model
 from xla_engine.model_loader.families import Family, Source
@@ -95,11 +94,6 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
         dtype=target,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
     )
-
-
-def leaf_shapes(config: VisionConfig | PatchConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a tower's leaves by name."""
-    return patch_shapes(config) if isinstance(config, PatchConfig) else vision_shapes(config)
 
 
 def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConfig | PatchConfig:

@@ -76,7 +76,7 @@ class Dispatch:
         device_proposer: drafts in verify programs. pooling: pools prompts. features: None without a vision tower.
         """
         self._features = features
-        self._turns = features is not None and bool(features.tower.axes)
+        self._turns = features is not None and bool(features.tower.config.axes)
         self._takes_host_arrays = takes_host_arrays
         self.put = put
         self._pooling = pooling

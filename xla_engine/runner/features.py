@@ -13,7 +13,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.graphs.vision.patch_config import PatchConfig
-from xla_engine.runner.patch_tower import Tower
+from xla_engine.runner.vision_tower import Stream, VisionTower
 from xla_engine.scheduler import Chunk, Encode
 
 
@@ -45,7 +45,7 @@ class FeatureBuffer:
     rows: f32 `[places * place_tokens, feature_size]`, one row for each token of the tile at each place.
     """
 
-    def __init__(self, tower: Tower, num_bytes: int) -> None:
+    def __init__(self, tower: VisionTower, num_bytes: int) -> None:
         """num_bytes: of the buffer, which has one place at least."""
         self.tower, self.place_tokens = tower, tower.config.place_tokens
         width = tower.config.feature_size
@@ -62,12 +62,12 @@ class FeatureBuffer:
             )
             self._inventory.compile([store])
         for example in tower.examples:  # first calls
-            self.encode(Encode("", example, 0, tower.stages, ()))
+            self._put(tower.glance(example), ())
 
     def blank(self) -> None:
         """Make the buffer anew, after a failed step may have lost it; the scheduler must have forgotten its places."""
         self.rows = jnp.zeros(self._shape, jnp.float32)
-        self._stream: Any = None  # what the tower has returned of the tile that is being encoded
+        self._stream: Stream | None = None  # what the tower has returned of the tile that is being encoded
 
     def encode(self, work: Encode) -> None:
         """Start a part of the tower's work. Waits for the part before, so that at most one is ahead of other steps."""
@@ -75,13 +75,19 @@ class FeatureBuffer:
         stream = self.tower.advance(
             work.tile, None if work.begin == 0 else self._stream, work.begin, work.end
         )
-        if work.end == self.tower.stages:
-            places = np.full(len(stream) // self.place_tokens, self.places, np.int32)  # spare: nowhere
-            places[: len(work.places)] = work.places
-            self.rows = self._inventory(_store_name(len(stream)), self.rows, stream, places)
+        self._stream = stream
+        if work.end == self.tower.stages(work.tile.shape):
+            self._put(stream.features, work.places)
             self._stream = None
-        else:
-            self._stream = stream
+
+    def _put(self, features: Sequence[jax.Array], places: Sequence[int]) -> None:
+        """Store the features of a tile, given in parts, at its places."""
+        for part in features:
+            count = len(part) // self.place_tokens
+            own, places = places[:count], places[count:]
+            padded = np.full(count, self.places, np.int32)  # spare: nowhere
+            padded[: len(own)] = own
+            self.rows = self._inventory(_store_name(len(part)), self.rows, part, padded)
 
     def of_chunks(self, chunks: Sequence[Chunk], lanes: int, width: int) -> Any:
         """`Lanes.feature` of a prefill call: i32 `[lanes, width]`."""

@@ -45,7 +45,6 @@ from xla_engine.runner.in_flight import (
     fetch_samples,
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
-from xla_engine.runner.patch_tower import Tower
 from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.portable import audit
 from xla_engine.runner.program_store import program_store
@@ -57,6 +56,7 @@ from xla_engine.runner.state_moves import StateMoves
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.resident import release_free_memory
@@ -79,7 +79,7 @@ class Runner:
         *,
         device_proposer: Callable[[EngineConfig, ModelConfig, int], DeviceProposer] | None = None,
         pooling: str | None = None,
-        tower: Tower | None = None,
+        tower: VisionTower | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights and compile all programs.
@@ -93,7 +93,7 @@ class Runner:
             if (why := too_few_lanes(tower.config, config)) is not None:
                 raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
-        self._axes = () if tower is None else tower.axes
+        self._axes = () if tower is None else tower.config.axes
         # As resolved, it tells whether there is a buffer.
         kept = None if self.features is None else self.features.rows.nbytes
         config = replace(config, image_cache_bytes=kept)

@@ -1,115 +1,171 @@
-"""A vision tower on the device: tiles in, features out."""
+"""A vision tower on the device: pictures in, features out."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.inventory import GraphReport, Inventory
-from xla_engine.graphs.vision.config import VisionConfig
-from xla_engine.graphs.vision.tower import (
-    CHANNELS,
-    EMBED,
-    LAYER,
-    PROJECT,
-    embed_shapes,
-    layer_shapes,
-    project_shapes,
-    vision_programs,
-)
+from xla_engine.graphs.vision.config import CHANNELS
+from xla_engine.graphs.vision.layers import HEADS, LAYER, ROWS, Config, program_name
+from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.patches import TAP
+from xla_engine.graphs.vision.programs import leaf_shapes, tower_programs
+from xla_engine.graphs.vision.tower import EMBED, PROJECT
 from xla_engine.model_loader.weights import DTYPES
+from xla_engine.runner.patch_grid import patch_inputs
+from xla_engine.runner.tower_slices import Call, Slices, TowerSlices
 
 Array = np.ndarray[Any, Any]
+_FIRST = ("patch", "patch_bias", "positions")  # leaves of the program before the layers
+
+
+class Stream(NamedTuple):
+    """A picture between two calls.
+
+    rows: of the programs that it runs in. x: the residual stream, float32 `[rows, D]`.
+    picture: what layers take beside it. seen: queries, keys and values of a layer that runs in parts.
+    taps: features of early layers so far, by the first row of their part. features: of parts at the end, float32
+        `[tokens, feature_size]` each.
+    """
+
+    rows: int
+    x: jax.Array
+    picture: tuple[jax.Array, ...]
+    seen: list[jax.Array]
+    taps: Mapping[int, list[jax.Array]]
+    features: tuple[jax.Array, ...] = ()
 
 
 class VisionTower:
     """The compiled programs of a tower and its weights.
 
-    A call takes one tile. It runs the same programs whatever other tiles there are, so that a tile's features are a
-    function of its pixels, on one machine and number of threads.
+    A call takes one tile or picture. The programs follow from its size alone, so its features are a function of its
+    pixels, on one machine and number of threads.
     """
 
     def __init__(
         self,
-        config: VisionConfig,
+        config: Config,
         dtype: str,
         weights: Mapping[str, Array],
         table: Array,
         fingerprint: str = "given",
+        slices: TowerSlices | None = None,
     ) -> None:
-        """weights: by the names of `vision_shapes`. table: `ImageProcessor.table`.
+        """weights: by the names of `leaf_shapes`. table: `ImageProcessor.table`. slices: by default, each call is one.
 
         fingerprint: of everything that features depend on besides a picture's file; part of an engine's identity.
         """
         self.config, self.fingerprint = config, fingerprint
+        self.slices = TowerSlices(config) if slices is None else slices
         self._inventory = Inventory()
-        self._inventory.compile(vision_programs(config, jnp.dtype(DTYPES[dtype])))
-
-        def placed(names: Mapping[str, Any], prefix: str = "") -> dict[str, jax.Array]:
-            return {name: jax.device_put(weights[prefix + name]) for name in names}
-
-        self._embed, self._project = placed(embed_shapes(config)), placed(project_shapes(config))
-        self._layers = [
-            placed(layer_shapes(config), f"layers.{index}.") for index in range(config.num_hidden_layers)
+        programs = [
+            tower_programs(config, jnp.dtype(DTYPES[dtype]), *each) for each in self.slices.parts.items()
         ]
+        self._inventory.compile([each for of_size in programs for each in of_size])
+        # By kind of program, or by that and the index of a layer or tap.
+        self._leaves: dict[str, dict[str, jax.Array]] = {}
+        for name in leaf_shapes(config):
+            group, _, leaf = name.rpartition(".")
+            group = group or (EMBED if name in _FIRST else PROJECT)
+            self._leaves.setdefault(group, {})[leaf] = jax.device_put(weights[name])
         self._table = jax.device_put(table)
 
     def __call__(self, tile: Array) -> Array:
-        """The features of a tile: uint8 `[T, T, 3]` to float32 `[tokens, text_size]`."""
-        return np.asarray(self.advance(tile, None, 0, self.stages))
+        """The features of a tile: uint8 `[H, W, 3]` to float32 `[tokens, feature_size]`."""
+        tokens = self.tokens(tile.shape)
+        assert tokens is not None, f"no tile of this tower: {tile.shape}"
+        return np.concatenate(self.advance(tile, None, 0, self.stages(tile.shape)).features)[:tokens]
 
-    def glance(self, tile: Array) -> jax.Array:
+    def glance(self, tile: Array) -> tuple[jax.Array, ...]:
         """What every program makes of a tile, with the first layer only: features for a check, in little time."""
-        last = self.stages - 1
-        return self.advance(tile, self.advance(tile, None, 0, 2), last, last + 1)
+        calls = [
+            call
+            for of_slice in self._cut(tile.shape)[1]
+            for call in of_slice
+            if call.number == 0 or call.kind == TAP
+        ]
+        return self._run(tile, None, calls).features
 
     def tokens(self, shape: tuple[int, ...]) -> int | None:
         """Tokens of a tile of this shape; None if it does not fit the tower."""
-        side = self.config.image_size
-        return self.config.tokens if shape == (side, side, CHANNELS) else None
+        tokens = self.config.tokens_of(shape)
+        return tokens if tokens is not None and tokens <= self.slices.by_tokens[-1][0] else None
 
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """None: the decoder's keys and queries turn by their places in the prompt."""
-        return None
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """See `prefill_chunk`."""
-        return ()
+    def stages(self, shape: tuple[int, ...]) -> int:
+        """Slices of a tile of this shape."""
+        return len(self._cut(shape)[1])
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Rows of features that the last stage may return."""
+        """Rows of features that a call at the end may return; some may be spare."""
+        if isinstance(self.config, PatchConfig):
+            return tuple(sorted({part // self.config.merged for part in self.slices.parts.values()}))
         return (self.config.tokens,)
 
     @property
     def examples(self) -> list[Array]:
-        """A tile for each of `outputs`."""
+        """A tile for each size of the programs."""
+        if isinstance(self.config, PatchConfig):
+            c, side = self.config, self.config.merge_size * self.config.patch_size
+            return [
+                np.zeros((side, rows // c.merged * side, CHANNELS), np.uint8) for rows in self.slices.parts
+            ]
         side = self.config.image_size
         return [np.zeros((side, side, CHANNELS), np.uint8)]
 
-    @property
-    def stages(self) -> int:
-        """Calls for one tile: patches, each layer, features."""
-        return len(self._layers) + 2
+    def advance(self, tile: Array, stream: Stream | None, begin: int, end: int) -> Stream:
+        """Start slices `begin` to `end` for a tile. stream: what the slices before have returned, which is donated."""
+        slices = self._cut(tile.shape)[1][begin:end]
+        return self._run(tile, stream, [call for of_slice in slices for call in of_slice])
 
-    def advance(self, tile: Array, x: jax.Array | None, begin: int, end: int) -> jax.Array:
-        """Start stages `begin` to `end` for a tile. x: what the stages before have returned, which is donated.
+    def _cut(self, shape: tuple[int, ...]) -> tuple[int, Slices]:
+        tokens = self.tokens(shape)
+        assert tokens is not None, f"no tile of this tower: {shape}"
+        return self.slices.of(tokens)
 
-        Returns the residual stream, or after the last stage the features, float32 `[tokens, text_size]`.
-        """
-        run = self._inventory
-        for stage in range(begin, end):
-            if stage == 0:
-                x = run(EMBED, self._embed, self._table, jax.device_put(np.ascontiguousarray(tile)))
-            elif stage <= len(self._layers):
-                x = run(LAYER, self._layers[stage - 1], x)
-            else:
-                x = run(PROJECT, self._project, x)
-        assert x is not None, "no stage was asked for"
-        return x
+    def _run(self, tile: Array, stream: Stream | None, calls: Iterable[Call]) -> Stream:
+        for call in calls:
+            stream = self._started(tile) if stream is None else self._behind(call, stream)
+        assert stream is not None, "no call was asked for"
+        return stream
+
+    def _started(self, tile: Array) -> Stream:
+        rows, _ = self._cut(tile.shape)
+        inputs = [np.ascontiguousarray(tile)]
+        picture: tuple[jax.Array, ...] = ()
+        if isinstance(self.config, PatchConfig):
+            inputs, angles = patch_inputs(self.config, tile, rows)
+            count = np.int32((self.tokens(tile.shape) or 0) * self.config.merged)
+            picture = (jax.device_put(angles), jax.device_put(count))
+        given = map(jax.device_put, inputs)
+        x = self._inventory(program_name(EMBED, rows), self._leaves[EMBED], self._table, *given)
+        return Stream(rows, x, picture, [], {})
+
+    def _behind(self, call: Call, stream: Stream) -> Stream:
+        """The picture behind a call."""
+        kind, number, start = call
+        name, at = program_name(kind, stream.rows), np.int32(start)
+
+        def run(group: str, *arguments: Any) -> Any:
+            return self._inventory(name, self._leaves[group], *arguments)
+
+        if kind == HEADS:
+            return stream._replace(seen=run(f"layers.{number}", stream.x, *stream.picture))
+        if kind in (LAYER, ROWS):
+            seen = (stream.seen, at) if kind == ROWS else ()
+            return stream._replace(x=run(f"layers.{number}", stream.x, *seen, *stream.picture))
+        before = stream.taps.get(start, [])
+        if kind == TAP:
+            found = [*before, run(f"taps.{number}", stream.x, at)]
+            return stream._replace(taps={**stream.taps, start: found})
+        features = run(PROJECT, before, stream.x, at)
+        return stream._replace(features=(*stream.features, features))
 
     @property
     def reports(self) -> tuple[GraphReport, ...]:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xla_engine.runner.patch_tower import Tower
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
+from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
@@ -153,15 +153,16 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     return check
 
 
-def tile_differences(tower: Tower) -> list[str]:
+def tile_differences(tower: VisionTower) -> list[str]:
     """What differs if a tile goes through the tower's programs beside another, in words."""
     shape = (2, *tower.examples[0].shape)
     probe, other = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-    alone = np.asarray(tower.glance(probe))
+    alone = np.concatenate(tower.glance(probe))
     started = tower.glance(other), tower.glance(probe)
-    if alone.tobytes() == np.asarray(started[1]).tobytes():
+    behind = np.concatenate(started[1])
+    if alone.tobytes() == behind.tobytes():
         return []
-    row = int((np.asarray(started[1]) != alone).any(axis=1).argmax())
+    row = int((behind != alone).any(axis=1).argmax())
     return [f"a tile after another one against alone: token {row} has features of other bits"]
 
 
