@@ -1,4 +1,4 @@
-# Frozen: runs at commit a510154.
+# Frozen: runs at commit ddd07b3.
 """How long do others wait for a token while a large picture is encoded?
 
     python -m spikes.103_tower_slices calls TOWER    programs alone: milliseconds of each
