@@ -47,7 +47,7 @@ def operations(c: Config, kind: str, rows: int, part: int) -> int:
     """Of a call of a program for `rows` patches, or for `part` of them."""
     d = c.hidden_size
     if kind == EMBED:
-        return 2 * rows * d * CHANNELS * c.frames * c.patch_size**2
+        return 2 * rows * d * CHANNELS * c.frames * c.patch_size * c.patch_size
     if kind == HEADS:
         return 6 * rows * d * d
     if kind == ROWS:
