@@ -53,7 +53,7 @@ class Inspection:
     dtype: the engine's.
     backends: the backends that the engine would use.
     vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many
-        tokens of pictures that is, and how many slices pictures of at most so many tokens have; or why the engine
+        tokens of pictures that is, and how many slices pictures of up to that size have; or why the engine
         would read no pictures.
     memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
     fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.

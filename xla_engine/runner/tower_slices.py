@@ -85,12 +85,12 @@ class TowerSlices:
 
     @property
     def by_tokens(self) -> tuple[tuple[int, int], ...]:
-        """How many slices a picture of at most so many tokens has, ascending."""
+        """Pairs of tokens and slices, ascending: a picture of at most that many tokens has that many slices."""
         merged = self._config.merged
         return tuple((most // merged, len(slices)) for most, (_, slices) in self._by_patches.items())
 
     def of(self, tokens: int) -> tuple[int, Slices]:
-        """The size of the programs for a picture of so many tokens, and its slices."""
+        """The size of the programs for a picture of that number of tokens, and its slices."""
         patches = tokens * self._config.merged
         return next(found for most, found in self._by_patches.items() if patches <= most)
 
