@@ -95,6 +95,9 @@ class SchedulerConfig(Immutable):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+        stages = self.encode_stages
+        if (stages if isinstance(stages, int) else min((number for _, number in stages), default=0)) < 1:
+            raise ValueError(f"encode_stages is {stages}; give at least 1")
         size = self.mamba_block_size
         if size is not None and (size % self.chunk_size or size % self.block_size):
             raise ValueError(
