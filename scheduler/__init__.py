@@ -5,8 +5,8 @@ runner, and the simulator all use it.
 """
 
 from xla_engine.scheduler.config import SchedulerConfig as SchedulerConfig
-from xla_engine.scheduler.kv.slots import Slots as Slots
-from xla_engine.scheduler.kv.slots import StaleSlotError as StaleSlotError
+from xla_engine.scheduler.kv.allocator import Slots as Slots
+from xla_engine.scheduler.kv.allocator import StaleSlotError as StaleSlotError
 from xla_engine.scheduler.peek import Peek as Peek
 from xla_engine.scheduler.plan import NO_CHOICE as NO_CHOICE
 from xla_engine.scheduler.plan import NO_TOKEN as NO_TOKEN
@@ -31,8 +31,8 @@ from xla_engine.scheduler.plan import StoredBlock as StoredBlock
 from xla_engine.scheduler.plan import Swap as Swap
 from xla_engine.scheduler.plan import TokenEvent as TokenEvent
 from xla_engine.scheduler.plan import VerifyRow as VerifyRow
-from xla_engine.scheduler.queue.waiting import QueueFullError as QueueFullError
-from xla_engine.scheduler.queue.waiting import WaitingQueue as WaitingQueue
+from xla_engine.scheduler.queue import QueueFullError as QueueFullError
+from xla_engine.scheduler.queue import WaitingQueue as WaitingQueue
 from xla_engine.scheduler.request import PRIORITIES as PRIORITIES
 from xla_engine.scheduler.request import FinishReason as FinishReason
 from xla_engine.scheduler.request import PromptImage as PromptImage

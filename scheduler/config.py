@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_engine.scheduler.immutable import Immutable
 from xla_engine.scheduler.policy import PREEMPTIVE
-from xla_engine.scheduler.request import Request
+from xla_engine.scheduler.request import Immutable, Request
 from xla_engine.scheduler.user_policy import find_policy
 
 
@@ -25,7 +24,7 @@ class SchedulerConfig(Immutable):
     priority_aging: one level of priority counts as many arrivals, see `scheduler.policy.place`. Under policies that do
         not bound waiting times: how many requests may pass the one that waits longest.
     quantum: steps that a request decodes under "round_robin" before it gives up its slot to one that waits.
-    enable_prefix_caching: reuse the KV of earlier requests with the same prefix; see `scheduler.kv.slot_prefix_cache`.
+    enable_prefix_caching: reuse the KV of earlier requests with the same prefix; see `scheduler.kv.prefix_cache`.
     block_size: tokens of a KV block.
     mamba_block_size: states of recurrent layers are saved after each multiple of this number of tokens, which is a
         multiple of chunk size and block size. None: there are none to save.

@@ -9,7 +9,7 @@ from itertools import islice
 from operator import itemgetter
 
 from xla_engine.scheduler.plan import MASK, Chunk, Plan, Row, Speculation, Swap, VerifyRow
-from xla_engine.scheduler.queue.waiting import COMPARED
+from xla_engine.scheduler.queue import COMPARED
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.scheduler import Scheduler

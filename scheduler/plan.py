@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from xla_engine.scheduler.immutable import Immutable
-from xla_engine.scheduler.request import FinishReason
+from xla_engine.scheduler.request import FinishReason, Immutable
 
 
 class ResultMismatchError(ValueError):

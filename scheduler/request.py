@@ -3,9 +3,19 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from xla_engine.scheduler.immutable import Immutable
+T = TypeVar("T", bound="Immutable")
+
+
+class Immutable:
+    """An immutable record: a deep copy of an object that holds it shares it."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self: T, memo: dict[int, object]) -> T:
+        return self
+
 
 PRIORITIES = range(-10, 11)
 _HEXADECIMAL = frozenset("0123456789abcdef")

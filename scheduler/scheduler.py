@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from xla_engine.scheduler import invariants, snapshot
+from xla_engine.scheduler import snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
@@ -18,8 +18,7 @@ from xla_engine.scheduler.plan import (
     StepResult,
     StoredBlock,
 )
-from xla_engine.scheduler.queue.deadlines import Deadlines
-from xla_engine.scheduler.queue.waiting import WaitingQueue
+from xla_engine.scheduler.queue import Deadlines, WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.snapshot import Counters, Snapshot, Times
@@ -401,21 +400,39 @@ class Scheduler:
         self._deadlines.forget_ended(len(self._states))
 
     def check(self) -> None:
-        """Raise AssertionError on any broken invariant."""
+        """Raise AssertionError if an invariant of a part or between parts is broken, and say which."""
         self._settle()
-        invariants.check(
-            states=self._states,
-            slots=self._kv.slots,
-            waiting=self._waiting,
-            prefilling=self._prefilling,
-            decoding=self._decoding,
-            constrained=self._constrained,
-            speculating=self._speculating,
-            counters=self.counters(),
-            config=self.config,
-            parked_tokens=self._preemption.parked_tokens,
-        )
-        self._kv.check(self._states.values(), self._next_step)
+        slots, states, counters = self._kv.slots, self._states, self.counters()
+        rows, gated, drafting = len(self._decoding), len(self._constrained), len(self._speculating)
+        self._waiting.check()
+        self._decoding.check(self._next_step)
+        self._constrained.check()
+        self._speculating.check()
+        ended = sum(counters.finished.values())
+        _require(counters.steps_committed <= self._next_step, "commits ran ahead of plans", counters)
+        _require(counters.submitted == len(states) + ended, "a request is lost", counters)
+        for request_id, state in states.items():
+            _require(state.request_id == request_id, f"filed as {request_id!r}", state)
+            _check_progress(state, self._next_step, self.config)
+
+        def same(part: Iterable[RequestState], *statuses: Status) -> bool:
+            return set(map(id, part)) == {id(state) for state in states.values() if state.status in statuses}
+
+        holders = [state for state in states.values() if state.holds_slot]
+        running = [state for state in holders if state.status is Status.RUNNING]
+        waits = same(self._waiting, Status.WAITING, Status.PARKED)
+        _require(waits, "the queue is not the requests that wait", states)
+        parked, counted = sum(state.parked for state in states.values()), self._preemption.parked_tokens
+        _require(parked == counted, f"{counted} tokens are counted as parked, not {parked}", states)
+        prefills = same(self._prefilling, Status.PREFILLING)
+        _require(prefills, "the prompts are not the requests that prefill", states)
+        decode = f"{rows} rows, {gated} and {drafting} decode"
+        _require(len(running) == rows + gated + drafting, decode, running)
+        _require(all(slots.holds(state.slot) for state in holders), "an occupancy is over", holders)
+        _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
+        free = f"{slots.num_free} slots free, others held"
+        _require(len(holders) + slots.num_free == len(slots), free, holders)
+        self._kv.check(states.values(), self._next_step)
 
     def _settle(self) -> None:
         for state in self._states.values():
@@ -480,3 +497,38 @@ class Scheduler:
             preemptions=self._preemption.count,
             cached_tokens=self._cached_tokens,
         )
+
+
+def _check_progress(state: RequestState, next_step: int, config: SchedulerConfig) -> None:
+    """Raise AssertionError unless the counts of a request agree with each other and with its status."""
+    planned, cap = state.planned(next_step), state.request.max_tokens
+    whole_prompt = state.prefilled == state.context_tokens
+    parked = state.status is Status.PARKED
+    _require(parked == (state.parked > 0), "parked, or has state on the host, but not both", state)
+    _require(0 <= state.credited <= planned <= cap, "credited, planned and cap are out of order", state)
+    _require(state.credited < cap, "at its cap, but live", state)
+    match state.status:
+        case Status.WAITING:
+            _require(not state.holds_slot, "waits with a slot", state)
+            _require(state.last_step is None, "waits, but is in the calendar", state)
+        case Status.PARKED:
+            _require(not state.holds_slot and whole_prompt, "parked with a slot, or before its time", state)
+        case Status.PREFILLING:
+            _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
+            _require(not whole_prompt, "wholly planned, but still a prompt", state)
+            size, groups, cut = config.chunk_size, config.groups(state.request), state.prefilled
+            starts = (0, state.request.max_cached_tokens or 0, *(start for start, _ in groups))
+            _require(cut % size in {start % size for start in starts}, "cut off the chunk grid", state)
+            split = any(start < cut < start + length for start, length in groups)
+            _require(not split, "cut inside a picture", state)
+        case Status.RUNNING:
+            _require(whole_prompt and planned > 0, "runs without its prompt", state)
+            _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)
+        case Status.FINISHED:
+            _require(False, "finished, but live", state)
+
+
+def _require(holds: bool, broken: str, about: object) -> None:
+    # Not `assert`, so that it also runs under `python -O`.
+    if not holds:
+        raise AssertionError(f"{broken}: {about}")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
-from xla_engine.scheduler.kv.slots import Slots
+from xla_engine.scheduler.kv.allocator import Slots
 from xla_engine.scheduler.plan import Decision, Slot
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
@@ -138,9 +138,23 @@ def take(
 
     def view_of(state: RequestState, decision: Decision | None) -> RequestView:
         runs = takes_turns and state.holds_slot and state.status is Status.RUNNING
-        return _view(
-            state, step, decision, times(state.request_id), max(state.turn_ends - step, 0) if runs else None
+        return RequestView(
+            request_id=state.request_id,
+            status=state.status,
+            priority=state.request.priority,
+            arrival=state.arrival,
+            prompt_tokens=state.prompt_tokens,
+            max_tokens=state.request.max_tokens,
+            prefilled=state.prefilled,
+            planned=state.planned(step),
+            credited=state.credited,
+            decision=decision,
+            quantum_left=max(state.turn_ends - step, 0) if runs else None,
+            times=times(state.request_id),
         )
+
+    def free(index: int) -> SlotView:
+        return SlotView(slot=slots.current(index), position=0, request=None)
 
     step = counters.steps_planned
     held: dict[int, SlotView] = {}
@@ -160,7 +174,7 @@ def take(
         else:
             draining.append(view)
     return Snapshot(
-        slots=tuple(held.get(index) or _free(slots.current(index)) for index in range(len(slots))),
+        slots=tuple(held.get(index) or free(index) for index in range(len(slots))),
         waiting=tuple(
             view_of(state, _wait_behind(state, ahead) if ahead else state.decision)
             for ahead, state in enumerate(waiting)
@@ -168,29 +182,6 @@ def take(
         draining=tuple(draining),
         counters=counters,
     )
-
-
-def _view(
-    state: RequestState, step: int, decision: Decision | None, times: Times | None, quantum_left: int | None
-) -> RequestView:
-    return RequestView(
-        request_id=state.request_id,
-        status=state.status,
-        priority=state.request.priority,
-        arrival=state.arrival,
-        prompt_tokens=state.prompt_tokens,
-        max_tokens=state.request.max_tokens,
-        prefilled=state.prefilled,
-        planned=state.planned(step),
-        credited=state.credited,
-        decision=decision,
-        quantum_left=quantum_left,
-        times=times,
-    )
-
-
-def _free(slot: Slot) -> SlotView:
-    return SlotView(slot=slot, position=0, request=None)
 
 
 # A plan has decisions only about the head of the queue and the oldest prompts, so that its cost does not grow with the

@@ -8,8 +8,7 @@ from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.plan import Decision, Swap
-from xla_engine.scheduler.queue.round_robin import RoundRobin
-from xla_engine.scheduler.queue.waiting import WaitingQueue
+from xla_engine.scheduler.queue import RoundRobin, WaitingQueue
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 

@@ -1,11 +1,17 @@
-"""The rows that decode in every step, and the step in which each plans its last token."""
+"""The rows of a step, of three kinds.
+
+`Decoding`: rows that decode in every step, so the step in which each plans its last token is known.
+`Constrained`: each token is planned only after the previous one was read.
+`Speculating`: a step may sample several tokens, and how many is known when it is read.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from xla_engine.scheduler.immutable import Immutable
-from xla_engine.scheduler.plan import Row
+from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.plan import Row, Speculation, VerifyRow
+from xla_engine.scheduler.request import Immutable
 from xla_engine.scheduler.request_state import RequestState
 
 REMEMBERED = 64  # batches remembered; steps of older ones are credited row by row
@@ -109,3 +115,164 @@ class Decoding:
                 raise AssertionError(f"{row} stands for {state}")
         if not self._is_new and self.rows != tuple(self._rows.values()):
             raise AssertionError("the latest batch is out of date")
+
+
+class Constrained:
+    """Running requests whose mask depends on their last token.
+
+    Such a row decodes in a plan only if every token planned for it has been credited. Other rows do not wait for it.
+
+    held: ids of requests that get no row in the plan being made.
+    """
+
+    def __init__(self) -> None:
+        self.held: Collection[str] = ()
+        self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def join(self, state: RequestState, *, sampled: int) -> None:
+        """Add a request. sampled: how many of its tokens are planned, including the plan being made."""
+        state.planned_before = sampled
+        self._states[state.slot.index] = state
+
+    def leave(self, state: RequestState) -> None:
+        """Remove a request."""
+        del self._states[state.slot.index]
+
+    def ready(self) -> list[RequestState]:
+        """The requests that have no token in flight, have tokens left, and are not held."""
+        return [
+            state
+            for state in self._states.values()
+            if state.credited == state.planned_before < state.request.max_tokens
+            and state.request_id not in self.held
+        ]
+
+    def plan(self) -> tuple[Row, ...]:
+        """Plan one token for each ready request; returns their rows."""
+        ready = self.ready()
+        for state in ready:
+            state.planned_before += 1
+        return tuple(Row(slot=state.slot, request_id=state.request_id) for state in ready)
+
+    def verify(self, widths: dict[int, int]) -> tuple[VerifyRow, ...]:
+        """The rows of a verify step. widths: the most tokens of each row, by slot index."""
+        ready = self.ready()
+        for state in ready:
+            state.planned_before += 1
+            state.widths[:] = [widths[state.slot.index]]
+        return tuple(
+            VerifyRow(slot=state.slot, request_id=state.request_id, width=widths[state.slot.index])
+            for state in ready
+        )
+
+    def done(self) -> tuple[RequestState, ...]:
+        """The requests whose last token is planned."""
+        return tuple(
+            state for state in self._states.values() if state.planned_before == state.request.max_tokens
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every request is in its slot and has at most one token in flight."""
+        for index, state in self._states.items():
+            ahead = state.planned_before - state.credited
+            if not state.holds_slot or state.slot.index != index or not state.request.constrained:
+                raise AssertionError(f"constrained at slot {index}: {state}")
+            if ahead not in (0, 1):
+                raise AssertionError(f"{ahead} tokens in flight in constrained: {state}")
+
+
+class Speculating:
+    """Running requests with a lower and an upper bound of their tokens.
+
+    Each step in flight gives such a request at least one token and at most its width. A request is wholly planned when
+    the lower bound reaches `max_tokens`; blocks are allocated for the upper bound.
+
+    takes_all: requests that begin to decode join here.
+    """
+
+    def __init__(self, blocks: BlockManager | None) -> None:
+        """blocks: None without a block pool."""
+        self._blocks = blocks
+        self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
+        self.takes_all = False
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def join(self, state: RequestState, *, sampled: int) -> None:
+        """Add a request. sampled: how many of its tokens are planned, including the plan being made."""
+        state.last_step = None
+        state.planned_before = sampled
+        self._states[state.slot.index] = state
+
+    def leave(self, state: RequestState) -> None:
+        """Remove a request."""
+        del self._states[state.slot.index]
+
+    def exact(self) -> list[RequestState]:
+        """The requests whose number of tokens is known: all their steps in flight are verify steps of width 1."""
+        return [
+            state
+            for state in self
+            if state.planned_before - state.credited == len(state.widths) == sum(state.widths)
+        ]
+
+    def ready(self) -> list[RequestState]:
+        """The requests that may need tokens after those in flight."""
+        return [state for state in self if state.planned_before < state.request.max_tokens]
+
+    def plan(
+        self, speculation: Speculation | None, constrained: Constrained, step: int
+    ) -> tuple[VerifyRow, ...]:
+        """The rows of `step`; if any may sample several tokens, the rows of `constrained` follow them.
+
+        Each samples one token if there are more rows than lanes, or if no row has room for more.
+        """
+        if speculation is None and not self._states:
+            return ()
+        gated, others = constrained.ready(), self.ready()
+        if speculation is None or len(gated) + len(others) > speculation.lanes:
+            return tuple(self._add(state, 1) for state in others)
+        widths = {state.slot.index: self._room(state, speculation.width, step) for state in (*others, *gated)}
+        if max(widths.values(), default=1) < 2:
+            return tuple(self._add(state, 1) for state in others)
+        rows = tuple(self._add(state, widths[state.slot.index]) for state in others)
+        return rows + constrained.verify(widths)
+
+    def done(self) -> tuple[RequestState, ...]:
+        """The requests whose last token is certain to be planned."""
+        states = self._states.values()
+        return tuple([state for state in states if state.planned_before >= state.request.max_tokens])
+
+    def check(self) -> None:
+        """Raise AssertionError unless every request is in its slot and its bounds are consistent."""
+        for index, state in self._states.items():
+            if not state.holds_slot or state.slot.index != index or state.request.constrained:
+                raise AssertionError(f"speculating at slot {index}: {state}")
+            ahead = state.planned_before - state.credited
+            if ahead < len(state.widths) or state.last_step is not None or min(state.widths, default=1) < 1:
+                raise AssertionError(f"{ahead} tokens in flight at least: {state}")
+
+    def _room(self, state: RequestState, width: int, step: int) -> int:
+        """How many tokens up to `width` a row can sample; gives it more blocks if they are free."""
+        blocks = self._blocks
+        if blocks is None:
+            return width
+        while blocks.room(state, step) < width and blocks.can_use_more(state) and blocks.grow(state, step):
+            pass
+        return max(min(width, blocks.room(state, step)), 1)
+
+    @staticmethod
+    def _add(state: RequestState, width: int) -> VerifyRow:
+        state.planned_before += 1
+        state.widths.append(width)
+        return VerifyRow(slot=state.slot, request_id=state.request_id, width=width)

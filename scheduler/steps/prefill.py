@@ -7,8 +7,7 @@ from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.features import Features
-from xla_engine.scheduler.kv.prefix_states import PrefixStates
-from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_cache import PrefixStates, SlotPrefixCache
 from xla_engine.scheduler.plan import Chunk, Decision, Reuse, SavedState
 from xla_engine.scheduler.request_state import RequestState
 

@@ -3,14 +3,12 @@
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.plan import Row
-from xla_engine.scheduler.queue.round_robin import RoundRobin
+from xla_engine.scheduler.queue import RoundRobin
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.commit import Committer
-from xla_engine.scheduler.steps.constrained import Constrained
-from xla_engine.scheduler.steps.decode import Decoding
+from xla_engine.scheduler.steps.decode import Constrained, Decoding, Speculating
 from xla_engine.scheduler.steps.prefill import Prefilling
-from xla_engine.scheduler.steps.speculate import Speculating
 
 
 class Running:

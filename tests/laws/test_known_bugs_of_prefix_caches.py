@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.small_loops import LAYOUTS, loop, request
-from xla_engine.scheduler.kv.slot_prefix_cache import SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_cache import SlotPrefixCache
 
 
 @pytest.mark.parametrize("num_blocks", LAYOUTS)

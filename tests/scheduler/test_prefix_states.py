@@ -14,8 +14,7 @@ from tests.support.adversary import adversary
 from tests.support.fake_loop import Loop
 from tests.support.small_loops import loop, request
 from xla_engine.scheduler import FinishReason, SchedulerConfig
-from xla_engine.scheduler.kv.block_hashes import BlockHashes
-from xla_engine.scheduler.kv.prefix_states import PrefixStates
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes, PrefixStates
 from xla_engine.scheduler.request_state import RequestState
 
 STEM = tuple(range(1, 13)) * 2

@@ -23,7 +23,7 @@ from xla_engine.scheduler import (
 )
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.commit import Committer
-from xla_engine.scheduler.steps.speculate import Speculating
+from xla_engine.scheduler.steps.decode import Speculating
 
 # shrinking a schedule takes minutes
 QUICK = settings(

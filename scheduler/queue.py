@@ -1,4 +1,4 @@
-"""The queue of requests without a slot: new ones and preempted ones."""
+"""Who waits and until when: the queue of requests without a slot, deadlines, and the quanta of round-robin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import heapq
 import itertools
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from operator import itemgetter
@@ -14,7 +14,7 @@ from operator import itemgetter
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.policy import Facts, Place
-from xla_engine.scheduler.request import Status
+from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.user_policy import PolicyError, find_policy
 
@@ -195,3 +195,88 @@ class WaitingQueue:
         for state in self:
             if state.status not in (Status.WAITING, Status.PARKED):
                 raise AssertionError(f"in the queue, but does not wait: {state}")
+
+
+class Deadlines:
+    """A heap of deadlines, earliest first; those of finished requests are removed lazily."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, FinishReason, RequestState]] = []
+
+    def add(self, state: RequestState) -> None:
+        """Add a request's deadlines, if it has any."""
+        for time, reason in (
+            (state.request.deadline, FinishReason.DEADLINE),
+            (state.request.queue_deadline, FinishReason.QUEUE_TIMEOUT),
+        ):
+            if time is not None:
+                heapq.heappush(self._heap, (time, state.arrival, reason, state))
+
+    @property
+    def next_time(self) -> float:
+        """The earliest deadline, perhaps of a finished request; infinity if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
+        """Remove and yield the requests due at `now`, earliest first. The caller ends each before the next."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, reason, state = heapq.heappop(self._heap)
+            if _counts(state, reason):
+                yield state, reason
+
+    def forget_ended(self, live: int) -> None:
+        """Remove the deadlines of finished requests if they are many: memory stays proportional to `live`."""
+        if len(self._heap) > 4 * live + 64:
+            self._heap = [entry for entry in self._heap if _counts(entry[3], entry[2])]
+            heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+def _counts(state: RequestState, reason: FinishReason) -> bool:
+    if reason is FinishReason.QUEUE_TIMEOUT:
+        return state.status is Status.WAITING and state.request.queue_deadline is not None
+    return state.status is not Status.FINISHED
+
+
+class RoundRobin:
+    """The running requests, by the step in which their quantum ends; empty if `quantum` is None.
+
+    With R live requests on B slots, a request runs again within ceil(R / B) * (quantum + lag + 1) steps, plus one step
+    for each chunk of prompts that start meanwhile.
+    """
+
+    def __init__(self, quantum: int | None, slots: int) -> None:
+        self._quantum = quantum
+        self._slots = slots
+        # (the step in which its quantum ends, request); some entries are stale.
+        self._running: deque[tuple[int, RequestState]] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether any request may have a quantum."""
+        return bool(self._running)
+
+    def begin(self, state: RequestState, step: int) -> None:
+        """Begin the quantum of a request that runs from `step` on."""
+        if self._quantum is None:
+            return
+        state.turn_ends = step + (state.request.quantum or self._quantum)
+        self._running.append((state.turn_ends, state))
+        if len(self._running) > 4 * self._slots + 64:
+            self._running = deque(entry for entry in self._running if _has_turn(*entry))
+
+    def expired(self, step: int) -> RequestState | None:
+        """The request whose quantum ended first, at `step` or before; None if there is none."""
+        ends = self.next_end()
+        return None if ends is None or ends > step else self._running[0][1]
+
+    def next_end(self) -> int | None:
+        """The earliest end of a quantum, perhaps in the past; None if no request runs."""
+        while self._running and not _has_turn(*self._running[0]):
+            self._running.popleft()
+        return self._running[0][0] if self._running else None
+
+
+def _has_turn(ends: int, state: RequestState) -> bool:
+    return state.holds_slot and state.turn_ends == ends

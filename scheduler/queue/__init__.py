@@ -1,1 +1,0 @@
-"""The waiting queue, deadlines, and round-robin quanta."""
