@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch.stream.event_stream import EventStream
+from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.sampling_params import SamplingParams

@@ -21,7 +21,7 @@ from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
-from xla_engine.batch.stream.event_stream import EventStream
+from xla_engine.batch.stream import EventStream
 from xla_engine.errors import CompareError, OutputError, ResumeError
 
 FUZZ = settings(

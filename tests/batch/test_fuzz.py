@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import fuzz_checkpoints
 from tests.support.fuzz_lines import cases, fuzz
-from xla_engine.batch.envelope import CHAT_URL, COMPLETIONS_URL
+from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_engine.batch.line_index import LineIndex
+from xla_engine.batch.lines import LineIndex
 
 keys = st.integers(1, 2**64 - 1) | st.integers(1, 20) | st.integers(2**64 - 20, 2**64 - 1)
 

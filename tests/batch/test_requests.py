@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.batch_lines import MESSAGES, batch, finished, parsed, talk
-from xla_engine.batch.envelope import MAX_CUSTOM_ID
+from xla_engine.batch.fields import MAX_CUSTOM_ID
 from xla_engine.batch.requests import (
     MAX_MESSAGE,
     MAX_PROMPTS,

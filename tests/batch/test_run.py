@@ -20,7 +20,7 @@ from xla_engine.batch import requests
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
-from xla_engine.batch.stream.event_stream import EventStream
+from xla_engine.batch.stream import EventStream
 from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.outputs import RequestOutput

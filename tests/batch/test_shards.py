@@ -16,7 +16,7 @@ from tests.cli.conftest import engine
 from tests.support.command_line import ROOT, invoke, records_of
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.requests import LineError, custom_id_of, parse_line
-from xla_engine.batch.shards.shard import Shard, read_state, state_path
+from xla_engine.batch.shards import Shard, read_state, state_path
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.errors import ConfigError
 

@@ -18,11 +18,11 @@ import pytest
 from tests.support.batch_lines import by_line, interrupt_at, prompts
 from tests.support.command_line import ROOT, assert_not_started, invoke, records_of, run_file
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch.last_run import LastRun
+from xla_engine.batch.earlier_runs import LastRun
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
-from xla_engine.cli._run import batch
+from xla_engine.cli import _run as cli_run
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import embedded_model_directory, native_cache_directory
@@ -56,7 +56,7 @@ def test_another_engine_does_not_go_on(
         every = "model: fake and other; engine option lag: absent and 0; engine option seed: absent and 7"
         assert_not_started(result, f"then and now, {every}. Resume with the same")
         assert len(records) == 3
-        patch.setattr(batch, "recall", lambda digest: None)
+        patch.setattr(cli_run, "recall", lambda digest: None)
         assert_not_started(run_file(tmp_path, prompts(5), "--resume")[0], "it did not run on this machine")
 
 
@@ -73,7 +73,7 @@ def test_a_file_of_another_kind_of_machine_says_what_differs(
 
     tiles = identity(8192)
     tiles = replace(tiles, platform={name: word for name, word in native.items() if name != "isa"})
-    monkeypatch.setattr(batch, "recall", lambda digest: None)
+    monkeypatch.setattr(cli_run, "recall", lambda digest: None)
     for there, differences in (
         (identity(8192, isa="avx512"), "isa: avx512 and avx2"),
         (
@@ -310,17 +310,17 @@ def test_a_stream_is_driven_and_interrupted_in_its_own_process(tmp_path: Path) -
 # `xla-engine run` that kills itself once its file has 3,000 bytes.
 RUN_AND_END = """
 import os, signal
-from xla_engine.batch.output_file import _WatchedSink
+from xla_engine.batch.output_file import OutputFile
 from xla_engine.cli import main
 
-write = _WatchedSink.write
+write = OutputFile.write
 
 def write_and_end(sink, data):
     write(sink, data)
-    if os.fstat(sink._file.fileno()).st_size > 3000:
+    if os.fstat(sink.file.fileno()).st_size > 3000:
         os.kill(os.getpid(), signal.SIGKILL)
 
-_WatchedSink.write = write_and_end
+OutputFile.write = write_and_end
 main(prog_name="xla-engine")
 """
 

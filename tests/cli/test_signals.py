@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from xla_engine.cli._run.signals import interrupts
+from xla_engine.cli._run import interrupts
 
 
 @pytest.fixture

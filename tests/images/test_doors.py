@@ -18,7 +18,7 @@ from xla_engine.batch.lines import LineReader, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, parse_line
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
-from xla_engine.cli._run.tables import TableOptions, open_lines
+from xla_engine.cli._input import TableOptions, open_lines
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidImageError, InvalidRequestError
 from xla_engine.prompts import Picture, chat_prompt, content_of, prompt_parts

@@ -12,7 +12,7 @@ import pytest
 from xla_engine.errors import ImageUnreachableError, InvalidRequestError
 from xla_engine.images.pictures import PictureReader
 from xla_engine.prompts import Picture, PicturedPrompt, prompt_parts
-from xla_engine.server.pictures import Pictures
+from xla_engine.server.preparation import Pictures
 
 
 class Validator:

@@ -21,7 +21,7 @@ from tests.support.pooling_models import qwen3_tensors, write_model
 from xla_engine import LLM, PoolingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.batch.envelope import URLS
+from xla_engine.batch.fields import URLS
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineError, parse_record
 from xla_engine.batch.results import ResultHeader

@@ -19,11 +19,11 @@ from tests.engine.test_token_buffer import Spelling
 from xla_engine.batch.requests import LineError, parse_record
 from xla_engine.batch.results import ResultHeader, result_body
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
-from xla_engine.server import columns, rendering, turns
-from xla_engine.server.answer_size import answer_values
+from xla_engine.server import answers, preparation, turns
 from xla_engine.server.answers import answer_pieces
 from xla_engine.server.errors import ApiError
-from xla_engine.server.rendering import Rendering, chat_size
+from xla_engine.server.preparation import Rendering, chat_size
+from xla_engine.server.service import answer_values
 from xla_engine.server.turns import Turns
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.chats import Chat
@@ -136,7 +136,7 @@ def test_an_answer_in_pieces_is_the_answer(case: tuple[Call, list[RequestOutput]
         for name in ("token_ids", "prompt_token_ids"):
             assert (choice.pop(name, None) is None) or call.return_token_ids
     assert whole == expected
-    assert max(map(len, pieces)) < 64 * columns.ENTRIES
+    assert max(map(len, pieces)) < 64 * answers.ENTRIES
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert values_in(whole) <= answer_values(call.request, lengths, 100)
 
@@ -214,8 +214,8 @@ def test_long_answers_work_one_at_a_time_between_turns_of_the_loop(monkeypatch: 
         Chat(messages=({"role": "assistant", "tool_calls": [{"a": [[]] * 250_000}]},)),
         Chat(messages=(MESSAGE,), options={"tools": [{"type": "function"}] * 250_000}),
         Chat(messages=(MESSAGE,), options={"chat_template_kwargs": {str(n): n for n in range(250_000)}}),
-        Chat(messages=({"role": "user", "content": "x" * (rendering.MAX_CHARACTERS + 1)},)),
-        Chat(messages=({"role": "user", "x" * (rendering.MAX_CHARACTERS + 1): ""},)),
+        Chat(messages=({"role": "user", "content": "x" * (preparation.MAX_CHARACTERS + 1)},)),
+        Chat(messages=({"role": "user", "x" * (preparation.MAX_CHARACTERS + 1): ""},)),
     ],
 )
 def test_a_chat_beyond_the_bounds_is_refused_before_it_is_rendered(chat: Chat) -> None:
@@ -255,7 +255,7 @@ class Renderer:
         return str(text)
 
 
-LARGE = "!" * (rendering.SMALL_CHARACTERS + 1)
+LARGE = "!" * (preparation.SMALL_CHARACTERS + 1)
 
 
 def chat(text: str) -> Chat:
@@ -297,17 +297,17 @@ def test_the_queue_for_the_template_is_bounded_and_no_key_fills_it() -> None:
     async def main() -> None:
         renderer = Renderer()
         beside = Rendering(renderer)
-        huge = chat("!" * (rendering.MAX_CHARACTERS // 2))
+        huge = chat("!" * (preparation.MAX_CHARACTERS // 2))
         tasks = [asyncio.create_task(beside.render(huge, "a")) for _ in range(50)]
         await asyncio.sleep(0)
         other = asyncio.create_task(beside.render(huge, "b"))
         await asyncio.sleep(0)
-        assert beside.shares.held <= rendering.QUEUED_CHARACTERS
+        assert beside.shares.held <= preparation.QUEUED_CHARACTERS
         renderer.may.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         refused = [each for each in found if isinstance(each, ApiError)]
         assert refused and len(refused) < 50 and {each.status for each in refused} == {429}
-        assert len(await other) == rendering.MAX_CHARACTERS // 2
+        assert len(await other) == preparation.MAX_CHARACTERS // 2
         beside.close()
 
     asyncio.run(main())

@@ -21,10 +21,9 @@ import pytest
 from tests.server.bodies import BODIES, TOOL
 from tests.server.conftest import Running
 from tests.support.command_line import ROOT
-from xla_engine.batch.envelope import CHAT_URL
+from xla_engine.batch.fields import CHAT_URL
 from xla_engine.errors import ConfigError
-from xla_engine.server.batches.records import BatchRecord
-from xla_engine.server.batches.store import Store
+from xla_engine.server.batches.store import BatchRecord, Store
 from xla_engine.text.parsers.choose import Dialect
 
 

@@ -16,8 +16,8 @@ from tests.server.conftest import Running
 from xla_engine.batch.requests import LineError
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.server.constraints import MAX_WAITING, Constraints
 from xla_engine.server.errors import ApiError, ended
+from xla_engine.server.preparation import MAX_WAITING, Constraints
 
 
 class Compiler:

@@ -14,7 +14,7 @@ import pytest
 from tests.server.conftest import Running
 from tests.server.test_clients import Client
 from xla_engine.batch.results import prompt_block
-from xla_engine.server import columns
+from xla_engine.server import answers
 from xla_engine.server.errors import ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.service import Service
@@ -103,7 +103,7 @@ def test_a_large_answer_is_made_and_sent_in_small_parts(
     """A request of 100 bytes gets 2 MB. They are sent in small parts; what all choices repeat is built once."""
     positions: list[int] = []
     monkeypatch.setattr(
-        columns,
+        answers,
         "prompt_block",
         lambda output, params, tokenizer, part, offsets: (
             positions.extend(range(len(output.prompt_token_ids))[part])

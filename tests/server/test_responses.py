@@ -16,12 +16,10 @@ from tests.server.conftest import Running
 from xla_engine.batch.datasets.output import result_row
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.requests import LineError, parse_record
-from xla_engine.batch.responses.body import chat_body
-from xla_engine.batch.responses.builder import ResponseBuilder
-from xla_engine.batch.responses.logprobs import MessageLogprobs
+from xla_engine.batch.responses import MessageLogprobs, ResponseBuilder, chat_body
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
-from xla_engine.server.responses.memory import Memory
+from xla_engine.server.responses import Memory
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
 FUNCTION: Any = {"type": "function", **TOOL["function"], "strict": True}
@@ -109,7 +107,7 @@ def test_log_probabilities_stand_beside_the_text_of_their_tokens(size: int) -> N
     line = {"method": "POST", "url": "/v1/responses", "body": body}
     request = parse_record(line, 1, {"tool_parser": "hermes", "reasoning_parser": "think"})
     assert not isinstance(request, LineError) and request.reading is not None
-    logprobs = MessageLogprobs(request, Spelled(tokens), thinking=False)
+    logprobs = MessageLogprobs(request.reading.parser(thinking=False), Spelled(tokens).incremental())
     parser = request.reading.parser(thinking=False)
     assert parser is not None
     builder = ResponseBuilder("r", body=body, model="m", created=0, logprobs=logprobs)

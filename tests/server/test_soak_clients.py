@@ -63,7 +63,7 @@ def test_what_is_left_of_a_client_is_found(
     monkeypatch.setattr(http_rounds, "_IDLE_S", 0.2)
     monkeypatch.setattr(http_rounds, "_HOSTILE_CLIENTS", 0)
     with monkeypatch.context() as patched:
-        patched.setattr(server.service, "_live", 1)
+        patched.setattr(server.service, "live", 1)
         assert any("left with {'live': 1}" in problem for problem in rounds.run("0"))
 
 

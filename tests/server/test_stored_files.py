@@ -21,8 +21,7 @@ from tests.server.test_batches import create, finished, lines_of, results, uploa
 from tests.support.again import again
 from xla_engine.server.batches import store as store_module
 from xla_engine.server.batches import worker
-from xla_engine.server.batches.records import BatchRecord, Counts
-from xla_engine.server.batches.store import Store
+from xla_engine.server.batches.store import BatchRecord, Counts, FileRecord, Store
 from xla_engine.server.errors import ApiError
 
 LARGEST = 16 << 10  # bytes of a file while the disk is full
@@ -60,7 +59,9 @@ def record(**fields: Any) -> BatchRecord:
 
 def add(store: Store, size: int, tenant: str = "") -> str:
     data = io.BytesIO(b"x" * size)
-    return store.add_file(data, filename="a", purpose="batch", tenant=tenant, expires_at=None).id
+    record = FileRecord(filename="a", purpose="batch", tenant=tenant)
+    store.add_file(data, record)
+    return record.id
 
 
 @pytest.mark.parametrize("size", [100_000, 3_000_000], ids=["from memory", "from a temporary file"])

@@ -14,7 +14,7 @@ import pytest
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
 from xla_engine.batch.requests import LineError, LineRequest, parse_record
-from xla_engine.batch.usage import Usage
+from xla_engine.batch.results import completion_usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.text.parsers.choose import Dialect
 from xla_engine.text.parsers.scan import message_of
@@ -307,7 +307,7 @@ def test_usage_tells_of_speculation() -> None:
         num_drafted_tokens=9,
         num_accepted_tokens=7,
     )
-    details = Usage.of([output, output], new=5, reasoning=1).as_completion()["completion_tokens_details"]
+    details = completion_usage([output, output], new=5, reasoning=1)["completion_tokens_details"]
     assert details == {
         "reasoning_tokens": 1,
         "accepted_prediction_tokens": 14,

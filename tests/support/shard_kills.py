@@ -20,11 +20,11 @@ from typing import Any
 from tests.support.command_line import invoke
 from tests.support.fake_engine import FakeEngine
 from xla_engine import cli
-from xla_engine.batch.shards import merge
+from xla_engine.batch import shards
 
 SHARDS = 3
 # What a run imports late, jax among it: once, not in each of some forty children. jax itself is never started.
-IMPORTED = ("cli.run", "cli.equivalence", "cli._run.files", "batch.last_run", "model_loader.describe")
+IMPORTED = ("cli.run", "cli.merge", "cli._run", "batch.earlier_runs", "model_loader.describe")
 LINES = b"".join(
     b'{"prompt": "p%d", "custom_id": "id%d", "max_tokens": %d}\n' % (n, n % 37, 200 if n % 9 == 0 else 2)
     for n in range(1, 41)
@@ -74,7 +74,7 @@ def main() -> None:
     run(folder, None)
     expected = (folder / "whole.jsonl").read_bytes()
     if "--plant" in sys.argv:
-        merge._check_one_job = lambda *arguments, **options: None
+        shards._check_one_job = lambda *arguments, **options: None
     draw, killed = random.Random(19), 0
     for trial in range(kills):
         for path in folder.glob("part-*"):

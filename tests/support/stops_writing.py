@@ -9,21 +9,21 @@ import sys
 import time
 from pathlib import Path
 
-from xla_engine.batch.output_file import _WatchedSink
+from xla_engine.batch.output_file import OutputFile
 from xla_engine.cli import main
 
 
 def stop_writing(lines: int, until: Path) -> None:
     """Let each result file wait for `until` once it has so many lines."""
-    write = _WatchedSink.write
+    write = OutputFile.write
 
-    def write_or_wait(sink: _WatchedSink, data: bytes) -> None:
+    def write_or_wait(sink: OutputFile, data: bytes) -> None:
         if sink._path.read_bytes().count(b"\n") >= lines:
             while not until.exists():
                 time.sleep(0.01)
         write(sink, data)
 
-    _WatchedSink.write = write_or_wait  # type: ignore[method-assign]
+    OutputFile.write = write_or_wait  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

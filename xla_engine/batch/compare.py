@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_engine.batch.known_engines import recall
+from xla_engine.batch.earlier_runs import recall
 from xla_engine.batch.resume import result_lines
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import CompareError

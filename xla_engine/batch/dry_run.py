@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine import prompts
-from xla_engine.batch.last_run import LastRun
+from xla_engine.batch.earlier_runs import LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig

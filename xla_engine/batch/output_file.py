@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import CountedSink, FileSystem, FinishedLines, Sink, is_packed, sink_of
+from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed
 from xla_engine.errors import OutputError
 
 CHECK_EVERY_S = 1.0  # how often a run checks that its file still exists
@@ -30,8 +30,9 @@ class OutputFile:
     """A result file, open from before the engine is loaded until after the last line.
 
     path: `-` is standard output; a name that ends in `.gz` is compressed. Until `begin`, the file changes in one
-    way only: `claim` removes a torn end and, with `Mode.RETRY`, error lines. A new file that stays empty is
-    removed. Raises OutputError and OSError.
+    way only: `claim` removes a torn end and, with `Mode.RETRY`, error lines. Afterwards it takes lines, and checks now
+    and then, and when it is closed, that the file still exists with everything written to it. A new file that stays
+    empty is removed. Raises OutputError and OSError.
     """
 
     def __init__(self, path: str, mode: Mode, file_system: FileSystem | None = None) -> None:
@@ -73,19 +74,25 @@ class OutputFile:
             self._open(path)
             self._lock(path)
 
-    def begin(self) -> Sink:
-        """Empty the file or seek to its end, and return a sink for lines."""
+    def begin(self) -> OutputFile:
+        """Empty the file or seek to its end. Returns this object, to write lines to."""
         if self._regular and self._mode is Mode.OVERWRITE:
             self._file_system.truncate(self.file, 0)
         if self._regular:
             self.file.seek(0, os.SEEK_END)
+            self._start = os.fstat(self.file.fileno()).st_size
         packed = self._path is not None and is_packed(self._path)
-        plain = sink_of(self.file, packed=packed, file_system=self._file_system)
-        sink: Sink = plain
-        if self._regular and self._path is not None:
-            sink = _WatchedSink(plain, self.file, self._path)
-        self._sink = sink
-        return sink
+        self._sink = Sink(self.file, self._file_system, packed=packed)
+        self._next_check = time.monotonic() + CHECK_EVERY_S
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Write whole lines."""
+        assert self._sink is not None
+        self._sink.write(data)
+        if time.monotonic() >= self._next_check:
+            self._check(self._sink.written)
+            self._next_check = time.monotonic() + CHECK_EVERY_S
 
     def close(self) -> None:
         """Flush and unlock the file. Idempotent."""
@@ -93,6 +100,7 @@ class OutputFile:
         try:
             if sink is not None:
                 sink.close()
+                self._check(sink.written)
             if self._path is not None:
                 self.file.close()
         finally:
@@ -113,8 +121,17 @@ class OutputFile:
         self._regular = stat.S_ISREG(os.fstat(self.file.fileno()).st_mode)
 
     def _lock(self, path: Path) -> None:
-        if not _lock(self.file):
-            raise OutputError(f"{path} is being written by another process; wait for it or use another file")
+        """Lock the file until the process closes it or dies. Raises OutputError if another process has locked it."""
+        try:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"{path} is being written by another process; wait for it or use another file"
+            ) from None
+        except (ImportError, OSError):  # systems, and some network file systems, without such locks
+            pass
 
     def _give_back(self) -> None:
         if self._path is None:
@@ -125,39 +142,19 @@ class OutputFile:
             if self._is_new and self._path.stat().st_size == 0:
                 self._path.unlink()
 
-
-class _WatchedSink:
-    """A sink that checks, now and then and on close, that its file still exists with everything written to it.
-
-    Raises OutputError if it does not.
-    """
-
-    def __init__(self, sink: CountedSink, file: BinaryIO, path: Path) -> None:
-        self._sink, self._file, self._path = sink, file, path
-        self._start = os.fstat(file.fileno()).st_size
-        self._next = time.monotonic() + CHECK_EVERY_S
-
-    def write(self, data: bytes) -> None:
-        self._sink.write(data)
-        if time.monotonic() >= self._next:
-            self._check()
-            self._next = time.monotonic() + CHECK_EVERY_S
-
-    def close(self) -> None:
-        self._sink.close()
-        self._check()
-
-    def _check(self) -> None:
-        ours = os.fstat(self._file.fileno())
+    def _check(self, written: int) -> None:
+        """Raise OutputError unless the path still names this file, and it has the bytes written to it."""
+        if self._path is None or not self._regular:
+            return
+        ours = os.fstat(self.file.fileno())
         try:
             there = self._path.stat()
         except FileNotFoundError:
             raise self._lost("was deleted") from None
         if not os.path.samestat(ours, there):
             raise self._lost("was replaced by another file")
-        wanted = self._start + self._sink.written
-        if ours.st_size != wanted:
-            raise self._lost(f"was changed (it has {ours.st_size} bytes, not {wanted})")
+        if ours.st_size != self._start + written:
+            raise self._lost(f"was changed (it has {ours.st_size} bytes, not {self._start + written})")
 
     def _lost(self, how: str) -> OutputError:
         return OutputError(
@@ -173,18 +170,3 @@ def same_file(first: BinaryIO, second: BinaryIO) -> bool:
     except OSError:  # not a regular file
         return False
     return stat.S_ISREG(one.st_mode) and os.path.samestat(one, other)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Lock the file until the process closes it or dies. Returns true on systems without such locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # some network file systems
-        return True
-    return True

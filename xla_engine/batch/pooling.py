@@ -17,7 +17,7 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput, ranked
 from xla_engine.pooling_params import PoolingParams
-from xla_engine.prompts import TextPair, pair_messages
+from xla_engine.prompts import TextPair
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown
@@ -59,17 +59,11 @@ class PoolingRequest:
         return "embd-" if self.url == EMBEDDINGS_URL else f"{self.url.rpartition('/')[2]}-"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParts:
-    """A parsed body. prompts: texts or token ids; for score and rerank, pairs of query and document."""
-
-    request: PoolingRequest
-    params: PoolingParams
-    prompts: tuple[str | tuple[int, ...] | TextPair, ...]
-    options: Mapping[str, Any]
+# form of the answer, what is computed, prompts (pairs for score and rerank), and options of `submit`
+_Parts = tuple[PoolingRequest, PoolingParams, tuple[str | tuple[int, ...] | TextPair, ...], dict[str, Any]]
 
 
-def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
+def take_pooling(url: str, body: Mapping[str, Any]) -> _Parts:
     """Parse the body of one of POOLING_URLS, without `model`. Raises InvalidRequestError."""
     given = {name: value for name, value in body.items() if value is not None and name != "user"}
     known = (*_NAMES[url], *_SHARED)
@@ -83,18 +77,14 @@ def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
         form = given.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise InvalidRequestError(f'encoding_format must be "float" or "base64", not {shown(form)}')
-        return PoolingParts(
-            request=PoolingRequest(url=url, encoding_format=form),
-            params=PoolingParams(
-                task=given.get("task", "embed"), dimensions=given.get("dimensions"), use_activation=active
-            ),
-            prompts=_inputs(given.get("input")),
-            options=options,
+        params = PoolingParams(
+            task=given.get("task", "embed"), dimensions=given.get("dimensions"), use_activation=active
         )
+        request = PoolingRequest(url=url, encoding_format=form)
+        return request, params, _inputs(given.get("input")), options
     if url == CLASSIFY_URL:
         params = PoolingParams(task="classify", use_activation=active)
-        inputs = _inputs(given.get("input"))
-        return PoolingParts(request=PoolingRequest(url=url), params=params, prompts=inputs, options=options)
+        return PoolingRequest(url=url), params, _inputs(given.get("input")), options
     params = PoolingParams(task="score", use_activation=active)
     if url == RERANK_URL:
         query, documents = _texts("query", given.get("query")), _texts("documents", given.get("documents"))
@@ -115,12 +105,7 @@ def take_pooling(url: str, body: Mapping[str, Any]) -> PoolingParts:
         request = PoolingRequest(url=url)
     queries = query * len(documents) if len(query) == 1 else query
     pairs = tuple(TextPair(*each) for each in zip(queries, documents, strict=True))
-    return PoolingParts(request=request, params=params, prompts=pairs, options=options)
-
-
-def messages_of(pair: TextPair) -> tuple[Mapping[str, str], ...]:
-    """A pair as the messages of a chat template."""
-    return tuple(pair_messages(pair.first, pair.second))
+    return request, params, pairs, options
 
 
 def pooling_body(
@@ -138,14 +123,10 @@ def pooling_body(
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     found = [output.pooled or () for output in outputs]
     body: dict[str, Any] = {"id": name, "object": "list", "created": created, "model": model}
-    if request.url == EMBEDDINGS_URL:
+    if request.url in (EMBEDDINGS_URL, POOLING_URL):
+        what, key = ("embedding", "embedding") if request.url == EMBEDDINGS_URL else ("pooling", "data")
         body["data"] = [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
-            for index, vector in enumerate(found)
-        ]
-    elif request.url == POOLING_URL:
-        body["data"] = [
-            {"object": "pooling", "index": index, "data": _encoded(vector, request.encoding_format)}
+            {"object": what, "index": index, key: _encoded(vector, request.encoding_format)}
             for index, vector in enumerate(found)
         ]
     elif request.url == CLASSIFY_URL:

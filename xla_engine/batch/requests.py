@@ -25,20 +25,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_engine.batch.envelope import COMPLETIONS_URL, RESPONSES_URL, custom_id_in, envelope, take_model
 from xla_engine.batch.fields import (
+    COMPLETIONS_URL,
     LINE_FIELDS,
+    RESPONSES_URL,
     SUBMIT_FIELDS,
     check_labels,
-    take_cap,
+    custom_id_in,
+    envelope,
+    rename_others,
     take_echo,
-    take_guided,
+    take_model,
     without_neutral,
 )
-from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, messages_of, take_pooling
-from xla_engine.batch.responses.body import chat_body
+from xla_engine.batch.pooling import POOLING_URLS, PoolingRequest, take_pooling
+from xla_engine.batch.responses import chat_body
 from xla_engine.errors import InvalidRequestError, XlaEngineError
-from xla_engine.prompts import Picture, TextPair, TextPrompt
+from xla_engine.prompts import Picture, TextPair, TextPrompt, pair_messages
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat, Reading, take_chat
 from xla_engine.text.parsers.choose import Dialect
@@ -218,11 +221,11 @@ def _pooling(record: Mapping[str, Any], line: int, custom_id: str, template: str
     url, body = envelope(record)
     check_labels(body)
     model = take_model(body)
-    parts = take_pooling(url, body)
-    prompts: tuple[Prompt, ...] = parts.prompts
+    pooling, params, given, options = take_pooling(url, body)
+    prompts: tuple[Prompt, ...] = given
     if template is not None:
         prompts = tuple(
-            Chat(messages=messages_of(each), options={"chat_template": template})
+            Chat(messages=tuple(pair_messages(each.first, each.second)), options={"chat_template": template})
             if isinstance(each, TextPair)
             else each
             for each in prompts
@@ -231,10 +234,10 @@ def _pooling(record: Mapping[str, Any], line: int, custom_id: str, template: str
         line=line,
         custom_id=custom_id,
         prompts=prompts,
-        params=parts.params,
+        params=params,
         model=model,
-        options=parts.options,
-        pooling=parts.request,
+        options=options,
+        pooling=pooling,
     )
 
 
@@ -258,9 +261,7 @@ def _as_chat(body: dict[str, Any], system: str) -> None:
         del body["prompt"]
         content: object = prompt
         if (images := body.pop("images", None)) is not None:
-            if not isinstance(images, list):
-                raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
-            parts = [{"type": "image", "image": each} for each in images]
+            parts = [{"type": "image", "image": each} for each in _listed(images)]
             content = [*parts, {"type": "text", "text": prompt}]
         body["messages"] = [{"role": "user", "content": content}]
     messages = body.get("messages")
@@ -271,8 +272,7 @@ def _as_chat(body: dict[str, Any], system: str) -> None:
 
 
 def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
-    take_cap(body)
-    take_guided(body)
+    rename_others(body)
     if "messages" not in body:
         _check_prompt_is_there(body)
         _check_is_no_row(body)
@@ -301,8 +301,7 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
                 "truncation: batch lines are not truncated; leave it out, or send fewer items"
             )
         body = chat_body(body)
-    take_cap(body)
-    take_guided(body)
+    rename_others(body)
     if url == COMPLETIONS_URL:
         _check_prompt_is_there(body)
         return _prompts(body.pop("prompt", ...)), model, body, None
@@ -324,19 +323,17 @@ def _chat_sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 def _with_images(prompt: str | tuple[int, ...], images: object) -> TextPrompt:
     """A plain line's prompt with its pictures."""
-    if not isinstance(images, list):
-        raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
+    listed = _listed(images)
     if not isinstance(prompt, str):
         raise InvalidRequestError("images need a prompt that is text, with one <image> for each")
-    pictures = [Picture(each, f"images[{n}]") for n, each in enumerate(images)]
+    pictures = [Picture(each, f"images[{n}]") for n, each in enumerate(listed)]
     return {"prompt": prompt, "multi_modal_data": {"image": pictures}}
 
 
 def _filled(messages: object, images: object) -> object:
     """The messages of a plain line with its pictures in their {"type": "image"} parts, in order."""
-    if not isinstance(images, list):
-        raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
-    left, places = iter(images), 0
+    listed = _listed(images)
+    left, places = iter(listed), 0
 
     def with_picture(part: object) -> object:
         nonlocal places
@@ -351,11 +348,17 @@ def _filled(messages: object, images: object) -> object:
         return {**message, "content": list(map(with_picture, message["content"]))}
 
     filled = list(map(with_pictures, messages)) if isinstance(messages, list) else messages
-    if places != len(images):
+    if places != len(listed):
         raise InvalidRequestError(
-            f'{len(images)} images for {places} parts {{"type": "image"}} of the messages; they must be as many'
+            f'{len(listed)} images for {places} parts {{"type": "image"}} of the messages; they must be as many'
         )
     return filled
+
+
+def _listed(images: object) -> list[object]:
+    if not isinstance(images, list):
+        raise InvalidRequestError(f"images must be a list of pictures, not {kind(images)}")
+    return images
 
 
 def _check_prompt_is_there(body: Mapping[str, Any]) -> None:

@@ -4,25 +4,28 @@ The `id` of an output line contains the input line's number and a hash of its by
 which lines of which input are done (`xla_engine.batch.resume` reads it).
 """
 
+from __future__ import annotations
+
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
-from xla_engine.batch.responses.builder import ResponseBuilder
-from xla_engine.batch.responses.logprobs import MessageLogprobs
-from xla_engine.batch.token_text import TokenText
-from xla_engine.batch.usage import ReasoningTokens, Usage
+from xla_engine.batch.responses import MessageLogprobs, ResponseBuilder
 from xla_engine.engine.identity import result_fingerprint
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import begins_thinking, part_message
 from xla_engine.text.parsers.formats import Plain
+from xla_engine.text.parsers.scan import Reasoning
 from xla_engine.utils.json_line import dump_line
+
+if TYPE_CHECKING:
+    from xla_engine.text.tokenizer import Tokenizer
 
 _CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose error code differs
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
@@ -68,7 +71,7 @@ class ResultHeader:
     model: str
     system_fingerprint: str | None = None
     hashes: bool = False
-    tokenizer: TokenText | None = None
+    tokenizer: Tokenizer | None = None
     labels: Sequence[str | None] = ()
 
 
@@ -158,7 +161,8 @@ def _response_body(
     thinking, tokenizer = begins_thinking(output, header.tokenizer), header.tokenizer
     logprobs = None
     if completion.logprobs is not None and tokenizer is not None:
-        logprobs = MessageLogprobs(request, tokenizer, thinking=thinking)
+        text = tokenizer.incremental(request.params.skip_special_tokens)
+        logprobs = MessageLogprobs(request.reading.parser(thinking=thinking), text)
         logprobs.add(completion.token_ids, chat_logprobs_content(completion, request.params, tokenizer))
         logprobs.finish()
     builder = ResponseBuilder(
@@ -166,7 +170,7 @@ def _response_body(
     )
     parser = request.reading.parser(thinking=thinking) or Plain()
     reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
-    usage = Usage.of([output], new=len(completion.token_ids), reasoning=reasoning).as_response()
+    usage = response_usage(output, new=len(completion.token_ids), reasoning=reasoning)
     return builder.whole(parser, completion, usage=usage, now=header.created)
 
 
@@ -231,7 +235,7 @@ def _choice(
     output: RequestOutput,
     completion: CompletionOutput,
     head: dict[str, Any] | None,
-    tokenizer: TokenText | None,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """One choice without its index; `stop_reason` is vLLM's. head: logprobs block of the echoed prompt, if any."""
     content: dict[str, Any]
@@ -255,7 +259,7 @@ class Offsets:
     A token that only begins a character has the offset of that character. begin: offset of the first token.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: TokenText | None, *, begin: int = 0) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, *, begin: int = 0) -> None:
         self._text = None if tokenizer is None else tokenizer.incremental(params.skip_special_tokens)
         self._length = begin
 
@@ -271,7 +275,7 @@ class Offsets:
 
 
 def text_logprobs(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None, offsets: Offsets
+    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None, offsets: Offsets
 ) -> dict[str, Any] | None:
     """The completions API's logprobs block of parallel lists, with `token_ids` added.
 
@@ -295,7 +299,7 @@ def text_logprobs(
 def prompt_block(
     output: RequestOutput,
     params: SamplingParams,
-    tokenizer: TokenText | None,
+    tokenizer: Tokenizer | None,
     part: slice = slice(None),
     offsets: Offsets | None = None,
 ) -> dict[str, Any]:
@@ -319,7 +323,7 @@ def prompt_block(
     }
 
 
-def prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
+def prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
     """The prompt's text as given, or decoded from its token ids."""
     if output.prompt is not None or tokenizer is None:
         return output.prompt or ""
@@ -327,12 +331,12 @@ def prompt_text(output: RequestOutput, tokenizer: TokenText | None) -> str:
     return "".join(map(text.push, output.prompt_token_ids)) + text.flush()
 
 
-def _top_texts(found: Mapping[int, Logprob], tokenizer: TokenText | None) -> dict[str, float]:
+def _top_texts(found: Mapping[int, Logprob], tokenizer: Tokenizer | None) -> dict[str, float]:
     return {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
 
 
 def chat_logprobs(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
+    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[str, Any] | None:
     """The chat API's logprobs block with one record for each token, and `token_ids` added."""
     if completion.logprobs is None:
@@ -342,7 +346,7 @@ def chat_logprobs(
 
 
 def chat_logprobs_content(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: TokenText | None
+    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
     """The record of each token of a completion that has log-probabilities, as chats and responses have it."""
     tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
@@ -378,12 +382,12 @@ def _likeliest(found: Mapping[int, Logprob], lowest_rank: float = math.inf) -> l
     ]
 
 
-def _token(token_id: int, logprob: float | None, tokenizer: TokenText | None) -> dict[str, Any]:
+def _token(token_id: int, logprob: float | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     raw = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
     return {"token": _token_text(token_id, tokenizer), "logprob": logprob, "bytes": raw}
 
 
-def _token_text(token_id: int, tokenizer: TokenText | None) -> str:
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
     """A token's text, or its bytes in OpenAI's notation if they are part of a character."""
     if tokenizer is None:
         return f"token_id:{token_id}"
@@ -404,3 +408,63 @@ def _hashes(fingerprint: str, completions: Sequence[CompletionOutput]) -> Mappin
     logprobs = [value for completion in completions for value in completion.logprobs or ()]
     wanted = completions[0].logprobs is not None
     return result_fingerprint(fingerprint, token_ids, logprobs if wanted else None)
+
+
+def completion_usage(outputs: Iterable[RequestOutput], *, new: int, reasoning: int) -> dict[str, Any]:
+    """The usage object of completions and chats: prompt, cached, new and reasoning tokens, and drafts.
+
+    outputs: one for each prompt.
+    """
+    found = list(outputs)
+    prompt = sum(len(each.prompt_token_ids) for each in found)
+    drafted = sum(each.num_drafted_tokens for each in found)
+    accepted = sum(each.num_accepted_tokens for each in found)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in found)},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def response_usage(output: RequestOutput, *, new: int, reasoning: int) -> dict[str, Any]:
+    """`completion_usage` with the names that responses have."""
+    usage = completion_usage([output], new=new, reasoning=reasoning)
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": new,
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+class ReasoningTokens:
+    """Counts the reasoning tokens of one choice, including the opening tag."""
+
+    def __init__(self, request: LineRequest, tokenizer: Tokenizer | None, *, thinking: bool) -> None:
+        """thinking: whether the prompt ended with the opening tag."""
+        reading = request.reading
+        parser = None if reading is None else reading.reasoning_parser(thinking=thinking)
+        self._parser = None if tokenizer is None else parser
+        self._text = (
+            tokenizer.incremental(request.params.skip_special_tokens) if tokenizer and parser else None
+        )
+        self._silent = 0  # tokens since the last one that produced an event
+        self.count = 0
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Read more tokens, and return the count so far."""
+        if self._parser is None or self._text is None:
+            return 0
+        for token_id in token_ids:
+            self._silent += 1
+            for event in self._parser.feed(self._text.push(token_id)):
+                self.count += self._silent if isinstance(event, Reasoning) else 0
+                self._silent = 0
+        return self.count

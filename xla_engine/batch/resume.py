@@ -1,4 +1,4 @@
-"""Append whole result lines to a file, and read which input lines an existing file has finished.
+"""Append whole result lines to a file; read which input lines a file has finished, and read it in their order.
 
 A process may die at any moment. It then leaves whole lines and at most one torn piece at the end of the file: part of
 a line, or, in a gzip file, part of a member of about 64 KiB of lines. `FinishedLines.read` first checks every line,
@@ -6,16 +6,21 @@ whose `id` gives the number of its input line and a hash of its bytes. If the fi
 is cut off; any other file is left as it is.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gzip
 import json
 import os
+import shutil
+import tempfile
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, cast
 
-from xla_engine.batch.line_index import LineIndex
+from xla_engine.batch.lines import LineIndex
 from xla_engine.batch.results import parse_record_id
 from xla_engine.errors import ResumeError
 from xla_engine.utils.new_file import open_new
@@ -44,50 +49,23 @@ class FileSystem:
             os.fsync(file.fileno())
 
 
-class Sink(Protocol):
-    """Takes whole lines. They are handed to the operating system by each `write`, or by `close` if compressed."""
+class Sink:
+    """Appends whole lines to a file, from its position on. Each `write` hands them to the operating system.
 
-    def write(self, data: bytes) -> None: ...
-    def close(self) -> None: ...
+    packed: lines become gzip members of `MEMBER_BYTES`, each written at once, the last one by `close`. Members are
+    cut by size alone, so two runs with the same lines write the same bytes.
+    written: bytes written to the file.
+    """
 
-
-class CountedSink(Sink, Protocol):
-    """written: bytes written to the file."""
-
-    @property
-    def written(self) -> int: ...
-
-
-class PlainSink:
-    """Writes each line as it comes."""
-
-    def __init__(self, file: BinaryIO, file_system: FileSystem) -> None:
-        self._file, self._file_system = file, file_system
+    def __init__(self, file: BinaryIO, file_system: FileSystem, *, packed: bool) -> None:
+        self._file, self._file_system, self._packed = file, file_system, packed
+        self._held = bytearray()  # lines of the next member
         self.written = 0
 
     def write(self, data: bytes) -> None:
-        self._file_system.write(self._file, data)
-        self.written += len(data)
-
-    def close(self) -> None:
-        self._file_system.sync(self._file)
-
-
-class GzipSink:
-    """Compresses lines into gzip members of `MEMBER_BYTES`, and writes each member at once.
-
-    Members are cut by size alone, so two runs with the same lines write the same bytes.
-    """
-
-    def __init__(self, plain: PlainSink) -> None:
-        self._plain = plain
-        self._held = bytearray()
-
-    @property
-    def written(self) -> int:
-        return self._plain.written
-
-    def write(self, data: bytes) -> None:
+        if not self._packed:
+            self._append(data)
+            return
         self._held += data
         if len(self._held) >= MEMBER_BYTES:
             self._write_member()
@@ -95,22 +73,20 @@ class GzipSink:
     def close(self) -> None:
         if self._held:
             self._write_member()
-        self._plain.close()
+        self._file_system.sync(self._file)
 
     def _write_member(self) -> None:
         held, self._held = bytes(self._held), bytearray()
-        self._plain.write(gzip.compress(held, compresslevel=6, mtime=0))
+        self._append(gzip.compress(held, compresslevel=6, mtime=0))
+
+    def _append(self, data: bytes) -> None:
+        self._file_system.write(self._file, data)
+        self.written += len(data)
 
 
 def is_packed(path: Path | str) -> bool:
     """Whether a file of this name is a gzip file."""
     return str(path).endswith(".gz")
-
-
-def sink_of(file: BinaryIO, *, packed: bool, file_system: FileSystem) -> CountedSink:
-    """A sink that writes to `file` from its position on."""
-    plain = PlainSink(file, file_system)
-    return GzipSink(plain) if packed else plain
 
 
 class FinishedLines:
@@ -276,9 +252,90 @@ def _rewrite_without_errors(path: Path, file_system: FileSystem) -> None:
     """Replace the file atomically by one without error lines: a process that dies leaves one or the other."""
     kept = path.with_name(f".{path.name}.kept")
     with open_new(kept, path.stat().st_mode & 0o777) as file:
-        sink = sink_of(file, packed=is_packed(path), file_system=file_system)
+        sink = Sink(file, file_system, packed=is_packed(path))
         for line in _lines(path):
             if line.strip() and json.loads(line)["error"] is None:
                 sink.write(line)
         sink.close()
     file_system.replace(kept, path)
+
+
+class ResultsInOrder:
+    """Result lines sorted by the number of their input line. Takes 16 bytes of memory a line.
+
+    A gzip file is first decompressed into a temporary file. Raises ResumeError for a file with anything but whole
+    result lines, or with two results of one input line, and OSError.
+    """
+
+    def __init__(self, path: Path, check: Callable[[int, dict[str, Any]], None] | None = None) -> None:
+        """check: called with the number and the object of each line; its exceptions propagate."""
+        self._path = path
+        self._file = _unpacked(path) if is_packed(path) else open(path, "rb")  # noqa: SIM115, closed by `close`
+        try:
+            self._numbers, self._offsets = self._read(check)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Number and bytes of each line, including its newline."""
+        last = 0
+        for place in self._order():
+            number = self._numbers[place]
+            if number == last:
+                raise ResumeError(f"{self._path}: line {number} of the input has two results")
+            last = number
+            self._file.seek(self._offsets[place])
+            yield number, self._file.readline()
+
+    def _order(self) -> Iterator[int]:
+        numbers = self._numbers
+        places = range(len(numbers))
+        is_sorted = all(numbers[place - 1] <= numbers[place] for place in places[1:])
+        return iter(places if is_sorted else sorted(places, key=numbers.__getitem__))
+
+    def _read(self, check: Callable[[int, dict[str, Any]], None] | None) -> tuple[array[int], array[int]]:
+        numbers, offsets = array("Q"), array("Q")
+        offset = 0
+        while line := self._file.readline():
+            number, record = self._parse(line, len(numbers) + 1)
+            if check is not None:
+                check(number, record)
+            numbers.append(number)
+            offsets.append(offset)
+            offset += len(line)
+        return numbers, offsets
+
+    def _parse(self, line: bytes, place: int) -> tuple[int, dict[str, Any]]:
+        try:
+            record = json.loads(line)
+            identity = parse_record_id(record["id"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            identity = None
+        if identity is None or not line.endswith(b"\n"):
+            raise ResumeError(f"{self._path}: line {place} is not a complete result line of `xla-engine run`")
+        return identity[0], record
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> ResultsInOrder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _unpacked(path: Path) -> BinaryIO:
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by its owner)
+    try:
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, file)
+    except (EOFError, gzip.BadGzipFile) as error:
+        file.close()
+        raise ResumeError(f"{path} is damaged or truncated: {error}") from error
+    file.seek(0)
+    return cast("BinaryIO", file)

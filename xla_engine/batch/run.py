@@ -26,12 +26,11 @@ from xla_engine.batch.results import (
     salt_of,
 )
 from xla_engine.batch.resume import FinishedLines
-from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, submit_ready, whole_request
+from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
 from xla_engine.outputs import RequestOutput
-from xla_engine.text.parsers.chats import Chat
 
 SHOWN_ERRORS = 5  # line errors shown in the summary; the output file has all of them
 READERS = 32  # threads that wait for pictures, so that slow hosts do not stop the others
@@ -68,6 +67,7 @@ class BatchRun:
     defaults: sampling fields for lines that do not set them.
     done: lines that an earlier run finished, which are skipped.
     on_turn: called after every engine step.
+    draining: whether the run has been interrupted and reads no more lines.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class BatchRun:
         self._readers = ThreadPoolExecutor(
             READERS, thread_name_prefix="pictures"
         )  # starts no thread until then
-        self._exhausted = self._reading = self._draining = False
+        self._exhausted = self._reading = self.draining = False
 
     def run(self) -> RunTotals:
         """Run until every line has its output, the user interrupts, or the engine fails.
@@ -126,14 +126,9 @@ class BatchRun:
 
     def interrupt(self) -> None:
         """For a signal handler: stop reading and finish the lines in flight; the second call stops at once."""
-        if self._draining or self._reading:
+        if self.draining or self._reading:
             raise KeyboardInterrupt
-        self._draining = True
-
-    @property
-    def draining(self) -> bool:
-        """Whether the run has been interrupted and reads no more lines."""
-        return self._draining
+        self.draining = True
 
     def custom_id(self, request_id: str) -> str | None:
         """The custom_id of an engine request of this run."""
@@ -160,11 +155,11 @@ class BatchRun:
     def _next_line(self) -> Line | None:
         try:
             self._reading = True
-            if self._draining:  # checked here, because interrupts are caught here
+            if self.draining:  # checked here, because interrupts are caught here
                 raise KeyboardInterrupt
             line = next(self._lines, None)
         except KeyboardInterrupt:
-            self._draining = self.totals.interrupted = True
+            self.draining = self.totals.interrupted = True
             return None
         except OSError as error:
             self.totals.failure = error
@@ -207,21 +202,15 @@ class BatchRun:
     def _submit(self, job: _Job) -> None:
         request = job.request
         self._jobs[request.line] = job
-        try:
-            for index, prompt in enumerate(request.prompts):
-                # The engine's id is ours; the custom_id is only data. Register it before submit, so that an
-                # interrupt during
-                # submit still aborts the request.
-                request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
-                self._live[request_id] = (job, index)
-                if reads_pictures(prompt):
-                    self._pictures[request_id] = self._readers.submit(ready_prompt, self._engine, prompt)
-                    continue
-                submit_prompt(self._engine, request, prompt, request_id, partial(self._refused, request_id))
-        except EngineClosedError as error:
-            self._engine_died(error)
-        except Exception as error:  # a bad request fails alone
-            self._refused(request_id, error)
+        for index, prompt in enumerate(request.prompts):
+            # The engine's id is ours; the custom_id is only data. Register it before submit, so that an interrupt
+            # during submit still aborts the request.
+            request_id = f"batch-{request.line}" + (f"-{index}" if index else "")
+            self._live[request_id] = (job, index)
+            if reads_pictures(prompt):
+                self._pictures[request_id] = self._readers.submit(ready_prompt, self._engine, prompt)
+            elif not self._queue(request_id):
+                return
 
     def _submit_read(self) -> None:
         """Submit the prompts whose pictures have been read."""
@@ -229,19 +218,21 @@ class BatchRun:
             if not ready.done():
                 continue
             del self._pictures[request_id]
-            if request_id not in self._live:  # another prompt of its line has failed
-                continue
-            job, index = self._live[request_id]
-            special = not isinstance(job.request.prompts[index], Chat)
-            refused = partial(self._refused, request_id)
-            try:
-                submit_ready(
-                    self._engine, job.request, ready.result(), request_id, refused, add_special_tokens=special
-                )
-            except EngineClosedError as error:
-                self._engine_died(error)
-            except Exception as error:  # a bad request fails alone
-                self._refused(request_id, error)
+            if request_id in self._live:  # else another prompt of its line has failed
+                self._queue(request_id, ready)
+
+    def _queue(self, request_id: str, ready: Future[Any] | None = None) -> bool:
+        """Submit a prompt. Returns false if its line has failed. ready: the prompt with its pictures, if any."""
+        job, index = self._live[request_id]
+        prompt, refused = job.request.prompts[index], partial(self._refused, request_id)
+        try:
+            made = None if ready is None else ready.result()
+            submit_prompt(self._engine, job.request, prompt, request_id, refused, ready=made)
+        except EngineClosedError as error:
+            self._engine_died(error)
+        except Exception as error:  # a bad request fails alone
+            self._refused(request_id, error)
+        return request_id in self._live
 
     def _refused(self, request_id: str, error: Exception) -> None:
         """Fail a line after the engine rejects one of its prompts, in `submit` or later."""

@@ -8,34 +8,7 @@ from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.prompts import chat_prompt, has_pictures
-from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat
-
-
-def submit_prompt(
-    engine: LineEngine,
-    request: LineRequest,
-    prompt: Prompt,
-    request_id: str,
-    on_refused: Callable[[Exception], object] | None = None,
-    *,
-    params: SamplingParams | None = None,
-    collector: OutputCollector | None = None,
-) -> None:
-    """Queue one prompt of a line. Raises if the engine rejects it; a later rejection is passed to `on_refused`.
-
-    params: replaces the line's sampling parameters. collector: as in `LineEngine.submit`.
-    """
-    submit_ready(
-        engine,
-        request,
-        ready_prompt(engine, prompt),
-        request_id,
-        on_refused,
-        params=params,
-        collector=collector,
-        add_special_tokens=not isinstance(prompt, Chat),
-    )
 
 
 def reads_pictures(prompt: Prompt) -> bool:
@@ -51,29 +24,31 @@ def ready_prompt(engine: LineEngine, prompt: Prompt) -> prompts.Prompt:
     return engine.read_pictures(prompt) if isinstance(prompt, Mapping) else prompt
 
 
-def submit_ready(
+def submit_prompt(
     engine: LineEngine,
     request: LineRequest,
-    prompt: prompts.Prompt,
+    prompt: Prompt,
     request_id: str,
     on_refused: Callable[[Exception], object] | None = None,
     *,
-    add_special_tokens: bool,
-    params: SamplingParams | None = None,
+    ready: prompts.Prompt | None = None,
     collector: OutputCollector | None = None,
 ) -> None:
-    """`submit_prompt` for what `ready_prompt` returned. add_special_tokens: false for a chat, whose template does."""
+    """Queue one prompt of a line. Raises if the engine rejects it; a later rejection is passed to `on_refused`.
+
+    ready: what `ready_prompt` returned; None calls it. collector: as in `LineEngine.submit`.
+    """
     adapter = engine.adapter_named(request.model)
     options: Mapping[str, Any] = request.options
     if adapter is not None:
         options = {**options, "lora_request": adapter}
     engine.submit(
-        prompt,
-        params or request.params,
+        ready_prompt(engine, prompt) if ready is None else ready,
+        request.params,
         request_id=request_id,
         on_refused=on_refused,
         collector=collector,
-        add_special_tokens=add_special_tokens,
+        add_special_tokens=not isinstance(prompt, Chat),  # a chat's template adds them
         **options,
     )
 

@@ -1,13 +1,11 @@
 """The command line: `xla-engine COMMAND`.
 
-Each module without a leading underscore, in this folder or a folder in it, defines the command of its name. It is
-imported only when its command is used, and imports jax and the engine inside functions, so that help and usage errors
-appear at once.
+Each module without a leading underscore defines the command of its name. It is imported only when its command is used,
+and imports jax and the engine inside functions, so that help and usage errors appear at once.
 """
 
 import pkgutil
 import sys
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,32 +15,18 @@ from xla_engine import __version__
 from xla_engine.cli._common import INTERRUPTED
 
 
-@cache
-def _modules() -> dict[str, str]:
-    folders = [
-        __name__,
-        *(f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__) if each.ispkg),
-    ]
-    return {
-        each.name.replace("_", "-"): f"{folder}.{each.name}"
-        for folder in folders
-        if not folder.rpartition(".")[2].startswith("_")
-        for each in pkgutil.iter_modules(import_module(folder).__path__)
-        if not each.ispkg and not each.name.startswith("_")
-    }
-
-
 class _Commands(click.Group):
     """A group that loads commands from modules: `some_name.py` defines the click command `some_name`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_modules())
+        names = (each.name for each in pkgutil.iter_modules(__path__) if not each.name.startswith("_"))
+        return sorted(name.replace("_", "-") for name in names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = _modules().get(cmd_name)
-        if module is None:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = getattr(import_module(module), cmd_name.replace("-", "_"))
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -1,14 +1,18 @@
-"""Stream one answer of an engine to standard output."""
+"""Stream one answer of an engine to standard output: for `xla-engine chat`, and for `xla-engine run --prompt`."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xla_engine.cli import _common
+from xla_engine.cli._input import check_tokenizer
 from xla_engine.outputs import RequestOutput
+from xla_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from xla_engine.engine.client import EngineClient
@@ -48,3 +52,40 @@ def note_temperature(fields: Mapping[str, Any]) -> None:
 def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: str | None) -> dict[str, Any]:
     """Arguments of `submit` for a conversation. template: jinja2 source that replaces the checkpoint's."""
     return {"prompt": engine.render_chat(messages, chat_template=template), "add_special_tokens": False}
+
+
+def run_prompt(
+    prompt: str, defaults: dict[str, Any], options: dict[str, Any], *, chat: bool | None, system: str | None
+) -> None:
+    """Write a prompt's completion or answer to standard output; exit with the command's status.
+
+    defaults: sampling fields and `chat_template`. options: of the engine. chat: whether the prompt is a chat
+    message; None means yes if there is a chat template. Notes go to standard error.
+    """
+    template = defaults.pop("chat_template", None)
+    check_tokenizer(options["model"])
+    if options["model"] is not None:
+        note_temperature(defaults)
+    with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
+        has_template = template is not None or engine.chat_template is not None
+        if chat is None and has_template:
+            click.echo("(sent as a chat message; --raw completes the text as it is)", err=True)
+        request: dict[str, Any] = {"prompt": prompt}
+        if chat or (chat is None and has_template):
+            defaults = {"max_tokens": None, **defaults}
+            said = [] if system is None else [{"role": "system", "content": system}]
+            request = chat_prompt(engine, [*said, {"role": "user", "content": prompt}], template)
+        try:
+            output = show_answer(engine, lambda: engine.submit(params=SamplingParams(**defaults), **request))
+        except BrokenPipeError:
+            _common.silence_stdout()
+            return
+        reason = output.outputs[0].finish_reason
+        click.echo()
+        if reason == "abort":
+            raise SystemExit(_common.INTERRUPTED)
+        if reason == "length":
+            click.echo("(stopped at the token limit; use --max-tokens N for more)", err=True)
+        elif reason != "stop":
+            click.echo(output.error or f"the request ended with finish_reason {reason!r}", err=True)
+            raise SystemExit(_common.SOME_FAILED)

@@ -1,4 +1,4 @@
-"""Shared by commands: exit statuses, engine options, loading the engine, and start-up errors."""
+"""Shared by commands: exit statuses, options of engines, loading the engine, and start-up errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xla_engine.cli import _help, _lora
+from xla_engine.cli import _help
 from xla_engine.cli._help import engine_option, together
-from xla_engine.errors import XlaEngineError
+from xla_engine.config import EngineConfig
+from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.utils.did_you_mean import did_you_mean
@@ -39,13 +40,8 @@ class NotStarted(click.ClickException):
     exit_code = NOT_STARTED
 
 
-def _slots(context: click.Context, option: click.Parameter, value: str) -> int | str:
-    """Parse a number of slots, or "auto"."""
-    return value if value == "auto" else click.IntRange(1)(value, option, context)
-
-
-def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
-    """Parse a number of bytes, or "auto"."""
+def _number(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    """Parse a number above 0, or "auto"."""
     return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
 
 
@@ -59,6 +55,10 @@ def json_value(context: click.Context, option: click.Parameter, value: str | Non
         return None if value is None else json.loads(value)
     except ValueError as error:
         raise click.BadParameter(f'{error}; give JSON, such as {{"method": "suffix"}}') from error
+
+
+def _json_option(field: str, about: str) -> _help.Option:
+    return engine_option(field, about, metavar="JSON", callback=json_value)
 
 
 data_parallel_option = click.option(
@@ -117,7 +117,7 @@ device_options = together(
         "kv_cache_memory_bytes",
         "Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
         metavar="N|auto",
-        callback=_bytes,
+        callback=_number,
     ),
     engine_option(
         "mamba_cache_mode",
@@ -166,11 +166,9 @@ device_options = together(
         default="",
         callback=_hosts,
     ),
-    engine_option(
+    _json_option(
         "mm_processor_kwargs",
         "Replace fields of the checkpoint's image processor: '{\"max_pixels\": 262144}'.",
-        metavar="JSON",
-        callback=json_value,
     ),
     engine_option(
         "tensor_parallel_size",
@@ -192,13 +190,11 @@ device_options = together(
         metavar="NAME",
     ),
     engine_option("enable_dry", "Support dry_multiplier and penalty_last_n in requests."),
-    engine_option(
+    _json_option(
         "speculative_config",
         "Draft tokens and verify several in one step, without changing results: "
         '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
         '"num_speculative_tokens".',
-        metavar="JSON",
-        callback=json_value,
     ),
     engine_option(
         "shadow_rate",
@@ -215,7 +211,7 @@ engine_options = together(
         "--max-num-seqs",
         metavar="N|auto",
         default="16",
-        callback=_slots,
+        callback=_number,
         help="Number of requests decoded together; auto is as many as fit into memory.",
     ),
     device_options,
@@ -337,6 +333,40 @@ time_limits = together(
 )
 
 
+# Fields of `EngineConfig` for pooling.
+pooling_options = together(
+    engine_option("runner", "Generate text, or one vector per prompt; auto follows the checkpoint."),
+    _json_option("pooler_config", 'Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.'),
+    _json_option("hf_overrides", "Override fields of config.json of a pooling model."),
+)
+
+
+def _adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = dict(value.partition("=")[::2] for value in values)
+    if len(pairs) < len(values) or not all(name and path for name, path in pairs.items()):
+        raise click.BadParameter("give NAME=PATH, each name once")
+    return pairs
+
+
+# Adapters that requests select by name, and their limits.
+lora_options = together(
+    engine_option("enable_lora", "Let each request use its own LoRA adapter.", is_flag=True),
+    click.option(
+        "--lora-modules",
+        metavar="NAME=PATH",
+        multiple=True,
+        callback=_adapters,
+        help="A LoRA adapter in PEFT's format, for requests whose model is NAME; repeatable. Needs --enable-lora.",
+    ),
+    engine_option(
+        "max_loras",
+        "Maximum number of adapters in memory; at least those of --lora-modules.",
+        click.IntRange(1),
+    ),
+    engine_option("max_lora_rank", "Highest rank of an adapter.", click.IntRange(1)),
+)
+
+
 @contextlib.contextmanager
 def _start_limit(seconds: float | None) -> Iterator[None]:
     """End the process if the block takes longer, because a hang in a driver or compiler cannot be interrupted."""
@@ -395,8 +425,8 @@ def load_engine(
 
     show: print the progress of loading. times: records how long each part took.
     """
-    from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.model_loader.peft.request import LoRARequest
     from xla_engine.open_engine import open_engine
 
     fields = config_fields(options)
@@ -408,7 +438,9 @@ def load_engine(
         engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
     gc.enable()
     with engine:
-        _lora.load(engine, options)
+        for number, (name, path) in enumerate(options.get("lora_modules", {}).items(), 1):
+            engine.add_lora(LoRARequest(name, number, path))
+            engine.pin_lora(number)
         if isinstance(engine, XlaBatchEngine) and fields.get("max_model_len") is None:
             limit = engine.checkpoint.config.max_position_embeddings
             if engine.max_model_len < limit:
@@ -457,7 +489,13 @@ def text_of(path: str | Path | None) -> str | None:
 
 
 def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    return _lora.with_room({name: each for name, each in options.items() if name not in _BESIDE}, options)
+    """Fields of `EngineConfig` among a command's options, with room for the adapters in the options."""
+    fields = {name: each for name, each in options.items() if name not in _BESIDE}
+    if adapters := options.get("lora_modules"):
+        if not fields["enable_lora"]:
+            raise ConfigError("--lora-modules needs --enable-lora")
+        fields["max_loras"] = max(fields["max_loras"], len(adapters))
+    return fields
 
 
 def take(options: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -479,3 +517,9 @@ def did_you_mean_path(path: str | None) -> str:
         return did_you_mean(name, os.listdir(folder or "."))
     except OSError:
         return ""
+
+
+def silence_stdout() -> None:
+    """Discard the buffer of standard output after a failed write, so that it does not fail again at exit."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

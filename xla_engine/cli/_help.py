@@ -4,7 +4,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import click
@@ -51,17 +50,21 @@ def together(*options: Option) -> Option:
     return decorate
 
 
-_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
-
-
-def engine_option(field: str, about: str, kind: Any = None, *, name: str = "", **more: Any) -> Option:
-    """The option for a field of `EngineConfig`, with the field's default and choices.
-
-    about: its help. kind: its type, where the field has no list of choices. name: by default the field's.
-    """
-    word, default = field.replace("_", "-"), _DEFAULTS[field]
+def engine_option(field: str, about: str, kind: Any = None, **more: Any) -> Option:
+    """`field_option` for a field of `EngineConfig`. kind: where the field has no list of choices."""
     if field in CHOICES and kind is None and "metavar" not in more:
         kind = click.Choice(CHOICES[field])
+    return field_option(EngineConfig, field, about, kind, **more)
+
+
+def field_option(
+    record: Any, field: str, about: str, kind: Any = None, *, name: str = "", **more: Any
+) -> Option:
+    """The option for a field of a record, with the field's default.
+
+    about: its help. kind: its type. name: by default the field's.
+    """
+    word, default = field.replace("_", "-"), record.__dataclass_fields__[field].default
     switch = isinstance(default, bool) and "is_flag" not in more
     shown = name or (f"--{word}/--no-{word}" if switch else f"--{word}")
     return click.option(shown, field, **{"type": kind, "default": default, "help": about, **more})

@@ -12,8 +12,7 @@ import click
 
 from xla_engine.cli import _common, _help
 from xla_engine.cli._answer import chat_prompt, note_temperature, show_answer
-from xla_engine.cli._run.files import silence_stdout
-from xla_engine.cli._run.first_line import check_tokenizer
+from xla_engine.cli._input import check_tokenizer
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 
@@ -89,7 +88,7 @@ def chat(
             try:
                 failed = _talk(session, interactive=interactive)
             except BrokenPipeError:
-                silence_stdout()
+                _common.silence_stdout()
                 return
     if failed and not interactive:
         sys.exit(_common.SOME_FAILED)

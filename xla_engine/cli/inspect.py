@@ -12,7 +12,7 @@ import click
 from xla_engine.cli import _common, _help
 
 if TYPE_CHECKING:
-    from xla_engine.batch.last_run import LastRun
+    from xla_engine.batch.earlier_runs import LastRun
 
 
 @click.command(cls=_help.Sectioned, short_help="Show what a model needs, and whether it runs here.")
@@ -37,7 +37,7 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
       xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
     """
     with _common.startup_errors():
-        from xla_engine.batch.last_run import LastRun
+        from xla_engine.batch.earlier_runs import LastRun
         from xla_engine.config import EngineConfig
         from xla_engine.engine.inspection import inspect_model, report_lines
         from xla_engine.environment import embedded_model_directory

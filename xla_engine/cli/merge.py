@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from xla_engine.batch.shards.merge import merge as merge_shards
+from xla_engine.batch.shards import merge as merge_shards
 from xla_engine.cli import _common
 
 

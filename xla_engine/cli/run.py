@@ -6,13 +6,19 @@ import click
 
 from xla_engine.batch.lines import MAX_LINE_BYTES
 from xla_engine.batch.output_file import Mode
-from xla_engine.cli import _common, _help, _lora
-from xla_engine.cli._run import batch
-from xla_engine.cli._run.pooling import pooling_options
-from xla_engine.cli._run.shards import shard_option
-from xla_engine.cli._run.tables import TableOptions, table_options
-from xla_engine.cli._run.watched import Watched
+from xla_engine.batch.shards import Shard
+from xla_engine.cli import _common, _help, _run
+from xla_engine.cli._answer import run_prompt
+from xla_engine.cli._input import TableOptions, table_options
+from xla_engine.errors import ConfigError
 from xla_engine.text.parsers.choose import Dialect
+
+
+def _shard(context: click.Context, option: click.Parameter, value: str | None) -> Shard | None:
+    try:
+        return None if value is None else Shard.parse(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.command(
@@ -40,7 +46,12 @@ from xla_engine.text.parsers.choose import Dialect
 @click.option("--resume", is_flag=True, help="Continue from the results in OUTPUT.")
 @click.option("--retry-failed", is_flag=True, help="Like --resume, but run lines with an error again.")
 @click.option("--overwrite", is_flag=True, help="Replace the results in OUTPUT.")
-@shard_option
+@click.option(
+    "--shard",
+    metavar="I/N",
+    callback=_shard,
+    help="Run only job I of N (from 0) over the same INPUT; `xla-engine merge` joins their outputs.",
+)
 @table_options
 @click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
 @click.option(
@@ -69,8 +80,8 @@ from xla_engine.text.parsers.choose import Dialect
     help="Write every step with its times to this file, for `timeline` and `simulate`.",
 )
 @_common.model_options
-@_lora.lora_options
-@pooling_options
+@_common.lora_options
+@_common.pooling_options
 @_common.time_limits
 @_common.data_parallel_option
 @click.option(
@@ -114,6 +125,7 @@ from xla_engine.text.parsers.choose import Dialect
 @click.option("--fingerprint", is_flag=True, help="Add hashes to results, for `xla-engine compare`.")
 @click.option(
     "--drain-timeout",
+    "drain_timeout_s",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
     help="After SIGTERM, cancel requests that have not finished within this time.  [default: wait for all]",
@@ -130,23 +142,13 @@ def run(
     resume: bool,
     retry_failed: bool,
     overwrite: bool,
-    shard: Any,
     dry_run: bool,
     stream: bool,
-    status_path: str | None,
-    metrics_path: str | None,
-    step_log_path: str | None,
     max_tokens: int | None,
     temperature: float | None,
     chat_template_path: str | None,
     tool_parser: str | None,
     reasoning_parser: str | None,
-    ordered: bool,
-    max_line_bytes: int,
-    created: int | None,
-    fingerprint: bool,
-    drain_timeout: float | None,
-    no_progress: bool,
     **options: Any,
 ) -> None:
     """Complete every line of INPUT (a JSONL file, packed if named .gz, or - for standard input; or a table: .parquet,
@@ -187,7 +189,6 @@ def run(
       cat in.jsonl | xla-engine run - -o - --ordered > out.jsonl
       cat in.jsonl | xla-engine run --stream
     """
-    tables = TableOptions(**_common.take(options, TableOptions))
     with _common.startup_errors():
         if not dry_run:
             _common.begin_start(options)
@@ -196,11 +197,17 @@ def run(
             defaults["chat_template"] = template
         if tool_parser is not None or reasoning_parser is not None:
             defaults |= Dialect.named(tool_parser, reasoning_parser).as_defaults()
-    if options["data_parallel_size"] > 1 and step_log_path is not None:
+    settings = _run.Settings(
+        defaults=defaults,
+        tables=(tables := TableOptions(**_common.take(options, TableOptions))),
+        watched=_run.Watched(**_common.take(options, _run.Watched)),
+        **_common.take(options, _run.Settings),
+    )
+    if options["data_parallel_size"] > 1 and settings.watched.step_log_path is not None:
         raise click.UsageError("--step-log writes the steps of one engine; leave out --data-parallel-size.")
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
-    _one_of({"--dry-run": dry_run, "--stream": stream, "--shard": shard is not None})
+    _one_of({"--dry-run": dry_run, "--stream": stream, "--shard": settings.shard is not None})
     _one_of({"--raw": raw, "--chat": chat, "--system": system is not None and not chat})
     _one_of({"--stream": stream, "options of tables": tables != TableOptions()})
     if prompt is not None:
@@ -211,12 +218,10 @@ def run(
                 "-o": output_path is not None,
                 "--dry-run": dry_run,
                 "--stream": stream,
-                "--shard": shard is not None,
+                "--shard": settings.shard is not None,
                 "options of tables": tables != TableOptions(),
             }
         )
-        from xla_engine.cli._run.prompt import run_prompt
-
         for name in ("tool_parser", "reasoning_parser"):
             defaults.pop(name, None)
         completes = raw or options["model"] is None  # the embedded model completes code
@@ -235,40 +240,23 @@ def run(
                 "Missing argument 'INPUT': a file of requests, - for standard input; or --prompt TEXT."
             )
         input_path = "-"
-    if retry_failed and ordered:
+    if retry_failed and settings.ordered:
         raise _common.NotStarted("--retry-failed appends lines that failed before, so it excludes --ordered")
-    watched = Watched(status=status_path, metrics=metrics_path, step_log=step_log_path)
     if dry_run:
-        from xla_engine.cli._run.dry_run import dry_run as check
-
-        check(input_path, tables, defaults, max_line_bytes, options)
+        _run.dry_run(input_path, settings, options)
     elif stream:
-        from xla_engine.cli._run.stream import run_stream
-
-        run_stream(input_path, watched, defaults, max_line_bytes, drain_timeout, options)
+        _run.run_stream(input_path, settings, options)
     elif output_path is None:
         raise click.UsageError("Missing option '-o': the results file, - for standard output.")
     else:
         mode = Mode.RETRY if retry_failed else Mode.RESUME if resume else Mode.NEW
-        files = batch.Files(
+        files = _run.Files(
             source=input_path,
             output=output_path,
             errors=errors_path,
-            watched=watched,
             mode=Mode.OVERWRITE if overwrite else mode,
         )
-        settings = batch.Settings(
-            defaults=defaults,
-            ordered=ordered,
-            max_line_bytes=max_line_bytes,
-            created=created,
-            fingerprint=fingerprint,
-            progress=not no_progress,
-            drain_timeout_s=drain_timeout,
-            tables=tables,
-            shard=shard,
-        )
-        batch.run_file(files, settings, options)
+        _run.run_file(files, settings, options)
 
 
 def _one_of(given: dict[str, bool]) -> None:

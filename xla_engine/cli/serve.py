@@ -4,18 +4,21 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from xla_engine.cli import _common, _help, _lora
-from xla_engine.cli._run.pooling import pooling_options
+from xla_engine.cli import _common, _help
 from xla_engine.errors import ConfigError
+from xla_engine.server.settings import ServerSettings, read_api_keys
 from xla_engine.utils.extras import install
 
 LARGEST_PORT = 65535
+_SECONDS = click.FloatRange(0, min_open=True)
 _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+_setting = partial(_help.field_option, ServerSettings)
 
 
 @click.command(
@@ -33,70 +36,46 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 @click.option(
     "--ssl-ca-certs", metavar="FILE", help="Require clients to have a certificate from these authorities."
 )
-@click.option(
-    "--allowed-origin",
+@_setting(
     "allowed_origins",
+    "Allow browsers' requests from this origin (CORS).",
+    name="--allowed-origin",
     multiple=True,
-    help="Allow browsers' requests from this origin (CORS).",
 )
-@click.option("--batch-dir", type=Path, help="Directory for files and batches; they are disabled without it.")
-@click.option(
-    "--max-stored-bytes",
-    type=click.IntRange(1),
-    default=10 << 30,
-    help="Bytes of files and batch results in --batch-dir, per key.",
-)
-@click.option(
-    "--allow-runtime-changes",
+@_setting("batch_dir", "Directory for files and batches; they are disabled without it.", Path)
+@_setting("max_stored_bytes", "Bytes of files and batch results in --batch-dir, per key.", click.IntRange(1))
+@_setting(
+    "allow_runtime_changes",
+    "Let clients load and unload adapters and reset the prefix cache.",
     is_flag=True,
-    help="Let clients load and unload adapters and reset the prefix cache.",
 )
-@click.option(
-    "--otlp-traces-endpoint",
+@_setting(
+    "otlp_traces_endpoint",
+    "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
     metavar="URL",
-    help="Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
 )
 @click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
-@click.option(
-    "--tool-parser", default="auto", metavar="NAME", help="Format of tool calls: auto, none, hermes, ..."
-)
-@click.option("--reasoning-parser", default="auto", metavar="NAME", help="auto, none, think or harmony.")
-@click.option("--max-tokens", type=click.IntRange(1), help="max_tokens for requests without one.")
+@_setting("tool_parser", "Format of tool calls: auto, none, hermes, ...", metavar="NAME")
+@_setting("reasoning_parser", "auto, none, think or harmony.", metavar="NAME")
+@_setting("max_tokens", "max_tokens for requests without one.", click.IntRange(1))
 @click.option("--temperature", type=float, help="temperature for requests without one.")
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(0),
-    default=1024,
-    help="Maximum length of the queue; further requests get status 429.",
-)
-@click.option("--max-body-bytes", type=click.IntRange(1), default=8 << 20, help="Of one request.")
-@click.option(
-    "--max-answer-values",
-    type=click.IntRange(1),
-    default=1 << 21,
-    help="Maximum number of tokens of an answer, counted with their logprobs.",
+@_setting("max_waiting", "Maximum length of the queue; further requests get status 429.", click.IntRange(0))
+@_setting("max_body_bytes", "Of one request.", click.IntRange(1))
+@_setting(
+    "max_answer_values",
+    "Maximum number of tokens of an answer, counted with their logprobs.",
+    click.IntRange(1),
 )
 @click.option(
     "--max-connections", type=click.IntRange(1), default=4096, help="Maximum number of open connections."
 )
-@click.option(
-    "--request-timeout",
-    "request_timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    help="Time limit of a request in seconds.",
-)
-@click.option(
-    "--send-timeout",
-    "send_timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=60.0,
-    help="See below.",
-)
-@click.option("--drain-grace", "drain_grace_s", type=click.FloatRange(0), default=0.0, help="See below.")
-@click.option("--drain-timeout", "drain_timeout_s", type=click.FloatRange(0), default=30.0, help="See below.")
+@_setting("request_timeout_s", "Time limit of a request in seconds.", _SECONDS, name="--request-timeout")
+@_setting("send_timeout_s", "See below.", _SECONDS, name="--send-timeout")
+@_setting("drain_grace_s", "See below.", click.FloatRange(0), name="--drain-grace")
+@_setting("drain_timeout_s", "See below.", click.FloatRange(0), name="--drain-timeout")
 @_common.model_options
-@_lora.lora_options
-@pooling_options
+@_common.lora_options
+@_common.pooling_options
 @_common.time_limits
 @_common.data_parallel_option
 @_common.scheduling_options
@@ -132,7 +111,6 @@ def serve(
     with _common.startup_errors():
         _needs_extra()
         from xla_engine.environment import api_keys_from_environment
-        from xla_engine.server.settings import ServerSettings, read_api_keys
         from xla_engine.text.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
 
         keys = api_keys_from_environment() + (read_api_keys(api_key_file) if api_key_file else ())
@@ -158,7 +136,8 @@ def serve(
     logging.getLogger("xla_engine.server.access").disabled = no_access_log
     place = {name: options.pop(name) for name in _UVICORN}
     with _common.startup_errors():
-        _check_place(place)
+        if (place["ssl_certfile"] is None) != (place["ssl_keyfile"] is None):
+            raise ConfigError("TLS needs both --ssl-certfile and --ssl-keyfile")
     _load_and_serve(settings, options, {**place, "max_connections": max_connections, "log_config": None})
 
 
@@ -175,11 +154,6 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
         # otherwise full collections visit all modules and the engine, and block the event loop for 0.2 s
         gc.freeze()
         run(service, **place)
-
-
-def _check_place(place: dict[str, Any]) -> None:
-    if (place["ssl_certfile"] is None) != (place["ssl_keyfile"] is None):
-        raise ConfigError("TLS needs both --ssl-certfile and --ssl-keyfile")
 
 
 def _check_one_of(option: str, name: str, names: Iterable[str]) -> None:

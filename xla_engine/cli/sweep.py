@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from xla_engine.cli import _common, _help
-
-if TYPE_CHECKING:
-    from xla_engine.config import EngineConfig
-    from xla_engine.engine.batch_engine import XlaBatchEngine
 
 
 def _widths(context: click.Context, option: click.Parameter, value: str) -> list[int]:
@@ -54,11 +51,12 @@ def sweep(
     """
     with _common.startup_errors():
         from xla_engine.config import EngineConfig
+        from xla_engine.engine.batch_engine import XlaBatchEngine
         from xla_engine.tools.bench import sweep as measure
 
         fields = {name: value for name, value in options.items() if name != "model"}
         made = measure.sweep(
-            _maker(options["model"]),
+            partial(XlaBatchEngine.from_pretrained, options["model"]),
             EngineConfig(**fields),
             widths,
             prompt_tokens=prompt_tokens,
@@ -76,12 +74,3 @@ def sweep(
             Path(json_path).write_text(json.dumps([point.record() for point in points], indent=1) + "\n")
     if not any(point.refusal is None for point in points):
         sys.exit(_common.NOT_STARTED)
-
-
-def _maker(model: str | None) -> Any:
-    from xla_engine.engine.batch_engine import XlaBatchEngine
-
-    def make(config: EngineConfig) -> XlaBatchEngine:
-        return XlaBatchEngine.from_pretrained(model, config)
-
-    return make

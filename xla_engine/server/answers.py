@@ -1,25 +1,177 @@
-"""Encode complete answers as JSON in small pieces. Data that choices share is encoded once."""
+"""Encode answers as JSON in small pieces that do not block the event loop. Data that choices share is encoded once."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xla_engine.batch.results import Offsets, ResultHeader, result_choices, result_head, shows_prompt_logprobs
-from xla_engine.batch.usage import ReasoningTokens, Usage
-from xla_engine.outputs import RequestOutput
-from xla_engine.server.columns import (
-    PAUSE,
-    completion_columns,
-    counted,
-    prompt_columns,
-    prompt_logprobs_pieces,
-    spelled,
+from xla_engine.batch.responses import MessageLogprobs
+from xla_engine.batch.results import (
+    Offsets,
+    ReasoningTokens,
+    ResultHeader,
+    chat_logprobs,
+    chat_logprobs_content,
+    completion_usage,
+    prompt_block,
+    prompt_logprobs,
+    result_choices,
+    result_head,
+    shows_prompt_logprobs,
+    text_logprobs,
 )
+from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.chats import begins_thinking
 
+if TYPE_CHECKING:
+    from xla_engine.text.tokenizer import Tokenizer
+
+ENTRIES = 512  # log-probabilities between two pauses, about half a millisecond of work
+
+PAUSE = b""  # a generator yields this when its caller may give way to other work
+Pauses = Generator[bytes, None, "Columns"]
 _encode = msgspec.json.Encoder().encode
+
+
+class Columns:
+    """A JSON object of growing lists.
+
+    before: its lists come first. They are shared, not copied, so data that choices share is encoded and stored once.
+    """
+
+    def __init__(self, before: Columns | None = None) -> None:
+        shared = {} if before is None else before._lists
+        self._lists: dict[str, list[bytes]] = {name: list(parts) for name, parts in shared.items()}
+        self._others: dict[str, bytes] = {}
+
+    def add(self, block: Mapping[str, Any]) -> None:
+        """Append the lists of a block. Other values replace earlier ones."""
+        for name, value in block.items():
+            if not isinstance(value, list):
+                self._others[name] = _encode(value)
+            elif value:
+                self._lists.setdefault(name, []).append(_encode(value)[1:-1])
+            else:
+                self._lists.setdefault(name, [])
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON in pieces of bounded size."""
+        between = b"{"
+        for name, parts in self._lists.items():
+            yield between + _encode(name) + b":"
+            yield from _list_of(parts)
+            between = b","
+        for name, value in self._others.items():
+            yield between + _encode(name) + b":" + value
+            between = b","
+        yield b"}"
+
+    def list_pieces(self, name: str) -> Iterator[bytes]:
+        """The JSON of one list."""
+        return _list_of(self._lists[name])
+
+
+def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
+    """A JSON list from encoded parts, without copying them."""
+    yield b"["
+    for number, part in enumerate(parts):
+        if number:
+            yield b","
+        yield part
+    yield b"]"
+
+
+def counted(counter: ReasoningTokens, token_ids: Sequence[int]) -> Iterator[bytes]:
+    """Feed tokens to a counter, a few at a time, with `PAUSE` in between."""
+    for begin in range(0, len(token_ids), ENTRIES):
+        counter.add(token_ids[begin : begin + ENTRIES])
+        yield PAUSE
+
+
+def completion_columns(
+    completion: CompletionOutput,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    offsets: Offsets | None,
+    before: Columns | None = None,
+) -> Pauses:
+    """The logprobs block of a completion. offsets: None in a chat."""
+    columns = Columns(before)
+    for few in _pieces(completion, params):
+        if offsets is None:
+            columns.add(chat_logprobs(few, params, tokenizer) or {})
+        else:
+            columns.add(text_logprobs(few, params, tokenizer, offsets) or {})
+        yield PAUSE
+    return columns
+
+
+def noted(
+    logprobs: MessageLogprobs,
+    completion: CompletionOutput,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+) -> Iterator[bytes]:
+    """Let log-probabilities of a response read a completion, encoded, with `PAUSE` between."""
+    for few in _pieces(completion, params):
+        entries = chat_logprobs_content(few, params, tokenizer)
+        logprobs.add(few.token_ids, [msgspec.Raw(_encode(entry)) for entry in entries])
+        yield PAUSE
+    if completion.finish_reason is not None:
+        logprobs.finish()
+
+
+def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None) -> Pauses:
+    columns, offsets = Columns(), Offsets(params, tokenizer)
+    for part in _parts(len(output.prompt_token_ids), params.logprobs):
+        columns.add(prompt_block(output, params, tokenizer, part, offsets))
+        yield PAUSE
+    return columns
+
+
+def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Iterator[bytes]:
+    """`prompt_logprobs` in vLLM's format."""
+    columns = Columns()
+    for part in _parts(len(output.prompt_token_ids), params.prompt_logprobs):
+        columns.add({"found": prompt_logprobs(output, part)})
+        yield PAUSE
+    yield from columns.list_pieces("found")
+
+
+def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[bytes, None, str]:
+    """The prompt's text as given, or decoded from its token ids."""
+    if output.prompt is not None or tokenizer is None:
+        return output.prompt or ""
+    text = tokenizer.incremental()
+    pieces: list[str] = []
+    for part in _parts(len(output.prompt_token_ids), None):
+        pieces += text.push_all(output.prompt_token_ids[part])
+        yield PAUSE
+    return "".join(pieces) + text.flush()
+
+
+def _pieces(completion: CompletionOutput, params: SamplingParams) -> Iterator[CompletionOutput]:
+    """A completion a few tokens at a time."""
+    for part in _parts(len(completion.token_ids), params.logprobs):
+        tops = completion.top_logprobs
+        yield replace(
+            completion,
+            token_ids=completion.token_ids[part],
+            logprobs=None if completion.logprobs is None else completion.logprobs[part],
+            top_logprobs=None if tops is None else tops[part],
+        )
+
+
+def _parts(tokens: int, logprobs: int | None) -> Iterator[slice]:
+    """Slices of tokens with about `ENTRIES` log-probabilities each; at least one slice."""
+    size = max(ENTRIES // (1 + (logprobs or 0)), 1)
+    return (slice(begin, begin + size) for begin in range(0, max(tokens, 1), size))
 
 
 def answer_pieces(
@@ -38,7 +190,7 @@ def answer_pieces(
         yield from counted(counter, completion.token_ids)
         reasoning += counter.count
     new = head["usage"]["completion_tokens"]
-    head["usage"] = Usage.of(outputs, new=new, reasoning=reasoning).as_completion()
+    head["usage"] = completion_usage(outputs, new=new, reasoning=reasoning)
     if call.return_token_ids and request.is_chat:
         head["prompt_token_ids"] = outputs[0].prompt_token_ids
     del head["choices"]

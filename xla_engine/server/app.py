@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from xla_engine.batch.envelope import RESPONSES_URL, URLS
+from xla_engine.batch.fields import RESPONSES_URL, URLS
 from xla_engine.batch.pooling import RERANK_URL, SCORE_URL
 from xla_engine.server.batches.routes import BatchRoutes
 from xla_engine.server.batches.store import Store
@@ -24,7 +24,7 @@ from xla_engine.server.generation import Generation
 from xla_engine.server.info import Info, JsonResponse
 from xla_engine.server.middleware import ApiErrors, ApiKeys, RequestContext
 from xla_engine.server.openapi import description
-from xla_engine.server.responses.endpoint import Responses
+from xla_engine.server.responses import Responses
 from xla_engine.server.service import Service
 
 # Alternative paths, which vLLM has as well.

@@ -9,8 +9,8 @@ from typing import TypeVar
 from starlette.types import Receive, Scope
 
 from xla_engine.server.errors import ApiError, ClientGone
+from xla_engine.server.fairness import Shares
 from xla_engine.server.settings import ServerSettings
-from xla_engine.server.shares import Shares
 
 BODIES = 16  # limit on all bodies being read or parsed, as a multiple of the largest body; half of it per key
 # uncounted first bytes of each body, so that large bodies do not block ordinary requests

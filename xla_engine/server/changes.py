@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.server.errors import ApiError, api_error
+from xla_engine.server.errors import ApiError, api_error, invalid
 from xla_engine.server.info import JsonResponse
 from xla_engine.server.service import Service
 from xla_engine.server.wire import typed_body
@@ -56,7 +56,7 @@ class Changes:
                 await self._removed(body.lora_name)
             if body.lora_name in service.model_names:
                 message = f"a model {body.lora_name!r}; unload it, or give the adapter another name"
-                raise ApiError(400, message, code="invalid_request", param="lora_name")
+                raise invalid(message, "lora_name")
             try:
                 adapter = LoRARequest(body.lora_name, max(engine.list_loras(), default=0) + 1, body.lora_path)
                 await asyncio.to_thread(engine.add_lora, adapter)
@@ -105,10 +105,6 @@ class Changes:
 
 def _refused(error: Exception) -> ApiError:
     if isinstance(error, OSError):
-        return ApiError(
-            400, f"the adapter cannot be read: {error}", code="invalid_request", param="lora_path"
-        )
+        return invalid(f"the adapter cannot be read: {error}", "lora_path")
     found = api_error(error)
-    return (
-        found if found.status < 500 else ApiError(400, str(error), code="invalid_request", param="lora_path")
-    )
+    return found if found.status < 500 else invalid(str(error), "lora_path")

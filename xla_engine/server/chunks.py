@@ -6,10 +6,9 @@ from typing import Any
 
 import msgspec
 
-from xla_engine.batch.results import Offsets, ResultHeader, asked_for
-from xla_engine.batch.usage import ReasoningTokens, Usage
+from xla_engine.batch.results import Offsets, ReasoningTokens, ResultHeader, asked_for, completion_usage
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.server.columns import Columns, completion_columns, counted, prompt_columns, spelled
+from xla_engine.server.answers import Columns, completion_columns, counted, prompt_columns, spelled
 from xla_engine.server.wire import Call
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.text.parsers.tools import new_call_id
@@ -99,7 +98,7 @@ class ChunkWriter:
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and choices so far."""
         reasoning = sum(each.reasoning.count for each in self._choices.values() if each.reasoning is not None)
-        return Usage.of(self._outputs.values(), new=self._new, reasoning=reasoning).as_completion()
+        return completion_usage(self._outputs.values(), new=self._new, reasoning=reasoning)
 
     def _event(self, choice: dict[str, Any], index: int, output: RequestOutput) -> Iterator[bytes]:
         """The chunk of one choice. Its `logprobs` are `Columns` or None."""

@@ -66,6 +66,16 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
 
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """The answer to a request with a wrong field."""
+    return ApiError(400, message, code="invalid_request", param=param)
+
+
+def busy(message: str, *, code: str = "queue_full", seconds: int = 1, status: int = 429) -> ApiError:
+    """The answer to a request that may be sent again after some seconds."""
+    return ApiError(status, message, code=code, headers={"retry-after": str(seconds)})
+
+
 def api_error(error: Exception) -> ApiError:
     """The answer for an exception of the engine or a parser."""
     if isinstance(error, ApiError):
@@ -74,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, message, code=_CODES.get(code, code), param=_field(message, _FIELDS))
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
+        return busy(str(error))
     if isinstance(error, EngineClosedError):
         return ApiError(503, message, code=code)
     return ApiError(500, message, code="internal_error")
@@ -90,7 +100,7 @@ def ended(error: LineError) -> ApiError:
     """The answer to a request that ended without a result."""
     # an invalid constraint, or one whose masks take too long
     if error.message.startswith("structured_outputs"):
-        return ApiError(400, error.message, code="invalid_request", param="structured_outputs")
+        return invalid(error.message, "structured_outputs")
     return ApiError(_STATUS_OF_END.get(error.code, 500), error.message, code=error.code)
 
 

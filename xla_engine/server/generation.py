@@ -13,7 +13,7 @@ from xla_engine.batch.results import answer_prefix, asked_for, output_error, res
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.server.answers import answer_pieces
 from xla_engine.server.chunks import DONE, ChunkWriter, event
-from xla_engine.server.errors import ApiError, ClientGone, api_error, ended
+from xla_engine.server.errors import ClientGone, api_error, ended, invalid
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.turns import PART_BYTES, Turns
 from xla_engine.server.wire import Call, parse_call, read_json
@@ -27,7 +27,7 @@ SSE_HEADERS = [
 
 
 class Generation:
-    """The endpoint of one path of `xla_engine.batch.envelope.URLS`, as an ASGI application.
+    """The endpoint of one path of `xla_engine.batch.fields.URLS`, as an ASGI application.
 
     If a client disconnects while its request waits, runs or is sent, the request is aborted at once, and its slot
     is free for the next planned step. A client that reads slowly gets all text since its last chunk in one piece;
@@ -205,5 +205,5 @@ def _deadline(scope: Scope, longest: float | None) -> float | None:
     if asked is None:
         return longest
     if not (asked.isdigit() and 0 < len(asked) <= 9 and int(asked) > 0):
-        raise ApiError(400, "x-request-timeout-ms must be whole milliseconds above 0", code="invalid_request")
+        raise invalid("x-request-timeout-ms must be whole milliseconds above 0")
     return min(int(asked) / 1000, longest or float("inf"))

@@ -6,7 +6,6 @@ import contextlib
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -18,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.prometheus import CONTENT_TYPE
-from xla_engine.server.errors import ApiError, api_error
-from xla_engine.server.fair_worker import FairWorker
+from xla_engine.server.errors import api_error, invalid
+from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.server.generation import send_whole
 from xla_engine.server.metrics import metrics_text
+from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import LONG_TEXT, Service
-from xla_engine.server.shares import Shares
 from xla_engine.server.turns import Turns
 from xla_engine.server.wire import check_model, typed_body
 from xla_engine.text.parsers.chats import Chat
@@ -59,6 +58,14 @@ class MadeResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             await send_whole(send, self._turns, self._pieces)
+
+
+def limit_of(request: Request, default: int, *, most: int) -> int:
+    """How many items of a list a request asks for with `limit`. Raises ApiError."""
+    limit = request.query_params.get("limit", str(default))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+        raise invalid(f"limit must be from 1 to {most}", "limit")
+    return int(limit)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -133,11 +140,9 @@ class Info:
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text, as a request with it would have them."""
         body = await self._body(request, TokenizeBody)
-        engine, tokenizer = self._service.engine, self._service.engine.tokenizer
-        if tokenizer is None:
-            raise _no_tokenizer()
+        engine, tokenizer = self._service.engine, self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", code="invalid_request", param="prompt")
+            raise invalid("give either prompt or messages", "prompt")
         special = body.add_special_tokens
         try:
             if body.messages is not None:
@@ -149,14 +154,12 @@ class Info:
                     "chat_template": self._service.settings.sampling_defaults.get("chat_template"),
                 }
                 chat = Chat(messages=tuple(body.messages), options=options)
-                text = await self._service.rendering.render(chat, request.scope["state"].get("tenant", ""))
+                text = await self._service.rendering.render(chat, tenant_of(request))
                 special = bool(special)
             else:
                 text, special = body.prompt or "", special is None or special
             if len(text) > MAX_TEXT:
-                raise ApiError(
-                    400, f"more than {MAX_TEXT} characters; send them in parts", code="invalid_request"
-                )
+                raise invalid(f"more than {MAX_TEXT} characters; send them in parts")
         except XlaEngineError as error:
             raise api_error(error) from error
         spelled = tokenizer if body.return_token_strs else None
@@ -170,10 +173,7 @@ class Info:
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, as their `decode` at once would give it."""
         body = await self._body(request, DetokenizeBody)
-        tokenizer = self._service.engine.tokenizer
-        if tokenizer is None:
-            raise _no_tokenizer()
-        tokens = body.tokens
+        tokenizer, tokens = self._tokenizer(), body.tokens
         return await self._made(
             request, len(tokens), lambda: tokens, lambda ids: _detokenized(ids, tokenizer)
         )
@@ -186,26 +186,27 @@ class Info:
         pieces: Callable[[Sequence[int]], Iterator[bytes]],
     ) -> Response:
         """An answer that is encoded as the client reads it. size: of the input, in characters or tokens."""
-        tenant = request.scope["state"].get("tenant", "")
+        tenant = tenant_of(request)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._shares.hold(size, tenant))
-            compact = partial(_compact, encode)
+
+            def compact() -> array[int]:  # four bytes each
+                return array("I", encode())
+
             ids = compact() if size <= LONG_TEXT else await self._long.run(compact, tenant)
             return MadeResponse(self._service.turns, pieces(ids), stack.pop_all())
 
     async def tokenizer_info(self, _: Request) -> Response:
         """What a remote evaluation needs to know of the tokenizer."""
-        engine = self._service.engine
-        if engine.tokenizer is None:
-            raise _no_tokenizer()
+        engine, tokenizer = self._service.engine, self._tokenizer()
         template = engine.chat_template
         names = template.special_tokens if template is not None else {}
         eos = engine.validator.eos_token_ids
-        spelled = engine.tokenizer.decode(list(eos[:1]), skip_special_tokens=False) if eos else None
+        spelled = tokenizer.decode(list(eos[:1]), skip_special_tokens=False) if eos else None
         return JsonResponse(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "vocab_size": engine.tokenizer.vocab_size,
+                "vocab_size": tokenizer.vocab_size,
                 "max_model_len": engine.max_model_len,
                 "eos_token": names.get("eos_token", spelled),
                 "bos_token": names.get("bos_token"),
@@ -248,17 +249,17 @@ class Info:
             }
         )
 
+    def _tokenizer(self) -> Tokenizer:
+        if (tokenizer := self._service.engine.tokenizer) is None:
+            raise invalid("the model has no tokenizer.json; use token ids")
+        return tokenizer
+
     async def _body(self, request: Request, kind: type[Any]) -> Any:
         service = self._service
         async with service.bodies.whole(request.scope, request.receive) as raw:
             body = await service.bodies.parsed(lambda: typed_body(raw, kind), len(raw))
         check_model(body.model, service.model_names)
         return body
-
-
-def _compact(encode: Callable[[], Sequence[int]]) -> array[int]:
-    """The ids in four bytes each."""
-    return array("I", encode())
 
 
 def _tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> Iterator[bytes]:
@@ -292,9 +293,5 @@ def _moment(text: str) -> float:
     except ValueError:
         moment = math.nan
     if not math.isfinite(moment):
-        raise ApiError(400, "since must be a number of seconds", code="invalid_request", param="since")
+        raise invalid("since must be a number of seconds", "since")
     return moment
-
-
-def _no_tokenizer() -> ApiError:
-    return ApiError(400, "the model has no tokenizer.json; use token ids", code="invalid_request")

@@ -1,50 +1,15 @@
 """`/metrics`: the engine's metrics (`xla_engine.observability.metrics`) and those of the server."""
 
-from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xla_engine import __version__
-from xla_engine.engine.client import EngineClient
 from xla_engine.observability.metrics import counter, gauge
 from xla_engine.observability.prometheus import Family, text_of
-from xla_engine.outputs import RequestOutput
-from xla_engine.server.settings import ServerSettings
+from xla_engine.server.service import Service
 from xla_engine.utils.resident import resident_bytes
 
-_RECENT = 0.1  # weight of the last request in `recent_seconds`
 _Values = list[tuple[float, dict[str, str]]]
-
-
-class RequestTimes:
-    """Counts of requests that only the server has.
-
-    recent_seconds: moving average of request times. refused: requests rejected because the queue was full.
-    responses: counts by path and status.
-    """
-
-    def __init__(self) -> None:
-        self.recent_seconds = 1.0
-        self.refused = 0
-        self.responses: Counter[tuple[str, str]] = Counter()
-
-    def count(self, output: RequestOutput) -> None:
-        if (metrics := output.metrics) is not None and metrics.finished_time is not None:
-            seconds = metrics.finished_time - metrics.arrival_time
-            self.recent_seconds += _RECENT * (seconds - self.recent_seconds)
-
-
-class Serving(Protocol):
-    """The part of `Service` that metrics read; see there."""
-
-    engine: EngineClient
-    settings: ServerSettings
-    times: RequestTimes
-    fingerprint: str
-    draining: bool
-
-    @property
-    def live(self) -> int: ...
 
 
 class ServerMetric(NamedTuple):
@@ -53,7 +18,7 @@ class ServerMetric(NamedTuple):
     name: str
     make: Callable[[str, str, _Values], Family]
     about: str
-    read: Callable[[Serving], _Values]
+    read: Callable[[Service], _Values]
 
 
 SERVER_METRICS = (
@@ -99,12 +64,12 @@ SERVER_METRICS = (
 )
 
 
-def metrics_text(service: Serving) -> str:
+def metrics_text(service: Service) -> str:
     """All metrics. Those of the engine have the model's name as a label, as in vLLM."""
     engine = service.engine.metrics(service.settings.model_names[0])
     own = (metric.make(metric.name, metric.about, metric.read(service)) for metric in SERVER_METRICS)
     return text_of((*engine, *own))
 
 
-def _model(service: Serving) -> dict[str, str]:
+def _model(service: Service) -> dict[str, str]:
     return {"model_name": service.settings.model_names[0]}

@@ -12,11 +12,12 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xla_engine.server.errors import ApiError, ClientGone
 from xla_engine.server.generation import cut_off, send_json
-from xla_engine.server.metrics import RequestTimes
+from xla_engine.server.service import RequestTimes
 from xla_engine.server.turns import PART_BYTES
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key needed
@@ -125,6 +126,11 @@ class ApiErrors:
             if scope["type"] == "http" and not begun:
                 await send_json(send, 500, _UNEXPECTED.json())
             raise
+
+
+def tenant_of(request: Request) -> str:
+    """The caller's tenant, as `ApiKeys` has found it; empty without keys."""
+    return str(request.scope["state"].get("tenant", ""))
 
 
 class ApiKeys:

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +31,10 @@ from xla_engine.prompts import (
 )
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
-from xla_engine.server.answer_size import answer_values, held_values
 from xla_engine.server.bodies import Bodies
-from xla_engine.server.constraints import Constraints
-from xla_engine.server.errors import ApiError
+from xla_engine.server.errors import ApiError, busy, invalid
 from xla_engine.server.history import History
-from xla_engine.server.metrics import RequestTimes
-from xla_engine.server.pictures import Pictures
-from xla_engine.server.rendering import Rendering
+from xla_engine.server.preparation import Constraints, Pictures, Rendering
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
 from xla_engine.text.parsers.chats import Chat
@@ -47,9 +43,11 @@ from xla_engine.text.parsers.choose import Dialect
 if TYPE_CHECKING:
     from xla_engine.server.tracing import Tracing
 
+_RECENT = 0.1  # weight of the last request in `recent_seconds`
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised in another thread
 ECHOED_TEXT = 256  # the same limit for an echoed prompt, whose exact length the size check needs
 _NORMALISER_SLACK = 4  # as in the engine's check of characters
+_EXPECTED_TOKENS = 2048  # assumed for a sequence that may have more
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,24 @@ class ReadyPrompt:
         if isinstance(parts.content, str):
             return ReadyPrompt(parts.content, True).most_tokens
         return len(parts.content)  # type: ignore[arg-type]
+
+
+class RequestTimes:
+    """Counts of requests that only the server has.
+
+    recent_seconds: moving average of request times. refused: requests rejected because the queue was full.
+    responses: counts by path and status.
+    """
+
+    def __init__(self) -> None:
+        self.recent_seconds = 1.0
+        self.refused = 0
+        self.responses: Counter[tuple[str, str]] = Counter()
+
+    def count(self, output: RequestOutput) -> None:
+        if (metrics := output.metrics) is not None and metrics.finished_time is not None:
+            seconds = metrics.finished_time - metrics.arrival_time
+            self.recent_seconds += _RECENT * (seconds - self.recent_seconds)
 
 
 class Background(Protocol):
@@ -113,9 +129,9 @@ class Service:
 
             self.tracing = Tracing(settings.otlp_traces_endpoint, settings.model_names[0])
         self._compiling = threading.Lock()
-        self._live = 0
+        self.live = 0  # admitted, unfinished sequences of interactive requests
         self.values = 0  # upper bound of the log-probabilities held for live answers
-        self._submissions: set[Submission] = set()
+        self.submissions: set[Submission] = set()
         self.loaded: dict[str, LoRARequest] = {}  # adapters loaded over HTTP, by name
 
     def defaults(self) -> dict[str, Any]:
@@ -132,11 +148,6 @@ class Service:
         own = self.engine.chat_template
         given = self.settings.sampling_defaults.get("chat_template")
         return str(given) if given is not None else "" if own is None else "\n".join(own.sources.values())
-
-    @property
-    def live(self) -> int:
-        """Number of admitted, unfinished sequences of interactive requests."""
-        return self._live
 
     @property
     def is_alive(self) -> bool:
@@ -157,32 +168,25 @@ class Service:
     def admit(self, sequences: int) -> Iterator[None]:
         """Admit a request, from before its prompt is rendered until its end. Raises ApiError."""
         if self.refusing:
-            raise ApiError(
-                503,
-                "the server is shutting down; use another one",
-                code="draining",
-                headers={"retry-after": "1"},
-            )
+            raise busy("the server is shutting down; use another one", code="draining", status=503)
         if not self.is_alive:
             gone = f"the engine is closed ({self.engine.closed_because}); restart the server"
             raise ApiError(503, gone, code=EngineClosedError.code)
         limit = self.engine.max_num_seqs + self.settings.max_waiting
         if sequences > limit:
             message = f"{sequences} choices in one request, but only {limit} may run or wait; request fewer"
-            raise ApiError(400, message, code="invalid_request", param="n")
-        if self._live + sequences > limit:
+            raise invalid(message, "n")
+        if self.live + sequences > limit:
             self.times.refused += 1
-            raise ApiError(
-                429,
-                f"{self._live} sequences run or wait, and the limit is {limit}; retry later or raise --max-waiting",
-                code="queue_full",
-                headers={"retry-after": str(self._retry_after())},
+            raise busy(
+                f"{self.live} sequences run or wait, and the limit is {limit}; retry later or raise --max-waiting",
+                seconds=self._retry_after(),
             )
-        self._live += sequences
+        self.live += sequences
         try:
             yield
         finally:
-            self._live -= sequences
+            self.live -= sequences
 
     def _retry_after(self) -> int:
         """Value of the retry-after header: the mean time of recent requests, between 1 and 60 seconds."""
@@ -226,23 +230,17 @@ class Service:
         limit = max(self.settings.max_answer_values, (1 + MAX_LOGPROBS) * longest)
         lengths = [min(prompt.most_tokens, longest) for prompt in prompts]
         if (size := answer_values(request, lengths, longest)) > limit:
-            raise ApiError(
-                400,
+            raise invalid(
                 f"the answer may have {size} values (over all prompts: n x (max_tokens, and with echo the prompt) x "
                 f"(1 + logprobs)), and {limit} are allowed; lower n, max_tokens or logprobs, leave out echo, send "
                 "fewer prompts, or raise --max-answer-values",
-                code="invalid_request",
-                param="logprobs" if request.params.logprobs else "n",
+                "logprobs" if request.params.logprobs else "n",
             )
         held = held_values(request, lengths)
         if held and self.values + held > 2 * limit:
             self.times.refused += 1
-            raise ApiError(
-                429,
-                "too many answers with log-probabilities are in progress; retry later",
-                code="queue_full",
-                headers={"retry-after": str(self._retry_after())},
-            )
+            message = "too many answers with log-probabilities are in progress; retry later"
+            raise busy(message, seconds=self._retry_after())
         return held
 
     def adapter_named(self, name: str | None) -> LoRARequest | None:
@@ -303,26 +301,24 @@ class Service:
                 if time.perf_counter() - paused > PIECE_S:
                     await asyncio.sleep(0)
                     paused = time.perf_counter()
+                request_id = name + (f"-{index}" if index else "")
                 self.engine.submit(
                     prompt.value,
                     request.params,
-                    request_id=name + (f"-{index}" if index else ""),
+                    request_id=request_id,
                     add_special_tokens=prompt.add_special_tokens,
                     collector=submission.collector,
                     **options,
                 )
-                submission.expect(name + (f"-{index}" if index else ""), index)
+                submission.unfinished[request_id] = index
         except BaseException as error:
             submission.close()
             if isinstance(error, QueueFullError):
                 self.times.refused += 1
             raise
-        self._submissions.add(submission)
+        self.submissions.add(submission)
         self.llm.keep_running()
         return submission
-
-    def forget(self, submission: Submission) -> None:
-        self._submissions.discard(submission)
 
     @property
     def batches_running(self) -> int:
@@ -335,7 +331,7 @@ class Service:
 
     def abort_all(self) -> None:
         """Abort all interactive requests; each reader gets the text so far."""
-        for submission in list(self._submissions):
+        for submission in list(self.submissions):
             submission.abort()
 
 
@@ -362,15 +358,12 @@ class Submission:
         self.news = asyncio.Event()
         self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
         self._service = service
-        self._open: dict[str, int] = {}  # unfinished requests, with the index of their prompt
+        self.unfinished: dict[str, int] = {}  # requests, with the index of their prompt
         self._seen: defaultdict[str, AllSeen] = defaultdict(lambda: defaultdict(Seen))
-
-    def expect(self, request_id: str, index: int) -> None:
-        self._open[request_id] = index
 
     @property
     def finished(self) -> bool:
-        return not self._open
+        return not self.unfinished
 
     def take(self) -> list[tuple[int, RequestOutput]]:
         """New outputs, each with the index of its prompt: for streams every token, otherwise sequences that ended."""
@@ -379,9 +372,9 @@ class Submission:
         for request in self.collector.take():
             output = request.news(self._seen[request.request_id], only_ended=only_ended)
             if output.outputs or output.finished:
-                found.append((self._open[output.request_id], output))
+                found.append((self.unfinished[output.request_id], output))
             if output.finished:
-                del self._open[output.request_id]
+                del self.unfinished[output.request_id]
                 self._service.times.count(output)
                 if self._trace is not None:
                     self._trace(request.output())
@@ -389,15 +382,45 @@ class Submission:
 
     def abort(self) -> None:
         """Abort unfinished requests; the reader gets their text so far."""
-        for request_id in list(self._open):
+        for request_id in list(self.unfinished):
             self._service.engine.abort(request_id)
 
     def close(self) -> None:
         """Abort unfinished requests and discard their output."""
         self.abort()
-        if self._open:
+        if self.unfinished:
             self.take()
-        self._open.clear()
+        self.unfinished.clear()
         self._service.values -= self._values
         self._values = 0
-        self._service.forget(self)
+        self._service.submissions.discard(self)
+
+
+def answer_values(request: LineRequest, prompt_lengths: Sequence[int], longest: int) -> int:
+    """The most values that the answer can have: each token counts one, plus one for each of its `logprobs`.
+
+    With `echo` every choice repeats its prompt. prompt_lengths: tokens of each prompt. longest: the model's limit
+    on prompt plus answer, in tokens.
+    """
+    params, total = request.params, 0
+    each = 1 + (params.logprobs or 0)
+    for length in prompt_lengths:
+        new = max(longest - length, 0) if params.max_tokens is None else params.max_tokens
+        total += params.n * each * (new + (length if request.echo else 0))
+        if params.prompt_logprobs is not None and not request.echo:
+            total += length * (1 + params.prompt_logprobs)
+    return total
+
+
+def held_values(request: LineRequest, prompt_lengths: Sequence[int]) -> int:
+    """The number of log-probabilities that the server may hold until the answer is sent; each prompt counts once.
+
+    A sequence counts as at most `_EXPECTED_TOKENS` tokens.
+    """
+    params, total = request.params, 0
+    if params.prompt_logprobs is not None:
+        total += sum(prompt_lengths) * (1 + params.prompt_logprobs)
+    if params.logprobs is not None:
+        expected = min(params.max_tokens or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
+        total += len(prompt_lengths) * params.n * expected * (1 + params.logprobs)
+    return total

@@ -8,7 +8,7 @@ import msgspec
 
 from xla_engine.batch.pooling import POOLING_URLS
 from xla_engine.batch.requests import LineError, LineRequest, parse_record
-from xla_engine.server.errors import ApiError, refused
+from xla_engine.server.errors import ApiError, invalid, refused
 from xla_engine.text.parsers.scan import Parser
 from xla_engine.utils.json_line import check_structure, load_object
 
@@ -112,23 +112,21 @@ def _flag(body: dict[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise ApiError(
-            400, f"{name} must be true or false, not {value!r}", code="invalid_request", param=name
-        )
+        raise invalid(f"{name} must be true or false, not {value!r}", name)
     return value
 
 
 def _stream_options(options: object, stream: bool) -> dict[str, bool]:
     name = "stream_options"
     if not stream:
-        raise ApiError(400, f"{name} needs stream: true", code="invalid_request", param=name)
+        raise invalid(f"{name} needs stream: true", name)
     if not isinstance(options, dict):
-        raise ApiError(400, f"{name} must be an object, not {options!r}", code="invalid_request", param=name)
+        raise invalid(f"{name} must be an object, not {options!r}", name)
     for key, value in options.items():
         if key == "include_obfuscation":
             continue  # padding against traffic analysis; it makes no difference to the client
         if key not in STREAM_OPTIONS or not isinstance(value, bool | None):
             message = f"{name} may hold {' and '.join(STREAM_OPTIONS)}, true or false; not {key!r}: {value!r}"
-            raise ApiError(400, message, code="invalid_request", param=name)
+            raise invalid(message, name)
     wanted = bool(options.get("include_usage"))  # continuous usage needs it, too
     return {key: wanted and bool(options.get(key)) for key in STREAM_OPTIONS}

@@ -1,6 +1,8 @@
-"""Safely create temporary files with predictable names."""
+"""Safely create temporary files with predictable names, and replace files by them."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,3 +14,16 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
     """
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends without an error, and is removed otherwise."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with open_new(new) as file:
+            yield file
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -78,11 +78,7 @@ def table_files(source: str) -> list[TableFile]:
         paths = [Path(each) for each in sorted(glob(source))]
     else:
         paths = [path]
-    return _checked(source, [(str(each), partial(_open_local, each)) for each in paths])
-
-
-def _open_local(path: Path) -> BinaryIO:
-    return open(path, "rb")
+    return _checked(source, [(str(each), partial(opened, str(each))) for each in paths])
 
 
 def _saved_dataset(folder: Path) -> list[Path]:

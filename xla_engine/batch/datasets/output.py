@@ -1,4 +1,6 @@
-"""Turn a finished file of result lines into a table: the rows of the input, each with its result."""
+"""Turn a finished file of result lines into a table: the rows of the input with their results. Mark it as finished."""
+
+from __future__ import annotations
 
 import contextlib
 import csv
@@ -6,23 +8,28 @@ import gzip
 import io
 import itertools
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
-from xla_engine.batch.datasets.files import is_url, kind_of, put
-from xla_engine.batch.datasets.in_order import ResultsInOrder
+from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_url, kind_of, opened, put
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.batch.datasets.tables import Table, arrow
+from xla_engine.batch.lines import Line
+from xla_engine.batch.results import line_digest, salt_of
+from xla_engine.batch.resume import ResultsInOrder
 from xla_engine.errors import ConfigError, OutputError
-from xla_engine.utils.new_file import open_new
+from xla_engine.utils.json_line import dump_line
+from xla_engine.utils.new_file import open_new, replacing
 
 ROW_GROUP = 16 * 1024  # rows of a Parquet row group
 TEXTS = ("custom_id", "generated_text", "finish_reason", "error", "response")
 COUNTS = ("num_input_tokens", "num_generated_tokens")
 RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
 IMAGES = "images_sha256"
+_BLOCK = 1 << 20
 
 
 def result_columns(*, pictures: bool) -> tuple[str, ...]:
@@ -67,85 +74,67 @@ def result_row(line: bytes) -> dict[str, Any]:
         parts = [part for item in body["output"] for part in item.get("content") or ()]
         row["generated_text"] = "".join(part["text"] for part in parts if part["type"] == "output_text")
         row["finish_reason"] = "length" if body["status"] == "incomplete" else "stop"
-        row["num_input_tokens"] = body["usage"]["input_tokens"]
-        row["num_generated_tokens"] = body["usage"]["output_tokens"]
-        row["response"] = json.dumps(body)
-        return row
-    choice = body["choices"][0]
-    row["generated_text"] = choice["message"]["content"] if "message" in choice else choice["text"]
-    row["finish_reason"] = choice["finish_reason"]
-    row["num_input_tokens"] = body["usage"]["prompt_tokens"]
-    row["num_generated_tokens"] = body["usage"]["completion_tokens"]
-    row[IMAGES] = body.get(IMAGES)
+        counts = ("input_tokens", "output_tokens")
+    else:
+        choice = body["choices"][0]
+        row["generated_text"] = choice["message"]["content"] if "message" in choice else choice["text"]
+        row["finish_reason"] = choice["finish_reason"]
+        row[IMAGES] = body.get(IMAGES)
+        counts = ("prompt_tokens", "completion_tokens")
+    row |= zip(COUNTS, map(body["usage"].__getitem__, counts), strict=True)
     row["response"] = json.dumps(body)
     return row
 
 
 def publish(
     journal: Path, out: str, table: Table | None, columns: Sequence[str], *, pictures: bool = False
-) -> int:
+) -> None:
     """Write a run's file of result lines to its output, which gets its final name only when it is complete.
 
     out: path or URL of a table or of a file of result lines. table: the input, or None if it was not a table.
     columns: the input columns to copy. pictures: whether rows have a column of pictures.
 
-    Returns the number of rows. The bytes depend only on the results, not on how often the run was resumed. Raises
-    OutputError, ConfigError and OSError.
+    The bytes depend only on the results, not on how often the run was resumed. Raises OutputError, ConfigError and
+    OSError.
     """
-    path = Path(out)
-    target = journal.with_name(f".{journal.name}.out") if is_url(out) else path.with_name(f".{path.name}.new")
-    kind = kind_of(out)
-    try:
-        with ResultsInOrder(journal) as results:
-            if kind in ("csv", "tsv", "parquet"):
-                named = result_columns(pictures=pictures)
-                count = _write(results, target, out, table, columns, named)
-            else:
-                count = len(results)
-                with open_new(target) as file:
-                    file.writelines(line for _, line in results)
-        if is_url(out):
-            put(target, out)
-            target.unlink()
+    with ResultsInOrder(journal) as results, _published(journal, out) as file:
+        if (kind := kind_of(out)) in OUTPUTS:
+            named = result_columns(pictures=pictures)
+            _write(_joined(results, table, columns, named), file, kind, named, packed=out.endswith(".gz"))
         else:
-            os.replace(target, out)
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return count
+            file.writelines(line for _, line in results)
+
+
+@contextlib.contextmanager
+def _published(journal: Path, out: str) -> Iterator[BinaryIO]:
+    """A file that replaces the path `out`, or is copied to the URL `out`, when the block ends without an error."""
+    if not is_url(out):
+        with replacing(Path(out)) as file:
+            yield file
+        return
+    local = journal.with_name(f".{journal.name}.out")
+    try:
+        with open_new(local) as file:
+            yield file
+        put(local, out)
+    finally:
+        local.unlink(missing_ok=True)
 
 
 def _write(
-    results: ResultsInOrder,
-    target: Path,
-    out: str,
-    table: Table | None,
-    columns: Sequence[str],
-    named: Sequence[str],
-) -> int:
-    """Write a table of the input `columns` and of the result columns `named`."""
+    batches: Iterator[Any], file: BinaryIO, kind: str | None, named: Sequence[str], *, packed: bool
+) -> None:
+    """Write record batches as a table. named: its result columns, which are all of them if there is no batch."""
     pa = arrow()
     with contextlib.ExitStack() as stack:
-        file: BinaryIO = stack.enter_context(open_new(target))
-        kind = str(kind_of(out))
-        if out.endswith(".gz"):
+        if packed:
             file = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=file, mode="wb", mtime=0)))
-        writer: _Writer | None = None
-        rows = 0
-        for batch in _joined(results, table, columns, named):
-            if writer is None:
-                writer = (
-                    _ParquetWriter(file, batch.schema)
-                    if kind == "parquet"
-                    else _CsvWriter(file, batch.schema, kind)
-                )
+        first = next(batches, None)  # none: a shard without lines
+        schema = pa.schema([(name, _result_type(name)) for name in named]) if first is None else first.schema
+        writer = _ParquetWriter(file, schema) if kind == "parquet" else _CsvWriter(file, schema, kind)
+        for batch in itertools.chain([] if first is None else [first], batches):
             writer.write(batch)
-            rows += batch.num_rows
-        if writer is None:  # a shard without lines
-            schema = pa.schema([(name, _result_type(name)) for name in named])
-            writer = _ParquetWriter(file, schema) if kind == "parquet" else _CsvWriter(file, schema, kind)
         writer.close()
-    return rows
 
 
 def _joined(
@@ -188,11 +177,6 @@ def _columns(lines: Sequence[bytes], named: Sequence[str]) -> list[Any]:
     return [arrow().array([row[name] for row in rows], _result_type(name)) for name in named]
 
 
-class _Writer(Protocol):
-    def write(self, batch: Any) -> None: ...
-    def close(self) -> None: ...
-
-
 class _ParquetWriter:
     """Writes row groups of `ROW_GROUP` rows, whatever the size of the batches."""
 
@@ -225,7 +209,7 @@ class _ParquetWriter:
 class _CsvWriter:
     """Writes rows of text: lists and objects as JSON, null as an empty cell."""
 
-    def __init__(self, file: BinaryIO, schema: Any, kind: str) -> None:
+    def __init__(self, file: BinaryIO, schema: Any, kind: str | None) -> None:
         self._text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
         self._csv = csv.writer(self._text, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
         self._csv.writerow(schema.names)
@@ -241,3 +225,70 @@ class _CsvWriter:
 
 def _cell(value: Any) -> Any:
     return json.dumps(value, default=str) if isinstance(value, list | dict) else value
+
+
+class DigestedLines:
+    """Passes lines through, and keeps a digest of them and of the sampling defaults."""
+
+    def __init__(self, lines: Iterable[Line], defaults: Mapping[str, Any]) -> None:
+        self._lines = lines
+        self._salt = salt_of(defaults)
+        self._digest = blake2b(digest_size=16)
+
+    def __iter__(self) -> Iterator[Line]:
+        for line in self._lines:
+            self._digest.update(line_digest(line.raw, line.size, self._salt).to_bytes(8, "big"))
+            yield line
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What a run records about a table that it has written.
+
+    table: digest of its bytes. input: digest of all input lines and the sampling defaults. shard: I/N, or empty.
+    """
+
+    table: str
+    input: str
+    shard: str = ""
+
+    def write(self, out: str) -> None:
+        """Write the marker file of a table. Raises OSError."""
+        place, data = _place(out), dump_line(asdict(self))
+        if is_url(place):
+            system, path = file_system(place)
+            system.pipe_file(path, data)
+            return
+        with replacing(Path(place)) as file:
+            file.write(data)
+
+    @classmethod
+    def of(cls, out: str) -> Finished | None:
+        """Read the marker file of a table; None if there is none or it is for different content. Raises OSError."""
+        if not exists(_place(out)):
+            return None
+        with opened(_place(out)) as file:
+            try:
+                found = cls(**json.loads(file.read()))
+            except (ValueError, TypeError):
+                return None
+        return found if found.table == digest_of(out) else None
+
+
+def digest_of(path: str) -> str:
+    """Digest of the bytes of a file or URL. Raises OSError."""
+    digest = blake2b(digest_size=16)
+    with opened(path) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _place(out: str) -> str:
+    """The marker's path: a hidden file, so that readers of a folder of tables ignore it."""
+    folder, slash, name = out.rpartition("/")
+    return f"{folder}{slash}.{name}.finished"

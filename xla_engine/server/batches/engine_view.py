@@ -4,13 +4,12 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, XlaEngineError
-from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
@@ -42,7 +41,9 @@ class EngineView:
         self.halted = threading.Event()  # set: stop at once; live requests get no result
         self.expired = False
         self._service = service
-        self._engine = service.engine
+        self._engine = engine = service.engine
+        self.max_num_seqs, self.adapter_named = engine.max_num_seqs, service.adapter_named
+        self.render_chat, self.read_pictures = engine.render_chat, engine.read_pictures
         self._loop = loop
         self._name = name
         self._salt = salt
@@ -52,21 +53,8 @@ class EngineView:
         self._open: set[str] = set()
 
     @property
-    def max_num_seqs(self) -> int:
-        return self._engine.max_num_seqs
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self._open)
-
-    def adapter_named(self, name: str | None) -> LoRARequest | None:
-        return self._service.adapter_named(name)
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return self._engine.render_chat(messages, **options)
-
-    def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt:
-        return self._engine.read_pictures(prompt, add_special_tokens=add_special_tokens)
 
     def submit(
         self,

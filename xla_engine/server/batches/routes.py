@@ -5,25 +5,32 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from xla_engine.batch.envelope import URLS
-from xla_engine.batch.fields import check_labels
+from xla_engine.batch.fields import URLS, check_labels
 from xla_engine.errors import InvalidRequestError
-from xla_engine.server.batches.records import UNFINISHED, BatchRecord, new_id, shown
-from xla_engine.server.batches.store import owned, page, room_on_disk
+from xla_engine.server.batches.store import (
+    UNFINISHED,
+    BatchRecord,
+    FileRecord,
+    new_id,
+    newest_last,
+    owned,
+    room_on_disk,
+    shown,
+)
 from xla_engine.server.batches.worker import Batches
-from xla_engine.server.errors import ApiError, ClientGone
-from xla_engine.server.info import JsonResponse
+from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
+from xla_engine.server.info import JsonResponse, limit_of
+from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service
 from xla_engine.server.wire import typed_body
 
@@ -72,40 +79,30 @@ class BatchRoutes:
     async def upload(self, request: Request) -> Response:
         """Take a file, whose bytes go to disk as they come."""
         limited = Request(request.scope, self._limited(request))
-        with self._uploading(_tenant(request)), room_on_disk():
-            try:
-                form = await limited.form(max_files=1, max_fields=8, max_part_size=FORM_SLACK)
-            except MultiPartException as error:
-                raise ApiError(400, error.message, code="invalid_request") from error
-            async with _closing(form):
+        with self._uploading(tenant_of(request)), room_on_disk():
+            async with limited.form(max_files=1, max_fields=8, max_part_size=FORM_SLACK) as form:
                 file, purpose = form.get("file"), form.get("purpose")
                 if not isinstance(file, UploadFile):
-                    raise ApiError(400, 'no "file" in the form', code="invalid_request", param="file")
+                    raise invalid('no "file" in the form', "file")
                 if purpose != "batch":
-                    message = f'purpose must be "batch", not {purpose!r}'
-                    raise ApiError(400, message, code="invalid_request", param="purpose")
+                    raise invalid(f'purpose must be "batch", not {purpose!r}', "purpose")
                 if (file.size or 0) > self._service.settings.max_file_bytes:
                     raise self._too_large()
-                record = await asyncio.to_thread(
-                    self._store.add_file,
-                    file.file,
+                record = FileRecord(
                     filename=(file.filename or "batch.jsonl")[:255],
                     purpose="batch",
-                    tenant=_tenant(request),
+                    tenant=tenant_of(request),
                     expires_at=_expiry(form),
                 )
+                await asyncio.to_thread(self._store.add_file, file.file, record)
         return JsonResponse(shown(record))
 
     @contextlib.contextmanager
     def _uploading(self, tenant: str) -> Iterator[None]:
         """Count a concurrent upload of a tenant. Raises ApiError if there are too many."""
         if self._uploads[tenant] >= UPLOADS:
-            raise ApiError(
-                429,
-                f"{UPLOADS} uploads are in progress; send this one when another is done",
-                code="too_many_uploads",
-                headers={"retry-after": "1"},
-            )
+            message = f"{UPLOADS} uploads are in progress; send this one when another is done"
+            raise busy(message, code="too_many_uploads")
         self._uploads[tenant] += 1
         try:
             yield
@@ -141,10 +138,10 @@ class BatchRoutes:
         mine = [
             record
             for record in list(self._store.files.values())
-            if record.tenant == _tenant(request) and purpose in (None, record.purpose)
+            if record.tenant == tenant_of(request) and purpose in (None, record.purpose)
         ]
-        newest = request.query_params.get("order", "desc") != "asc"
-        return _list(*page(mine, *_window(request, 10_000, most=10_000), newest_first=newest))
+        mine.sort(key=newest_last, reverse=request.query_params.get("order", "desc") != "asc")
+        return _page(request, mine, limit_of(request, 10_000, most=10_000))
 
     async def file(self, request: Request) -> Response:
         return JsonResponse(shown(self._file(request)))
@@ -159,31 +156,29 @@ class BatchRoutes:
         return JsonResponse({"id": record.id, "object": "file", "deleted": True})
 
     def _file(self, request: Request) -> Any:
-        return owned(self._store.files, request.path_params["id"], _tenant(request), "file")
+        return owned(self._store.files, request.path_params["id"], tenant_of(request), "file")
 
     async def create(self, request: Request) -> Response:
         service = self._service
         async with service.bodies.whole(request.scope, request.receive, MAX_BATCH_BODY) as raw:
             body = typed_body(raw, CreateBatch)
         if service.refusing:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"retry-after": "1"})
+            raise busy("the server is shutting down", code="draining", status=503)
         if body.endpoint not in URLS:
-            message = f"endpoint must be one of {', '.join(URLS)}, not {body.endpoint!r}"
-            raise ApiError(400, message, code="invalid_request", param="endpoint")
+            raise invalid(f"endpoint must be one of {', '.join(URLS)}, not {body.endpoint!r}", "endpoint")
         window = _WINDOW.fullmatch(body.completion_window)
         if window is None:
             message = (
                 f'completion_window must be in hours or days, such as "24h", not {body.completion_window!r}'
             )
-            raise ApiError(400, message, code="invalid_request", param="completion_window")
+            raise invalid(message, "completion_window")
         try:
             check_labels({"metadata": body.metadata})
         except InvalidRequestError as error:
-            raise ApiError(400, str(error), code="invalid_request", param="metadata") from error
-        source = owned(self._store.files, body.input_file_id, _tenant(request), "file")
+            raise invalid(str(error), "metadata") from error
+        source = owned(self._store.files, body.input_file_id, tenant_of(request), "file")
         if source.purpose != "batch":
-            message = 'the input must be a file of purpose "batch"'
-            raise ApiError(400, message, code="invalid_request", param="input_file_id")
+            raise invalid('the input must be a file of purpose "batch"', "input_file_id")
         now = int(time.time())
         record = BatchRecord(
             id=new_id("batch_"),
@@ -194,7 +189,7 @@ class BatchRoutes:
             expires_at=now + int(window[1]) * _SECONDS[window[2]],
             metadata=body.metadata,
             model=service.settings.model_names[0],
-            tenant=_tenant(request),
+            tenant=tenant_of(request),
             results_id=new_id("file-"),
             errors_id=new_id("file-"),
             output_expires_s=_output_expiry(body.output_expires_after),
@@ -204,8 +199,11 @@ class BatchRoutes:
         return JsonResponse(shown(record))
 
     async def list_batches(self, request: Request) -> Response:
-        mine = [record for record in list(self._store.batches.values()) if record.tenant == _tenant(request)]
-        return _list(*page(mine, *_window(request, 20, most=MOST_BATCHES), newest_first=True))
+        mine = [
+            record for record in list(self._store.batches.values()) if record.tenant == tenant_of(request)
+        ]
+        mine.sort(key=newest_last, reverse=True)
+        return _page(request, mine, limit_of(request, 20, most=MOST_BATCHES))
 
     async def batch(self, request: Request) -> Response:
         return JsonResponse(shown(self._batch(request)))
@@ -220,38 +218,20 @@ class BatchRoutes:
         return JsonResponse(shown(record))
 
     def _batch(self, request: Request) -> BatchRecord:
-        return owned(self._store.batches, request.path_params["id"], _tenant(request), "batch")
+        return owned(self._store.batches, request.path_params["id"], tenant_of(request), "batch")
 
 
-class _closing:
-    """Closes a form's temporary file."""
-
-    def __init__(self, form: Any) -> None:
-        self._form = form
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._form.close()
-
-
-def _tenant(request: Request) -> str:
-    return str(request.scope["state"].get("tenant", ""))
-
-
-def _window(request: Request, default: int, *, most: int) -> tuple[str | None, int]:
-    limit = request.query_params.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
-        raise ApiError(400, f"limit must be from 1 to {most}", code="invalid_request", param="limit")
-    return request.query_params.get("after"), int(limit)
-
-
-def _list(records: list[Any], has_more: bool) -> Response:
-    data = [shown(record) for record in records]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+def _page(request: Request, records: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
+    """At most `limit` records, from behind the one that a request names with `after`."""
+    rest, after = [shown(record) for record in records], request.query_params.get("after")
+    if after is not None:
+        names = [each["id"] for each in rest]
+        rest = rest[names.index(after) + 1 :] if after in names else []
+    data = rest[:limit]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    more = len(rest) > limit
     return JsonResponse(
-        {"object": "list", "data": data, "first_id": None, "last_id": None, **ends, "has_more": has_more}
+        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
     )
 
 
@@ -279,5 +259,4 @@ def _checked_seconds(seconds: int, param: str) -> int:
 
 
 def _no_expiry(param: str) -> ApiError:
-    message = f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds'
-    return ApiError(400, message, code="invalid_request", param=param)
+    return invalid(f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds', param)

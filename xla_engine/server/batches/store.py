@@ -1,29 +1,132 @@
-"""Store files and batches in a folder, without a database. Every change is atomic."""
+"""Files and batches: their records, with OpenAI's field names, and a folder that keeps them, without a database. Every
+change is atomic."""
 
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from xla_engine.errors import ConfigError
-from xla_engine.server.batches.records import UNFINISHED, BatchRecord, FileRecord, new_id, save, sync_folder
 from xla_engine.server.errors import ApiError
+from xla_engine.utils.new_file import replacing
 
+UNFINISHED = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
 MAX_FILES = 10_000  # per tenant
 MAX_UNFINISHED = 1_000  # batches per tenant
 MAX_ENDED = 1_000  # ended batches per tenant; older ones are forgotten
 _COPY_BYTES = 1 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-R = TypeVar("R", FileRecord, BatchRecord)
+
+class FileRecord(msgspec.Struct, kw_only=True):
+    """A file. tenant: hash of the owner's key; not shown to clients."""
+
+    id: str = msgspec.field(default_factory=lambda: new_id("file-"))
+    bytes: int = 0
+    created_at: int = msgspec.field(default_factory=lambda: int(time.time()))
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+    expires_at: int | None = None
+    tenant: str = ""
+
+
+class Counts(msgspec.Struct):
+    """Lines of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchRecord(msgspec.Struct, kw_only=True):
+    """A batch.
+
+    tenant, results_id, errors_id, output_expires_s: not shown to clients.
+    results_id, errors_id: become `output_file_id` and `error_file_id` when the files are complete.
+    output_expires_s: lifetime of these files in seconds; None keeps them.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    object: str = "batch"
+    status: str = "validating"
+    errors: dict[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: Counts = msgspec.field(default_factory=Counts)
+    metadata: dict[str, str] | None = None
+    model: str | None = None
+    tenant: str = ""
+    results_id: str = ""
+    errors_id: str = ""
+    output_expires_s: int | None = None
+
+    def output_expiry(self) -> int | None:
+        """When an output file that is finished now expires, in Unix seconds."""
+        return None if self.output_expires_s is None else int(time.time()) + self.output_expires_s
+
+    def enter(self, status: str) -> None:
+        """Change the status and record the time."""
+        self.status = status
+        name = f"{status}_at"
+        if hasattr(self, name) and getattr(self, name) is None:
+            setattr(self, name, int(time.time()))
+
+    def note(self, *problems: dict[str, Any]) -> None:
+        """Record why the batch fails. problems: code, message and, if known, line."""
+        data = [{"line": None, "param": None, **problem} for problem in problems]
+        self.errors = {"object": "list", "data": data}
+
+
+def shown(record: FileRecord | BatchRecord) -> dict[str, Any]:
+    """The fields of a record that clients see."""
+    private = ("tenant", "results_id", "errors_id", "output_expires_s")
+    return {name: value for name, value in msgspec.structs.asdict(record).items() if name not in private}
+
+
+def new_id(prefix: str) -> str:
+    """A random id that cannot be guessed. Later ids sort after earlier ones."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def save(path: Path, record: msgspec.Struct) -> None:
+    """Replace a record's file atomically: if the process or the machine dies, the old or the new state remains."""
+    with replacing(path) as file:
+        file.write(msgspec.json.encode(record))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder, so that new names in it survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Store:
@@ -71,26 +174,21 @@ class Store:
     def data_path(self, file_id: str) -> Path:
         return self._files_folder / file_id / "data"
 
-    def add_file(
-        self, source: BinaryIO, *, filename: str, purpose: str, tenant: str, expires_at: int | None
-    ) -> FileRecord:
+    def add_file(self, source: BinaryIO, record: FileRecord) -> None:
         """Store an upload completely or not at all. Raises ApiError if the tenant's quota or the disk is full."""
-        self._check_number_of_files(tenant)
-        file_id = new_id("file-")
+        self._check_number_of_files(record.tenant)
         try:
-            self.stored.add(file_id, tenant, source.seek(0, os.SEEK_END))
+            self.stored.add(record.id, record.tenant, source.seek(0, os.SEEK_END))
             source.seek(0)
             with room_on_disk():
-                self.open_file(file_id)
-                with open(self.data_path(file_id), "wb") as target:
+                self.open_file(record.id)
+                with open(self.data_path(record.id), "wb") as target:
                     shutil.copyfileobj(source, target, _COPY_BYTES)
                     target.flush()
                     os.fsync(target.fileno())
-                return self.finish_file(
-                    file_id, filename=filename, purpose=purpose, tenant=tenant, expires_at=expires_at
-                )
+                self.finish_file(record)
         except BaseException:
-            self._remove(file_id)
+            self._remove(record.id)
             raise
 
     def _check_number_of_files(self, tenant: str) -> None:
@@ -103,24 +201,13 @@ class Store:
         """Create the folder of a file that will be written. Clients do not see it yet."""
         (self._files_folder / file_id).mkdir(exist_ok=True)
 
-    def finish_file(
-        self, file_id: str, *, filename: str, purpose: str, tenant: str, expires_at: int | None = None
-    ) -> FileRecord:
+    def finish_file(self, record: FileRecord) -> None:
         """Make a completely written file visible."""
-        record = FileRecord(
-            id=file_id,
-            bytes=self.data_path(file_id).stat().st_size,
-            created_at=int(time.time()),
-            filename=filename,
-            purpose=purpose,
-            tenant=tenant,
-            expires_at=expires_at,
-        )
-        save(self._files_folder / file_id / "meta.json", record)
+        record.bytes = self.data_path(record.id).stat().st_size
+        save(self._files_folder / record.id / "meta.json", record)
         sync_folder(self._files_folder)
-        self.stored.replace(file_id, tenant, record.bytes)
-        self.files[file_id] = record
-        return record
+        self.stored.replace(record.id, record.tenant, record.bytes)
+        self.files[record.id] = record
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file. Raises ApiError if a batch is reading it."""
@@ -271,6 +358,9 @@ def _whole_lines(path: Path) -> tuple[int, int]:
     return lines, end
 
 
+R = TypeVar("R", FileRecord, BatchRecord)
+
+
 def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:
     """The tenant's record with this id. Raises ApiError if it does not exist or belongs to another tenant."""
     record = records.get(name)
@@ -279,15 +369,9 @@ def owned(records: dict[str, R], name: str, tenant: str, what: str) -> R:
     return record
 
 
-def page(records: Iterable[R], after: str | None, limit: int, *, newest_first: bool) -> tuple[list[R], bool]:
-    """At most `limit` records that follow the id `after`, and whether there are more."""
-    ordered = sorted(
-        records, key=lambda record: record.id.partition("-")[2] or record.id, reverse=newest_first
-    )
-    if after is not None:
-        names = [record.id for record in ordered]
-        ordered = ordered[names.index(after) + 1 :] if after in names else []
-    return ordered[:limit], len(ordered) > limit
+def newest_last(record: FileRecord | BatchRecord) -> str:
+    """A key that sorts records by age."""
+    return record.id.partition("-")[2] or record.id
 
 
 def _load(folder: Path, name: str, kind: type[R]) -> dict[str, R]:

@@ -5,22 +5,23 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID, RESPONSES_URL
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import FinishedLines, Sink
+from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import XlaEngineError
 from xla_engine.server.batches.engine_view import EngineView
-from xla_engine.server.batches.records import UNFINISHED, BatchRecord, Counts
-from xla_engine.server.batches.store import Store, room_on_disk
-from xla_engine.server.batches.validate import problems_of
+from xla_engine.server.batches.store import UNFINISHED, BatchRecord, Counts, FileRecord, Store, room_on_disk
 from xla_engine.server.errors import ApiError
 from xla_engine.server.service import Service
+from xla_engine.utils.json_line import load_object
 
 RUNNING = 4  # concurrent batches; their lines are interleaved
 TICK_S = 0.5
@@ -29,6 +30,9 @@ EXPIRE_S = 60.0  # time between checks for expired files
 RETRY_S = 5.0  # time between attempts to publish results while the disk is full
 
 log = logging.getLogger("xla_engine.server.batches")
+SHOWN_PROBLEMS = 50
+MAX_MESSAGE = 200  # characters; short, because lists show the problems of up to 100 batches
+_ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages", RESPONSES_URL: "input"}
 
 
 class Job:
@@ -67,7 +71,7 @@ class Job:
 class _CountedSink:
     """Writes a result file, and counts its bytes for its tenant. Raises ApiError if there is no room."""
 
-    def __init__(self, sink: Sink, store: Store, file_id: str, tenant: str) -> None:
+    def __init__(self, sink: OutputFile, store: Store, file_id: str, tenant: str) -> None:
         self._sink, self._store = sink, store
         self._file_id, self._tenant = file_id, tenant
 
@@ -185,7 +189,7 @@ class Batches:
             log.exception("batch %s failed", record.id)
             over = True
             if record.status != "cancelling":
-                record.note(_problem(error))
+                record.note(_failure(error))
                 record.enter("finalizing")
                 self._save(record)
         if over:
@@ -285,14 +289,14 @@ class Batches:
             path = store.data_path(file_id)
             if path.exists() and (size := path.stat().st_size):
                 if file_id not in store.files or store.files[file_id].bytes != size:
-                    name = f"{record.id}_{word}.jsonl"
-                    store.finish_file(
-                        file_id,
-                        filename=name,
+                    results = FileRecord(
+                        id=file_id,
+                        filename=f"{record.id}_{word}.jsonl",
                         purpose="batch_output",
                         tenant=record.tenant,
                         expires_at=record.output_expiry(),
                     )
+                    store.finish_file(results)
                 shown.append(file_id)
             else:
                 store.delete_file(file_id)
@@ -311,7 +315,7 @@ def shown_name(record: BatchRecord) -> str:
     return f"batch-{blake2b(record.id.encode(), digest_size=6).hexdigest()}"
 
 
-def _problem(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception) -> dict[str, Any]:
     """The error of a batch that ended early, as clients see it."""
     if isinstance(error, ApiError | XlaEngineError):
         return {"code": error.code, "message": str(error)}
@@ -320,3 +324,69 @@ def _problem(error: Exception) -> dict[str, Any]:
 
 def _result_ids(record: BatchRecord) -> tuple[str, str]:
     return record.results_id, record.errors_id
+
+
+def problems_of(
+    path: Path, endpoint: str, model_names: Sequence[str], max_lines: int
+) -> tuple[int, list[Any]]:
+    """The number of lines in a file, and its problems: code, message, line and field of each.
+
+    Only the envelope is checked here. A line's parameters are checked when it runs, and may fail it alone.
+    """
+    names: dict[str, int] = {}
+    found: list[Any] = []
+    total = 0
+    with open(path, "rb") as file:
+        for line in read_lines(file):
+            total += 1
+            if total > max_lines:
+                message = f"the file has more than {max_lines} lines; send it in parts"
+                return total, [_problem("too_many_tasks", message, None)]
+            found += _problems_of_line(line, endpoint, model_names, names)
+            if len(found) >= SHOWN_PROBLEMS:
+                break
+    if not total:
+        found.append(_problem("empty_file", "the file contains no request", None))
+    return total, found[:SHOWN_PROBLEMS]
+
+
+def _problems_of_line(
+    line: Line, endpoint: str, model_names: Sequence[str], names: dict[str, int]
+) -> Iterator[Any]:
+    number = line.number
+    if line.raw is None:
+        yield _problem("line_too_long", f"the line has {line.size} bytes", number)
+        return
+    try:
+        record = load_object(line.raw)
+    except ValueError as error:
+        yield _problem("invalid_json_line", f"the line is not valid JSON: {error}", number)
+        return
+    name = record.get("custom_id")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be text of 1 to {MAX_CUSTOM_ID} characters"
+        yield _problem("missing_required_parameter", message, number, "custom_id")
+    elif (first := names.setdefault(name, number)) != number:
+        yield _problem("duplicate_custom_id", f"{name!r} was used on line {first}", number, "custom_id")
+    if record.get("method", "POST") != "POST":
+        yield _problem("invalid_method", 'method must be "POST"', number, "method")
+    if record.get("url") != endpoint:
+        message = f"url is {record.get('url')!r}, and the batch's endpoint {endpoint}"
+        yield _problem("mismatched_endpoint", message, number, "url")
+    body, asked = record.get("body"), _ASKED.get(endpoint)
+    if not isinstance(body, dict):
+        yield _problem("missing_required_parameter", "body must be an object", number, "body")
+        return
+    if isinstance(model := body.get("model"), str) and model not in model_names:
+        message = f"model {model!r} is not supported here; this server has {', '.join(model_names)}"
+        yield _problem("model_not_found", message, number, "body.model")
+    if body.get("stream"):
+        yield _problem(
+            "streaming_unsupported", "streaming is not supported in batches", number, "body.stream"
+        )
+    if asked is not None and asked not in body:
+        yield _problem("missing_required_parameter", f"the body has no {asked}", number, f"body.{asked}")
+
+
+def _problem(code: str, message: str, line: int | None, param: str | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message[:MAX_MESSAGE], "line": line, "param": param}

@@ -1,11 +1,18 @@
 """`xla-engine replay`: run a record again, step by step."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from xla_engine.cli import _common, _records
+from xla_engine.cli import _common
+
+if TYPE_CHECKING:
+    from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.equivalence.record import Record
 
 
 @click.command(short_help="Run a record again, step for step.", context_settings={"show_default": True})
@@ -27,10 +34,25 @@ def replay(record_path: str, model: str | None, force: bool) -> None:
       xla-engine replay last.json
     """
     with contextlib.ExitStack() as stack, _common.startup_errors():
-        record, engine = _records.load_record(stack, record_path, model, force=force)
+        record, engine = load_record(stack, record_path, model, force=force)
         from xla_engine.equivalence import replay as again
 
         report = again.replay(engine, record, force=force)
     click.echo("\n".join(report.lines()))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)
+
+
+def load_record(
+    stack: contextlib.ExitStack, path: str, model: str | None, *, force: bool
+) -> tuple[Record, XlaBatchEngine]:
+    """Load a record, and an engine with its options and its model, or `model`."""
+    from dataclasses import asdict
+
+    from xla_engine.equivalence.record_file import read_record
+    from xla_engine.equivalence.replay import engine_config
+
+    record = read_record(path)
+    config = asdict(engine_config(record, force=force))
+    options = {"model": record.model_path if model is None else model, **config}
+    return record, stack.enter_context(_common.load_one_engine(options, show=True))

@@ -5,7 +5,8 @@ import sys
 
 import click
 
-from xla_engine.cli import _common, _records
+from xla_engine.cli import _common
+from xla_engine.cli.replay import load_record
 from xla_engine.utils.progress import counting
 
 
@@ -31,7 +32,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
     """
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
-            record, engine = _records.load_record(stack, record_path, model, force=force)
+            record, engine = load_record(stack, record_path, model, force=force)
             from xla_engine.equivalence import shrink as smaller
             from xla_engine.equivalence.record_file import write_record
             from xla_engine.equivalence.replay import check_identity

@@ -1,28 +1,40 @@
-"""Tables as input and output of `xla-engine run`, and their options."""
+"""Input and output of `xla-engine run`: files of requests, tables and their options, and what the first line tells."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import itertools
+import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
+from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_table, is_url, kind_of
+from xla_engine.batch.datasets.output import DigestedLines, Finished, digest_of, kept_columns, publish
+from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
+from xla_engine.batch.datasets.tables import Table
 from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.output_file import Mode
+from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.batch.resume import is_packed
+from xla_engine.batch.shards import Shard, state_path
+from xla_engine.batch.submit import reads_pictures
+from xla_engine.cli._common import NotStarted
 from xla_engine.cli._help import together
-from xla_engine.cli._run.files import open_input
 from xla_engine.errors import OutputError
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.text.parsers.chats import Chat
 
 if TYPE_CHECKING:
-    from xla_engine.batch.datasets.tables import Table
-    from xla_engine.batch.shards.shard import Shard
+    from xla_engine.batch.lines import Line
+    from xla_engine.engine.client import EngineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +104,6 @@ def open_lines(
 
     count: whether to count the lines. keep: whether the output keeps columns.
     """
-    from xla_engine.batch.datasets.files import file_system, is_table, is_url
-
     if is_table(source) or options.asks_for_columns:
         yield _table_lines(source, options, max_line_bytes, count=count, keep=keep)
     elif is_url(source):
@@ -110,10 +120,6 @@ def open_lines(
 def _table_lines(
     source: str, options: TableOptions, max_line_bytes: int, *, count: bool, keep: bool
 ) -> Input:
-    from xla_engine.batch.datasets.output import kept_columns
-    from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
-    from xla_engine.batch.datasets.tables import Table
-
     table = Table(source)
     columns = RowColumns(
         prompt=options.prompt_column,
@@ -160,8 +166,6 @@ class TableOutput:
     """
 
     def __init__(self, out: str, options: TableOptions) -> None:
-        from xla_engine.batch.datasets.files import is_url
-
         self.out = out
         name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
         self.journal = Path(options.journal or f"{name}.journal.jsonl")
@@ -171,14 +175,10 @@ class TableOutput:
     @classmethod
     def wanted(cls, out: str, options: TableOptions) -> TableOutput | None:
         """A `TableOutput` if the output needs one; None if it can grow line by line."""
-        from xla_engine.batch.datasets.files import OUTPUTS, is_url, kind_of
-
         return cls(out, options) if is_url(out) or kind_of(out) in OUTPUTS else None
 
     def check(self, source: str, mode: Mode) -> None:
         """Raise OutputError if the output exists and must not be overwritten. Raises OSError."""
-        from xla_engine.batch.datasets.files import exists
-
         if source == self.out or (
             (os.path.exists(source) and os.path.exists(self.out)) and os.path.samefile(source, self.out)
         ):
@@ -193,8 +193,6 @@ class TableOutput:
 
     def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
         """Pass the input's lines through and digest them for the marker of the finished table."""
-        from xla_engine.batch.datasets.finished import DigestedLines
-
         self._lines = DigestedLines(lines, defaults)
         return iter(self._lines)
 
@@ -203,8 +201,6 @@ class TableOutput:
 
         Raises OutputError if the output is not from a run of this input, and OSError.
         """
-        from xla_engine.batch.datasets.finished import Finished
-
         if not self._claims_to_be_whole:
             return False
         remedy = "nothing was changed: name another output with -o, or replace it with --overwrite"
@@ -223,10 +219,6 @@ class TableOutput:
 
     def finish(self, source: Input, shard: Shard | None, *, failed: bool) -> None:
         """Write the table, and delete the journal unless lines failed, because --retry-failed needs it then."""
-        from xla_engine.batch.datasets.finished import Finished, digest_of
-        from xla_engine.batch.datasets.output import publish
-        from xla_engine.batch.shards.shard import state_path
-
         publish(self.journal, self.out, source.table, source.columns, pictures=self._pictures)
         if not failed:
             Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard)).write(
@@ -238,3 +230,83 @@ class TableOutput:
 
 def _shard_text(shard: Shard | None) -> str:
     return "" if shard is None else str(shard)
+
+
+@contextlib.contextmanager
+def open_input(path: str) -> Iterator[BinaryIO]:
+    """Open a file of requests for reading; `-` is standard input, and .gz files are decompressed."""
+    if path == "-":
+        yield sys.stdin.buffer
+    elif is_packed(path):
+        with gzip.open(path, "rb") as packed:
+            yield cast("BinaryIO", packed)
+    else:
+        with open(path, "rb") as source:
+            yield source
+
+
+def check_first_line(
+    lines: Iterator[Line], source: str, model: str | None, defaults: dict[str, Any]
+) -> tuple[LineRequest | None, Iterator[Line]]:
+    """Parse the first line. Returns its request, or None if it is invalid, and all lines.
+
+    Raises NotStarted for no line, for a JSON file without one request a line, and for text if the model has no
+    tokenizer.
+    """
+    if (line := next(lines, None)) is None:
+        raise NotStarted(f"empty_file: {source} holds no request")
+    lines = itertools.chain([line], lines)
+    raw = b"" if line.raw is None else line.raw.strip()
+    if raw == b"{" or (raw.startswith(b"[") and not _is_a_list_of_values(raw)):
+        what = "a JSON array" if raw.startswith(b"[") else "JSON over several lines"
+        raise NotStarted(
+            f"invalid_json_line: {source} is {what}; write each request on one line (for an array: `jq -c '.[]' "
+            f"{source}`), or read an array of rows with --prompt-column NAME"
+        )
+    request = parse_line(raw, line.number, defaults)
+    if not isinstance(request, LineRequest):
+        return None, lines
+    if not isinstance(request.prompts[0], tuple):
+        check_tokenizer(model, ", or write prompts as lists of token ids")
+    return request, lines
+
+
+def check_tokenizer(model: str | None, otherwise: str = "") -> None:
+    """Raise NotStarted if a model's directory has no tokenizer, which text needs. otherwise: another remedy."""
+    files = Path(model or "")
+    if model and (files / "config.json").exists() and not (files / "tokenizer.json").exists():
+        raise NotStarted(
+            f"no_tokenizer: {model} has no tokenizer.json, which text needs; put the model's tokenizer.json "
+            f"there{otherwise}"
+        )
+
+
+def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:
+    """Raise NotStarted if the first request is a chat, and neither it nor the model has a chat template; or if it has
+    pictures, which the engine does not read.
+
+    If it is text and the model has a chat template, print how prompts can become chats (except for the embedded
+    model, which completes code).
+    """
+    chat = None if request is None else request.prompts[0]
+    if isinstance(chat, Chat) and "chat_template" not in chat.options and engine.chat_template is None:
+        raise NotStarted(
+            f"no_chat_template: {model or 'the embedded model'} has no chat template, and the first request is a "
+            "chat; give one with --chat-template FILE, or write a prompt in place of messages"
+        )
+    if chat is not None and reads_pictures(chat) and engine.validator.pictures is None:
+        raise NotStarted(f"no_pictures: the first request has pictures, and {engine.validator.no_pictures}")
+    if isinstance(chat, str) and engine.chat_template is not None and model is not None:
+        click.echo(
+            "the model has a chat template, but prompts are completed as they are; use --chat to send each as a "
+            "message",
+            err=True,
+        )
+
+
+def _is_a_list_of_values(raw: bytes) -> bool:
+    """Whether the line is a list of plain values: one bad line, not the beginning of an array of requests."""
+    try:
+        return not any(isinstance(each, dict) for each in json.loads(raw))
+    except (ValueError, RecursionError):
+        return False

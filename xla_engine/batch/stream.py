@@ -25,15 +25,14 @@ When the input ends, live requests finish, and `{"event": "end"}` follows.
 import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
-from xla_engine.batch.stream.controls import Controls, Refused
-from xla_engine.batch.stream.event_writer import EventWriter
-from xla_engine.batch.stream.names import Names, Sent
+from xla_engine.batch.stream_controls import Controls, Names, Refused, Sent
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import Engine
@@ -80,6 +79,7 @@ class EventStream:
         self._on_turn = on_turn
         self._arrived: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
         self._names = Names(keep_finished)
+        self._live = self._names.live
         self._controls = Controls(engine, self._names, self._put)
         self._seq = 0
         self._ended = self._draining = False
@@ -293,10 +293,6 @@ class EventStream:
         )
         self.totals.failed[error.code] += 1
 
-    @property
-    def _live(self) -> dict[str, Sent]:
-        return self._names.live
-
     def _put(self, event: Mapping[str, Any]) -> None:
         self._events.put(dump_line({**event, "seq": self._seq}))
         self._seq += 1
@@ -306,3 +302,59 @@ def _common(one: str, other: str) -> int:
     """Length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+class EventWriter:
+    """Writes lines in its own thread, so that a slow reader does not delay the engine. Loses no line.
+
+    failure: the error that closed the pipe; None while it is open. unsent: bytes that the pipe has not yet taken.
+    """
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._lines: deque[bytes] = deque()
+        self.unsent = 0
+        self._open = True
+        self._changed = threading.Condition()
+        self.failure: OSError | None = None
+        self._thread = threading.Thread(target=self._write_all, name="xla-engine-stream-out", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """Queue a line, and return at once."""
+        with self._changed:
+            self._lines.append(line)
+            self.unsent += len(line)
+            self._changed.notify_all()
+
+    def wait_until_below(self, size: int) -> None:
+        """Wait until fewer than `size` bytes are unsent or the pipe is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.unsent < size or self.failure is not None)
+
+    def close(self) -> None:
+        """Wait until all lines are written or the pipe is closed."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or not self._open)
+                if not self._lines:
+                    return
+                lines, self._lines = self._lines, deque()
+            data = b"".join(lines)
+            try:
+                self._sink.write(data)
+                self._sink.flush()
+            except (OSError, ValueError) as error:  # ValueError: someone else closed the file
+                with self._changed:
+                    self.failure = error if isinstance(error, OSError) else OSError(str(error))
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self.unsent -= len(data)
+                self._changed.notify_all()

@@ -74,12 +74,6 @@ def verify(
     oracle_python: str | None,
     record_path: str | None,
     url: str | None,
-    remote: bool,
-    api_key_env: str | None,
-    is_long: bool,
-    save: str | None,
-    baseline: str | None,
-    form: str | None,
     **options: Any,
 ) -> None:
     """Check that batching changes no bit: run random requests each alone, then together, and compare.
@@ -118,6 +112,7 @@ def verify(
     for name in _OF_SERVERS[1:]:
         if _given(context, name):
             raise _common.NotStarted(f"{_option(context, name)} needs --url")
+        del options[name]
     if against == "golden":
         sys.exit(_verify_golden(context))
     if record_path is not None and against != "alone":

@@ -1,13 +1,19 @@
-"""Render chats to prompts in worker processes, in fair order between keys, and within limits."""
+"""Prepare requests off the event loop, in fair order between keys and within limits: render chats in worker processes,
+read pictures, and compile constraints."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from xla_engine.server.errors import ApiError
-from xla_engine.server.fair_worker import FairWorker
-from xla_engine.server.shares import Shares
+from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.errors import InvalidRequestError
+from xla_engine.prompts import Picture, PicturedPrompt, Prompt, with_pictures
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.server.errors import invalid
+from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.worker_process import WorkerProcess
 
@@ -20,6 +26,8 @@ QUEUED_CHARACTERS = 4 * MAX_CHARACTERS  # limit on all waiting chats; half of it
 _LEAST = 256  # characters added to each chat, for its fields and the request around it
 
 Render = Callable[..., str]
+# constraints waiting or being compiled, up to a second each; half of them per key
+MAX_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +45,10 @@ class ChatSize:
 def chat_size(chat: Chat) -> ChatSize:
     """The size of a chat's input to the template. Raises ApiError if it exceeds the limits."""
     if len(chat.messages) > MAX_MESSAGES:
-        raise ApiError(
-            400,
+        raise invalid(
             f"messages has {len(chat.messages)} entries, and {MAX_MESSAGES} are allowed; send the last ones, or join "
             "several into one",
-            code="invalid_request",
-            param="messages",
+            "messages",
         )
     values = characters = 0
     level: list[Any] = [chat.messages, chat.options.get("tools"), chat.options.get("chat_template_kwargs")]
@@ -59,12 +65,10 @@ def chat_size(chat: Chat) -> ChatSize:
                 values += len(value)
                 below += value
             if values > MAX_VALUES or characters > MAX_CHARACTERS:
-                raise ApiError(
-                    400,
+                raise invalid(
                     f"messages, tools and chat_template_kwargs have more than {MAX_CHARACTERS} characters or "
                     f"{MAX_VALUES} JSON values; send less",
-                    code="invalid_request",
-                    param="messages",
+                    "messages",
                 )
         level = below
     return ChatSize(values, characters)
@@ -104,3 +108,68 @@ class Rendering:
         for lane in self._lanes.values():
             lane.process.stop()
             lane.worker.close()
+
+
+class Pictures:
+    """Reads pictures for one server. A host that is slow delays only the requests that wait for it."""
+
+    def __init__(self, validator: RequestValidator) -> None:
+        self._validator = validator
+        self._worker = FairWorker("pictures")
+
+    async def decoded(
+        self, text: str, pictures: list[Picture], key: str, *, add_special_tokens: bool
+    ) -> PicturedPrompt:
+        """The prompt with its pictures decoded, when it is its key's turn.
+
+        key: of the caller. Raises what `RequestValidator.decoded` raises.
+        """
+        if (reader := self._validator.pictures) is None:
+            raise InvalidRequestError(self._validator.no_pictures)
+        begun = await self._worker.run(partial(reader.start, pictures), key)
+        if fetched := [asyncio.wrap_future(each) for each in begun if isinstance(each, Future)]:
+            await asyncio.gather(*fetched, return_exceptions=True)
+        read = [
+            Picture(reader.file_of(picture, found), picture.name)
+            for picture, found in zip(pictures, begun, strict=True)
+        ]
+        decode = partial(
+            self._validator.decoded, with_pictures(text, read), add_special_tokens=add_special_tokens
+        )
+        decoded: Prompt = await self._worker.run(decode, key)
+        assert isinstance(decoded, PicturedPrompt)
+        return decoded
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._worker.close()
+
+
+class Constraints:
+    """Compiles the constraints of requests before these are queued."""
+
+    def __init__(
+        self, compile_: Callable[[SamplingParams], object], knows: Callable[[SamplingParams], bool]
+    ) -> None:
+        """compile_: may take a second, in any thread. knows: whether the constraint is compiled already.
+
+        Both raise InvalidRequestError.
+        """
+        self._compile = compile_
+        self._knows = knows
+        self._worker = FairWorker("constraints")
+        self.shares = Shares(MAX_WAITING, "too many constraints wait to be compiled; retry later")
+
+    async def compile(self, params: SamplingParams, key: str) -> None:
+        """Compile the constraint of a request when it is its key's turn, or return at once if it is compiled already.
+
+        key: of the caller. Raises InvalidRequestError, and ApiError if too many are waiting.
+        """
+        if params.structured_outputs is None or self._knows(params):
+            return
+        with self.shares.hold(1, key):
+            await self._worker.run(lambda: self._compile(params), key)
+
+    def close(self) -> None:
+        """Stop compiling."""
+        self._worker.close()

@@ -1,4 +1,4 @@
-"""`xla-engine run` from an input file to an output file."""
+"""The modes of `xla-engine run`: from an input file to an output file, a stream over pipes, or a dry run."""
 
 from __future__ import annotations
 
@@ -6,40 +6,98 @@ import contextlib
 import functools
 import itertools
 import os
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import click
 
-from xla_engine.batch.known_engines import elsewhere, recall, remember
-from xla_engine.batch.last_run import LastRun
+from xla_engine.batch.earlier_runs import LastRun, elsewhere, recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
+from xla_engine.batch.requests import LineError
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
+from xla_engine.batch.shards import Shard, ShardOutput
+from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
-from xla_engine.cli._run.files import silence_stdout
-from xla_engine.cli._run.first_line import check_first_line, check_template
-from xla_engine.cli._run.shards import ShardOutput
-from xla_engine.cli._run.signals import interrupts
-from xla_engine.cli._run.tables import TableOptions, TableOutput, open_lines
-from xla_engine.cli._run.watched import LiveFiles, Watched
+from xla_engine.cli._input import (
+    TableOptions,
+    TableOutput,
+    check_first_line,
+    check_template,
+    open_input,
+    open_lines,
+)
+from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError
+from xla_engine.observability.live_file import LiveFile
+from xla_engine.observability.status_file import status_file
+from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress
 from xla_engine.utils.startup import StartTimes
 
 if TYPE_CHECKING:
-    from xla_engine.batch.shards.shard import Shard
     from xla_engine.engine.client import EngineClient
     from xla_engine.engine.identity import EngineIdentity
 
 _imported_at = time.monotonic()
+Names = Callable[[str], str | None]  # custom_id by engine request id
+_ASKED = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Paths of the files that show the state of a run; None disables a file."""
+
+    status_path: str | None = None
+    metrics_path: str | None = None
+    step_log_path: str | None = None
+
+    def logging(self, engine: EngineClient, names: Names) -> contextlib.AbstractContextManager[None]:
+        """Write the step log while the block runs. Raises OSError and ConfigError."""
+        if self.step_log_path is None:
+            return contextlib.nullcontext()
+        from xla_engine.engine.batch_engine import XlaBatchEngine
+
+        assert isinstance(engine, XlaBatchEngine)  # `run` rejects a step log with data parallelism
+        return logging_steps(engine, self.step_log_path, names=names)
+
+    def begin(self, engine: EngineClient, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
+        """Create the files that are updated repeatedly, and write each once. run: returns the run's own counts."""
+        files: dict[str, LiveFile] = {}
+        if self.status_path is not None:
+            files["status"] = status_file(self.status_path, engine, names=names, run=run)
+        if self.metrics_path is not None:
+            files["metrics"] = LiveFile(self.metrics_path, lambda: engine.metrics_text().encode())
+        with _common.startup_errors():
+            for file in files.values():
+                file.write()
+        return LiveFiles(files)
+
+
+class LiveFiles:
+    """Status and metrics files of a run, by kind."""
+
+    def __init__(self, files: Mapping[str, LiveFile]) -> None:
+        self._files = files
+
+    def update(self, *, force: bool = False) -> None:
+        """Write the files that are due, or all with `force`."""
+        for file in self._files.values():
+            file.update(force=force)
+
+    def report_failures(self) -> None:
+        for what, file in self._files.items():
+            if file.failure is not None:
+                click.echo(f"the {what} file could not be written: {file.failure}", err=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +107,22 @@ class Files:
     source: str
     output: str
     errors: str | None
-    watched: Watched
     mode: Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of `run` other than those of files and engine."""
+    """Options of `run` that are not the engine's. defaults: sampling fields and others, as in `parse_line`."""
 
     defaults: dict[str, Any]
+    tables: TableOptions
+    watched: Watched
     ordered: bool
     max_line_bytes: int
     created: int | None
     fingerprint: bool
-    progress: bool
+    no_progress: bool
     drain_timeout_s: float | None
-    tables: TableOptions
     shard: Shard | None
 
 
@@ -80,6 +138,11 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
     _explain(totals, files)
     for text in summary:
         click.echo(text, err=True)
+    _exit(totals)
+
+
+def _exit(totals: RunTotals) -> None:
+    """Exit with the command's status, unless all lines have results."""
     if totals.interrupted:
         sys.exit(_common.INTERRUPTED)
     if totals.failed or totals.failure is not None:
@@ -87,7 +150,7 @@ def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -
 
 
 def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tuple[RunTotals, list[str]]:
-    times = StartTimes(_process_start())
+    times, shows = StartTimes(_process_start()), not settings.no_progress
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             table = TableOutput.wanted(files.output, settings.tables)
@@ -103,18 +166,14 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     files.source,
                     settings.tables,
                     settings.max_line_bytes,
-                    count=settings.progress and settings.shard is None,
+                    count=shows and settings.shard is None,
                     keep=table is not None,
                 )
             )
             lines = source.lines if table is None else table.begin(source.lines, settings.defaults)
             if table is not None and table.is_whole(lines, settings.shard):
                 return RunTotals(), [f"{table.out} is complete; there is nothing to do"]
-            first = next(lines, None)
-            if first is None:
-                raise _common.NotStarted(f"empty_file: {files.source} holds no request")
-            request = check_first_line(first, files.source, engine_options["model"], settings.defaults)
-            lines = itertools.chain([first], lines)
+            request, lines = check_first_line(lines, files.source, engine_options["model"], settings.defaults)
             done = FinishedLines()
             shard = ShardOutput(settings.shard, files.output, files.errors, files.mode)
             outputs = [
@@ -137,17 +196,14 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 return RunTotals(), [f"shard {settings.shard} has none of the input's lines"]
             lines = itertools.chain([] if first is None else [first], lines)
             engine_options = _as_recorded(engine_options, done)
-            engine = stack.enter_context(
-                _common.load_engine(engine_options, show=settings.progress, times=times)
-            )
+            engine = stack.enter_context(_common.load_engine(engine_options, show=shows, times=times))
             times.next("first token")
             check_template(request, engine, engine_options["model"])
             header = _header(engine, settings, done, engine_options["model"])
-            stack.enter_context(files.watched.logging(engine, lambda name: batch.custom_id(name)))
+            stack.enter_context(settings.watched.logging(engine, lambda name: batch.custom_id(name)))
             sinks = [output.begin() for output in outputs]
         began = time.monotonic()
-        screen = sys.stderr if settings.progress else None
-        progress = Progress(source.total, slots=engine.max_num_seqs, stream=screen)
+        progress = Progress(source.total, slots=engine.max_num_seqs, stream=sys.stderr if shows else None)
         batch = BatchRun(
             engine,
             lines,
@@ -159,7 +215,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             done=done,
             on_turn=lambda: show(),
         )
-        live = files.watched.begin(
+        live = settings.watched.begin(
             engine, batch.custom_id, lambda: {"draining": batch.draining, **run_state(batch.totals)}
         )
         show = functools.partial(_show, progress, engine, batch.totals, live)
@@ -254,7 +310,7 @@ def _explain(totals: RunTotals, files: Files) -> None:
     """Print what went wrong, before the summary."""
     where = files.errors or files.output
     for error in totals.first_errors:
-        click.echo(f"line {error.line}: {error.code}: {error.message}", err=True)
+        click.echo(_told(error), err=True)
     if (more := totals.failed.total() - len(totals.first_errors)) > 0:
         click.echo(f"... and {more} more lines with an error in {where}", err=True)
     explain_failure(totals.failure)
@@ -279,7 +335,7 @@ def explain_failure(failure: Exception | None) -> None:
 
 def _output_failed(files: Files, error: OSError) -> NoReturn:
     if "-" in (files.output, files.errors):
-        silence_stdout()
+        _common.silence_stdout()
     again = "" if files.output == "-" else ", use --resume to continue after them"
     message = f"cannot write {_common.os_message(error, files.output)}; the lines before are complete{again}"
     click.echo(f"Error: {message}", err=True)
@@ -295,3 +351,100 @@ def _process_start() -> float:
         return _imported_at
     began = time.monotonic() - age
     return began if 0 <= _imported_at - began < 60 else _imported_at
+
+
+def _own_stdin() -> BinaryIO:
+    """A separate file for standard input that is never closed: a thread may still read from it at exit."""
+    try:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    except OSError:  # not a real file
+        return sys.stdin.buffer
+
+
+def run_stream(source: str, settings: Settings, options: dict[str, Any]) -> None:
+    """Run until the input ends; exit with the command's status."""
+    with contextlib.ExitStack() as stack:
+        with _common.startup_errors():
+            file = _own_stdin() if source == "-" else stack.enter_context(open_input(source))
+            engine = stack.enter_context(_common.load_engine(options, show=True))
+            stack.enter_context(settings.watched.logging(engine, lambda name: stream.custom_id(name)))
+        stream = EventStream(
+            engine,
+            file,
+            sys.stdout.buffer,
+            defaults=settings.defaults,
+            max_line_bytes=settings.max_line_bytes,
+            keep_finished=options.get("keep_finished", 0),
+            on_turn=lambda: live.update(),
+        )
+        live = settings.watched.begin(engine, stream.custom_id, lambda: run_state(stream.totals))
+        with interrupts(stream.interrupt, "finishing the running requests", settings.drain_timeout_s):
+            totals = stream.run()
+        live.update(force=True)
+        live.report_failures()
+    if isinstance(totals.failure, BrokenPipeError):
+        _common.silence_stdout()
+        click.echo(f"the reader has disconnected; {totals.unwritten} requests were aborted", err=True)
+    else:
+        explain_failure(totals.failure)
+    _exit(totals)
+
+
+def dry_run(source: str, settings: Settings, options: dict[str, Any]) -> None:
+    """Print errors with line numbers and an estimate of tokens; exit with the command's status."""
+    with _common.startup_errors():
+        from xla_engine.batch.dry_run import DryRun
+
+        fields = _common.config_fields(options)
+        checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))
+        with open_lines(source, settings.tables, settings.max_line_bytes) as opened:
+            _, lines = check_first_line(opened.lines, source, options["model"], settings.defaults)
+            report = checks.run(
+                lines, defaults=settings.defaults, on_error=lambda error: click.echo(_told(error))
+            )
+    for text in report.lines():
+        click.echo(text)
+    if report.failed:
+        sys.exit(_common.SOME_FAILED)
+
+
+def _told(error: LineError) -> str:
+    return f"line {error.line}: {error.code}: {error.message}"
+
+
+@contextlib.contextmanager
+def interrupts(
+    interrupt: Callable[[], None], doing: str, drain_timeout_s: float | None = None
+) -> Iterator[None]:
+    """Call `interrupt` on each signal, and print `doing` after the first one. Main thread only.
+
+    drain_timeout_s: seconds after SIGTERM at which `interrupt` is called again; None disables this.
+    """
+    said = False
+
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError):  # straight to the terminal: the streams may be in use
+            os.write(2, f"\n{text}\n".encode())
+
+    def handle(number: int, _: Any) -> None:
+        nonlocal said
+        if number == signal.SIGALRM:
+            say(f"not finished after {drain_timeout_s} s; cancelling the rest")
+        elif not said:
+            said = True
+            say(f"{doing}; a second signal stops at once")
+            if number == signal.SIGTERM and drain_timeout_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, max(drain_timeout_s, 1e-6))
+        interrupt()
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        with contextlib.suppress(ValueError):
+            for number in (*_ASKED, *(() if drain_timeout_s is None else (signal.SIGALRM,))):
+                before[number] = signal.signal(number, handle)
+        yield
+    finally:
+        if drain_timeout_s is not None and before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,11 +1,13 @@
-"""Run long calls in one background thread, in fair order between keys."""
+"""Fairness between keys: one background thread in turns, and limits on what the requests of each hold."""
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from xla_engine.server.errors import busy
 
 T = TypeVar("T")
 
@@ -64,3 +66,40 @@ class FairWorker:
             self._busy = True
             turn.set()
             return
+
+
+class Shares:
+    """Counts how much of a resource the requests of each key hold."""
+
+    def __init__(self, most: int, refusal: str, *, code: str = "queue_full") -> None:
+        """most: limit over all keys. refusal, code: message and code of the error beyond it."""
+        self._most = most
+        self._refusal = refusal
+        self._code = code
+        self._held: Counter[str] = Counter()  # by key
+
+    @property
+    def held(self) -> int:
+        """The amount held by all keys."""
+        return self._held.total()
+
+    def take(self, amount: int, key: str) -> None:
+        """Hold `amount` more, until `give_back`. Raises ApiError with status 429 if that exceeds a limit."""
+        if amount and (self.held + amount > self._most or self._held[key] + amount > self._most // 2):
+            raise busy(self._refusal, code=self._code)
+        self._held[key] += amount
+
+    def give_back(self, amount: int, key: str) -> None:
+        """Release `amount`."""
+        self._held[key] -= amount
+        if not self._held[key]:
+            del self._held[key]
+
+    @contextlib.contextmanager
+    def hold(self, amount: int, key: str) -> Iterator[None]:
+        """Hold `amount` within the context. Raises ApiError as `take` does."""
+        self.take(amount, key)
+        try:
+            yield
+        finally:
+            self.give_back(amount, key)

@@ -1,1 +1,0 @@
-"""Split one input over independent jobs, and merge their outputs."""

@@ -1,1 +1,0 @@
-"""`run --stream`: reads requests and control lines, writes interleaved events."""

@@ -1,1 +1,0 @@
-"""Commands that check equivalence: `verify`, `replay`, `shrink`, `compare`."""
