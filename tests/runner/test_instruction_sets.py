@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from tests.support.instruction_sets import EXTREMES
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import ISAS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -49,12 +50,15 @@ def test_law_1_holds_in_every_instruction_set(
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.release)])
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", EXTREMES)
 def test_configurations_change_no_bit_in_any_instruction_set(
     make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
 ) -> None:
     """Other widths, lanes, chunks, lags, and prefill in place of decode change no bit."""
-    engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
+    config = replace(
+        TINY_ENGINE, isa=isa, quantization=quantization, self_check=False
+    )  # which compares fewer
+    engine = make_engine(config, model=WIDE)
     assert engine.runner.has_one_row_code and engine.runner.isa == isa
     results = across_configurations(engine, requests=30, seed=5)
     assert len(results) == 11 and all(result.tokens > 100 for result in results)

@@ -11,6 +11,12 @@ from xla_engine.runner.native_library.instruction_sets import available
 
 NAMES = [each.name for each in available()]
 HERE = [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])]
+# Without those between the best and the least, whose bits other tests compare with theirs.
+EXTREMES = [
+    *NAMES[:1],
+    *(pytest.param(name, marks=[pytest.mark.full, pytest.mark.release]) for name in NAMES[1:-1]),
+    *HERE[1:][-1:],
+]
 _JAX = pytest.param(None, marks=pytest.mark.full, id="None")
 ISAS = [*HERE, _JAX] if jax.default_backend() == "cpu" and NAMES else [None]
 NATIVE_ISAS = HERE if jax.default_backend() == "cpu" else []
