@@ -241,6 +241,7 @@ def test_a_thread_that_is_left_waiting_is_found(monkeypatch: pytest.MonkeyPatch)
     """In a life that ends with a step that hangs."""
     devices: list[FaultyDevice] = []
     monkeypatch.setattr(FaultyDevice, "release", lambda self: devices.append(self))
+    monkeypatch.setattr("xla_engine.tools.soak.soak._PATIENCE_S", 1.0)  # nothing will end the thread
     try:
         problems = run(life=1, rounds=1).tally.problems
         assert any("wait for steps" in problem for problem in problems), problems
