@@ -12,7 +12,7 @@ import pytest
 
 from tests.graphs.test_hybrid import MODEL as HYBRID
 from tests.support.engine_faults import bits
-from tests.support.instruction_sets import EXTREMES, NATIVE_ISAS
+from tests.support.instruction_sets import NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE
 from tests.support.tensor_parallel import run as run_parallel
 from xla_engine.config import EngineConfig
@@ -61,7 +61,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=24, logprobs=0, seed=7, igno
         pytest.param(replace(KV8, quantization="int8"), WIDE, id="int8 weights", marks=FULL),
     ],
 )
-@pytest.mark.parametrize("isa", EXTREMES)
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_law_1_holds(make_engine: MakeEngine, config: EngineConfig, model: ModelConfig, isa: str) -> None:
     engine = make_engine(replace(config, isa=isa), model=model)
     assert {store.keys.dtype for store in engine.runner._state.cache if hasattr(store, "keys")} == {
@@ -74,7 +74,7 @@ def test_law_1_holds(make_engine: MakeEngine, config: EngineConfig, model: Model
 
 
 @FULL
-@pytest.mark.parametrize("isa", EXTREMES)
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_configurations_change_no_bit(make_engine: MakeEngine, isa: str) -> None:
     """Other widths, lanes, chunks, lags, and prefill in place of decode change no bit."""
     engine = make_engine(replace(KV8, isa=isa, self_check=False), model=WIDE)  # the check compares fewer

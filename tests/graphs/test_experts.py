@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.instruction_sets import HERE, NAMES
+from tests.support.instruction_sets import HERE, NAMES, marks
 from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.native import native_experts
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
@@ -85,10 +85,7 @@ SLOW = [
     params=[
         "blocked bfloat16",
         *SLOW,
-        *(
-            pytest.param(f"native {name}", marks=[pytest.mark.full] * (place > 0))
-            for place, name in enumerate(NAMES)
-        ),
+        *(pytest.param(f"native {name}", marks=marks(name)) for name in NAMES),
     ]
 )
 def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:

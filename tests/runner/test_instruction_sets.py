@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from tests.support.instruction_sets import EXTREMES
+from tests.support.instruction_sets import NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import ISAS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -50,7 +50,7 @@ def test_law_1_holds_in_every_instruction_set(
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.release)])
-@pytest.mark.parametrize("isa", EXTREMES)
+@pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_configurations_change_no_bit_in_any_instruction_set(
     make_engine: Callable[..., XlaBatchEngine], isa: str, quantization: str | None
 ) -> None:

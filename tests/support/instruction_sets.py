@@ -1,4 +1,4 @@
-"""The C++ operations of each instruction set here: the best by default, the others and JAX in `full`."""
+"""The C++ operations of each instruction set here: the best by default, the least and JAX in `full`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from xla_engine.runner.native_library.build import NativeBuildError, register
 from xla_engine.runner.native_library.instruction_sets import available
 
 NAMES = [each.name for each in available()]
-HERE = [*NAMES[:1], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])]
-# Without those between the best and the least, whose bits other tests compare with theirs.
-EXTREMES = [
-    *NAMES[:1],
-    *(pytest.param(name, marks=[pytest.mark.full, pytest.mark.release]) for name in NAMES[1:-1]),
-    *HERE[1:][-1:],
-]
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """The least instruction set is `full`. Those between are `release`: they share vectors with one neighbour and sums
+    with the other. Of them, `full` has the kernels by themselves, and `.ci/run` the laws by `XLA_ENGINE_ISA`."""
+    if name == NAMES[0]:
+        return []
+    return [pytest.mark.full] if name == NAMES[-1] else [pytest.mark.full, pytest.mark.release]
+
+
+HERE = [*NAMES[:1], *(pytest.param(name, marks=marks(name)) for name in NAMES[1:])]
 _JAX = pytest.param(None, marks=pytest.mark.full, id="None")
 ISAS = [*HERE, _JAX] if jax.default_backend() == "cpu" and NAMES else [None]
 NATIVE_ISAS = HERE if jax.default_backend() == "cpu" else []

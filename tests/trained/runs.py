@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.golden.make import make_golden_trained as maker
-from tests.support.instruction_sets import NAMES
+from tests.support.instruction_sets import NAMES, marks
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.outputs import CompletionOutput
@@ -22,7 +22,10 @@ CONFIGURATIONS = [
     pytest.param({"max_num_seqs": 9, "chunk_size": 16, "prefill_lanes": (1,)}, id="B-widths"),
     pytest.param({"enable_prefix_caching": False, "lag": 0, "num_blocks": 24}, id="B-blocks"),
     pytest.param({"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}, id="S"),
-    *(pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa) for isa in NAMES),
+    *(
+        pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa, marks=marks(isa))
+        for isa in NAMES
+    ),
 ]
 Outputs = dict[str, CompletionOutput]
 
