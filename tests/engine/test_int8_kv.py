@@ -19,8 +19,8 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.environment import embedded_model_directory
-from xla_engine.equivalence.across_configurations import across_configurations, run_together, table
 from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.levels import across_configurations, run_together, table
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.native import NativeAttention

@@ -17,7 +17,7 @@ from tests.support.simulation import COST
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
-from xla_engine.equivalence.record_file import from_json, to_json
+from xla_engine.equivalence.record import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.schedule import Action, Schedule

@@ -17,8 +17,15 @@ from tests.support.profiles import examples
 from tests.support.record_edits import altered, put
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
-from xla_engine.equivalence.record import Record, RecordError, Trace
-from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
+from xla_engine.equivalence.record import (
+    Record,
+    RecordError,
+    Trace,
+    from_json,
+    read_record,
+    to_json,
+    write_record,
+)
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import Action, Schedule, ScheduleError

@@ -13,8 +13,7 @@ from tests.support.command_line import invoke
 from tests.support.record_edits import altered, other_hash, put
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.record import Record
-from xla_engine.equivalence.record_file import read_record, to_json, write_record
+from xla_engine.equivalence.record import Record, read_record, to_json, write_record
 
 
 @pytest.fixture

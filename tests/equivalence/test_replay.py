@@ -28,8 +28,7 @@ from tests.support.record_edits import (
 )
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.record import Record
-from xla_engine.equivalence.record_file import from_json, to_json
+from xla_engine.equivalence.record import Record, from_json, to_json
 from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import ConfigError, EngineFaultError, RecordMismatchError

@@ -24,8 +24,7 @@ from tests.support.faults import (
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.describe import describe
-from xla_engine.equivalence.record import Record
-from xla_engine.equivalence.record_file import from_json, read_record, to_json, write_record
+from xla_engine.equivalence.record import Record, from_json, read_record, to_json, write_record
 from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.shrink import Trials, ddmin, shrink

@@ -14,7 +14,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.speculation.recorded import Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.record_file import from_json, to_json
+from xla_engine.equivalence.record import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import draw_schedule, run_alone

@@ -34,8 +34,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.equivalence.cases import Case
-from xla_engine.equivalence.record import RecordError
-from xla_engine.equivalence.record_file import read_record, write_record
+from xla_engine.equivalence.record import RecordError, read_record, write_record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.schedule import draw_schedule, run_alone

@@ -16,8 +16,7 @@ from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.record import RecordError
-from xla_engine.equivalence.record_file import write_record
+from xla_engine.equivalence.record import RecordError, write_record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule
 from xla_engine.errors import ConfigError

@@ -14,8 +14,8 @@ from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import ISAS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import requested_isa
-from xla_engine.equivalence.across_configurations import across_configurations, run_together, table
 from xla_engine.equivalence.cases import draw_cases
+from xla_engine.equivalence.levels import across_configurations, run_together, table
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.runner import backends

@@ -8,8 +8,7 @@ from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.record import Record
-from xla_engine.equivalence.record_file import from_json, to_json
+from xla_engine.equivalence.record import Record, from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule, run_alone, run_schedule
 from xla_engine.observability.observer import Observer

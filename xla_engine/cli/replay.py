@@ -49,7 +49,7 @@ def load_record(
     """Load a record, and an engine with its options and its model, or `model`."""
     from dataclasses import asdict
 
-    from xla_engine.equivalence.record_file import read_record
+    from xla_engine.equivalence.record import read_record
     from xla_engine.equivalence.replay import engine_config
 
     record = read_record(path)

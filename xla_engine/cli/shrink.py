@@ -34,7 +34,7 @@ def shrink(record_path: str, output_path: str, model: str | None, max_runs: int,
         with _common.startup_errors():
             record, engine = load_record(stack, record_path, model, force=force)
             from xla_engine.equivalence import shrink as smaller
-            from xla_engine.equivalence.record_file import write_record
+            from xla_engine.equivalence.record import write_record
             from xla_engine.equivalence.replay import check_identity
 
             if not force:

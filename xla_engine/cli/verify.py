@@ -120,11 +120,10 @@ def verify(
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             engine = stack.enter_context(_common.load_one_engine(options, show=True))
-            from xla_engine.equivalence import across_configurations as levels
+            from xla_engine.equivalence import levels
             from xla_engine.equivalence import verify as law
-            from xla_engine.equivalence.record_file import write_record
+            from xla_engine.equivalence.record import write_record
             from xla_engine.equivalence.recorder import RecordKeeper
-            from xla_engine.equivalence.transformers_oracle import against_transformers
 
             if record_path is not None:
                 open(record_path, "ab").close()  # report an unwritable path before the work begins
@@ -148,14 +147,14 @@ def verify(
         elif against == "speculation":
             count = stack.enter_context(counting("guesses", sys.stderr))
             with _common.startup_errors():
-                from xla_engine.equivalence.speculation import across_speculation
-
-                results = across_speculation(engine, requests=requests, seed=seed, progress=count)
+                results = levels.across_speculation(engine, requests=requests, seed=seed, progress=count)
             click.echo("\n".join(levels.table(results)))
             failed = any(result.differing_tokens or result.differing_bits for result in results)
         else:
             with _common.startup_errors():
-                result = against_transformers(engine, requests=requests, seed=seed, python=oracle_python)
+                result = levels.against_transformers(
+                    engine, requests=requests, seed=seed, python=oracle_python
+                )
             click.echo("\n".join(levels.table([result])))
             failed = result.differing_tokens > 0
     if failed:

@@ -20,7 +20,7 @@ def describe(record: Record) -> list[str]:
     platform = {**record.identity.platform, **record.identity.made_on}
     slots = record.identity.config.get("max_num_seqs")
     rows = [("request", "prompt", "max_tokens", "sampling")]
-    for case in (*schedule.cases, *schedule.neighbours):
+    for case in schedule.requests:
         note = "" if case in schedule.cases else " (not compared)"
         cap = str(case.params.max_tokens)
         rows.append((case.request_id + note, _prompt(case), cap, _sampling_words(case.params)))
@@ -56,10 +56,7 @@ def _turn_rows(record: Record) -> Iterator[tuple[str, str, str, str]]:
     acted: dict[int, list[str]] = {}
     for action in record.schedule.actions:
         acted.setdefault(action.turn, []).append(f"{action.kind} {action.request_id}")
-    prompts = {
-        case.request_id: len(case.prompt_token_ids)
-        for case in (*record.schedule.cases, *record.schedule.neighbours)
-    }
+    prompts = {case.request_id: len(case.prompt_token_ids) for case in record.schedule.requests}
     holder: dict[int, str] = {}
     position = dict.fromkeys(prompts, 0)
     for number, step in enumerate(record.steps):

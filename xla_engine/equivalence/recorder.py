@@ -53,11 +53,8 @@ class Recorder:
         self._on_planned, self._on_restarted, self._on_read = on_planned, on_restarted, on_read
         self._first_step = snapshot.counters.steps_planned
         self._epochs = [view.slot.epoch for view in snapshot.slots]
-        self._wants_bits = {
-            case.request_id: case.params.logprobs is not None
-            for case in (*schedule.cases, *schedule.neighbours)
-        }
-        if any(case.params.n > 1 for case in (*schedule.cases, *schedule.neighbours)):
+        self._wants_bits = {case.request_id: case.params.logprobs is not None for case in schedule.requests}
+        if any(case.params.n > 1 for case in schedule.requests):
             raise InvalidRequestError("a record holds requests of one sequence; use n 1")
         if engine.config.prefix_cache_dir is not None:
             raise InvalidRequestError("a record does not hold what files held: leave prefix_cache_dir out")

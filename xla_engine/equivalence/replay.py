@@ -1,8 +1,9 @@
 """Run a record again, step by step, up to the first difference in plans or results."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -10,9 +11,9 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_of
 from xla_engine.equivalence.record import Record, Step, Trace, trace
 from xla_engine.equivalence.recorder import Credit, Recorder
-from xla_engine.equivalence.speculation import guessing_as_recorded
 from xla_engine.errors import EngineFaultError, RecordMismatchError
 from xla_engine.outputs import CompletionOutput
+from xla_engine.scheduler import Plan, Speculation
 
 _CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
 
@@ -143,7 +144,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     check = _Check(engine, record)
     engine.state.masks.replay = check.held
     try:
-        with guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
+        with _guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
             results = check.run(on_turn=check.stop_at_difference)
             check.compare_ends(results)
     finally:
@@ -272,11 +273,13 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
         ("chunks (request, slot, start, length)", recorded.chunks, found.chunks),
         ("may sample several (request, slot, width)", recorded.verify, found.verify),
     ):
-        pair = _first_pair(then, now)
-        if pair is not None:
-            request_id, slot = (pair[1] or pair[0])[:2]
+        pairs: Iterator[tuple[Any, Any]] = zip_longest(then, now)
+        for old, new in pairs:
+            if old == new:
+                continue
+            request_id, slot = (new or old)[:2]
             return Difference(
-                what=f"plan: {name}: recorded {pair[0]}, now {pair[1]}",
+                what=f"plan: {name}: recorded {old}, now {new}",
                 step=number,
                 turn=found.turn,
                 slot=slot,
@@ -292,14 +295,6 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
     return None
 
 
-def _first_pair(then: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any] | None:
-    for index in range(max(len(then), len(now))):
-        pair = (then[index] if index < len(then) else None, now[index] if index < len(now) else None)
-        if pair[0] != pair[1]:
-            return pair
-    return None
-
-
 def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
     for step in reversed(steps):
         for name, slot, _ in step.admitted:
@@ -311,9 +306,7 @@ def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
 def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) -> Difference:
     name, position = difference.request_id, difference.position
     assert name is not None and position is not None
-    case = next(
-        case for case in (*record.schedule.cases, *record.schedule.neighbours) if case.request_id == name
-    )
+    case = next(case for case in record.schedule.requests if case.request_id == name)
     prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
     if engine.runner.weights.nbytes > _CHEAP_BYTES or case.images:  # the reference reads no pictures
         return difference
@@ -322,3 +315,71 @@ def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) ->
     gap = logit_gap(Reference(engine.checkpoint), prefix)
     words = f"best token {gap.first} at {gap.first_logit:.6g}, then {gap.second}; gap {gap.size:.6g}"
     return replace(difference, gap=f"{words} (uncached reference)")
+
+
+@contextlib.contextmanager
+def _guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[None]:
+    """Make an engine repeat the plans of a record, with drafts such that its rows sample as many tokens."""
+    speculator = engine.speculator
+    if speculator is None or record.speculative_config is None:
+        yield
+        return
+    speculator.replay = _AsRecorded(record, engine.snapshot().counters.steps_planned)
+    try:
+        yield
+    finally:
+        speculator.replay = None
+
+
+class _AsRecorded:
+    """The `ReplayControl` of a record, which has each row's samples and its number of right drafts."""
+
+    def __init__(self, record: Record, first_step: int) -> None:
+        self._widths = [step.width for step in record.steps]
+        self._first_step = first_step
+        self._next = 0
+        # for each step, the position of the drafts and the drafts, by request
+        self._rows: list[dict[str, tuple[int, list[int]]]] = []
+        cases = record.schedule.requests
+        prompts = {case.request_id: len(case.prompt_token_ids) for case in cases}
+        sampled: dict[str, int] = {}
+        holder: dict[int, str] = {}
+        for step in record.steps:
+            holder.update((slot, name) for name, slot, _ in step.admitted)
+            # The last chunk of a prompt samples a token, after those that were prefilled again with it.
+            sampled.update(
+                (name, max(start + length - prompts[name] + 1, 0)) for name, _, start, length in step.chunks
+            )
+            for slot in step.decode:
+                sampled[holder[slot]] += 1
+            rows = {}
+            for (name, *_), (tokens, drafts) in zip(step.verify, step.verified, strict=False):
+                known = record.batched[name].token_ids if name in record.batched else ()
+                rows[name] = (
+                    prompts[name] + sampled[name],
+                    _drafts(known[sampled[name] :], tokens - 1, drafts),
+                )
+                sampled[name] += tokens
+            self._rows.append(rows)
+
+    def wanted(self) -> Speculation | None:
+        return Speculation.again(self._widths[self._next]) if self._next < len(self._widths) else None
+
+    def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
+        return self._row(plan, request_id)[1]
+
+    def start(self, plan: Plan, request_id: str) -> int:
+        return self._row(plan, request_id)[0]
+
+    def planned(self, plan: Plan) -> None:
+        """Called after a plan was made."""
+        self._next = plan.step - self._first_step + 1
+
+    def _row(self, plan: Plan, name: str) -> tuple[int, list[int]]:
+        number = plan.step - self._first_step
+        return self._rows[number].get(name, (0, [])) if number < len(self._rows) else (0, [])
+
+
+def _drafts(ahead: Sequence[int], right: int, count: int) -> list[int]:
+    """`count` drafts, of which the first `right` match the coming tokens, as far as these are known."""
+    return [token if place < right else token ^ 1 for place, token in enumerate(ahead[:count])]

@@ -31,6 +31,11 @@ class Schedule:
     neighbours: tuple[Case, ...]
     actions: tuple[Action, ...]
 
+    @property
+    def requests(self) -> tuple[Case, ...]:
+        """All of them: cases, then neighbours."""
+        return (*self.cases, *self.neighbours)
+
 
 def draw_schedule(
     cases: Sequence[Case], seed: int | str, *, lag: int, preempts: Sequence[str] = ()
@@ -92,7 +97,7 @@ def run_schedule(
 
     The engine must be idle, and is idle again afterwards in any case. Raises ScheduleError if it rejects a request.
     """
-    requests: Mapping[str, Case] = {case.request_id: case for case in (*schedule.cases, *schedule.neighbours)}
+    requests: Mapping[str, Case] = {case.request_id: case for case in schedule.requests}
     results: dict[str, CompletionOutput] = {}
     pending = list(reversed(schedule.actions))
     normal_lag, engine.lag = engine.lag, schedule.lag

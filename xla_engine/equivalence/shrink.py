@@ -169,7 +169,7 @@ class Trials:
 def _requests(trials: Trials) -> None:
     """Fewer requests, by delta debugging."""
     schedule = trials.smallest
-    names = [case.request_id for case in (*schedule.cases, *schedule.neighbours)]
+    names = [case.request_id for case in schedule.requests]
     ddmin(names, lambda kept: trials.fails(_only(schedule, frozenset(kept))))
 
 
@@ -269,10 +269,10 @@ def _sampling(trials: Trials) -> None:
 def _each_case(trials: Trials, smaller: Callable[[Case], Iterator[Case]]) -> None:
     """Reduce each request as long as the schedule still fails with the smaller form."""
     schedule = trials.smallest
-    for name in [case.request_id for case in (*schedule.cases, *schedule.neighbours)]:
+    for name in [case.request_id for case in schedule.requests]:
         while True:
             schedule = trials.smallest
-            cases = (*schedule.cases, *schedule.neighbours)
+            cases = schedule.requests
             case = next(case for case in cases if case.request_id == name)
             if not trials.first_failing(_with(schedule, form) for form in smaller(case)):
                 break
@@ -292,7 +292,7 @@ def _shorter(length: int, least: int) -> list[int]:
 
 
 def _size(schedule: Schedule) -> str:
-    cases = (*schedule.cases, *schedule.neighbours)
+    cases = schedule.requests
     last = max((action.turn for action in schedule.actions), default=0)
     prompts = sum(len(case.prompt_token_ids) for case in cases)
     caps = sum(case.params.token_limit for case in cases)

@@ -164,15 +164,13 @@ def compare(
     left, right = _pairs(alone), _pairs(batched)
     report.tokens += len(left)
     first: int | None = None
-    for position in range(max(len(left), len(right))):
-        a = left[position] if position < len(left) else None
-        b = right[position] if position < len(right) else None
+    for position, (a, b) in enumerate(zip_longest(left, right)):
+        if a == b:
+            continue
         if a is None or b is None or a[0] != b[0]:
             report.differing_tokens += 1
-        elif a[1] != b[1]:
-            report.differing_bits += 1
         else:
-            continue
+            report.differing_bits += 1
         first = position if first is None else first
     if first is None and alone.finish_reason != batched.finish_reason:
         first = len(left)

@@ -181,7 +181,7 @@ def read_timeline(path: Path | str) -> Timeline:
     """The timeline of a step log, or of a record of `verify`. Raises RecordError and OSError."""
     if is_step_log(path):
         return of_step_log(read_step_log(path))
-    from xla_engine.equivalence.record_file import read_record
+    from xla_engine.equivalence.record import read_record
 
     return of_record(read_record(path))
 
@@ -245,7 +245,7 @@ def _name(request: LoggedRequest) -> str:
 def of_record(record: Record) -> Timeline:
     """The timeline of a verified schedule, which has steps but no times."""
     schedule, slots = record.schedule, int(record.identity.config["max_num_seqs"])
-    cases = (*schedule.cases, *schedule.neighbours)
+    cases = schedule.requests
     number = {case.request_id: index for index, case in enumerate(cases)}
     started = [step.turn for step in record.steps]
     parks = _parks(record, started)

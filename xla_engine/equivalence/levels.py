@@ -1,0 +1,283 @@
+"""Levels B and C of the equivalence promise; A, alone equals batched, is `xla_engine.equivalence.verify`.
+
+B: different configurations of the engine, and speculation with any drafts, give the same bits. Compared are batch
+widths, lane counts, chunk sizes and key buckets, prefill instead of decode, and right and wrong drafts. On CPUs in
+bfloat16 no bit differs (findings/same_bits.md). The level is reported, not promised; each request's first difference
+is reported with the gap between the two largest logits at that token.
+
+C: Hugging Face transformers chooses the same greedy tokens.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.speculation.proposer import NoProposer, Proposer
+from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.suffix import SuffixProposer
+from xla_engine.equivalence.cases import Case, draw_cases
+from xla_engine.equivalence.reference import Reference, logit_gap
+from xla_engine.equivalence.verify import VerifyReport, compare
+from xla_engine.errors import ConfigError
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.outputs import CompletionOutput
+from xla_engine.sampling_params import SamplingParams
+from xla_engine.speculative_config import ON_DEVICE, SpeculativeConfig
+from xla_engine.utils.extras import install
+from xla_engine.utils.tables import aligned
+
+_EXPLAINED = 5  # first differences explained per comparison
+ORACLE_TOKENS = 48  # greedy tokens compared per prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class LevelResult:
+    """How often the results of one configuration, or of another engine, differ from this engine's.
+
+    level: "B" or "C". name: what this engine was compared with.
+    requests, tokens: compared ones.
+    differing_tokens: tokens whose ids differ.
+    differing_bits: equal tokens whose logprob bits differ; None if bits are not compared.
+    notes: first differences, explained.
+    """
+
+    level: str
+    name: str
+    requests: int
+    tokens: int = 0
+    differing_tokens: int = 0
+    differing_bits: int | None = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def across_configurations(
+    engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
+) -> list[LevelResult]:
+    """Run the same requests in engines of other configurations, and each decoded token also as a prefill.
+
+    progress: called with the name of each finished configuration.
+    """
+    configs = [config for _, config in _variants(engine.config)]
+    positions = engine.checkpoint.config.max_position_embeddings
+    longest = min(config.context_length(positions) for config in (engine.config, *configs))
+    cases = [
+        case
+        for case in draw_cases(engine, requests, seed)
+        if len(case.prompt_token_ids) + case.params.token_limit <= longest
+    ]
+    expected = run_together(engine, cases)
+    reference = Reference(engine.checkpoint)
+    results = []
+    for name, config in _variants(engine.config):
+        with XlaBatchEngine(engine.checkpoint, None, config) as other:
+            found = run_together(other, cases)
+        results.append(_compared(name, cases, expected, found, reference))
+        if progress is not None:
+            progress(name)
+    results.append(_decode_against_prefill(engine, cases, expected))
+    return results
+
+
+def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
+    """Run all cases at once. By level A, each result equals that of the request alone."""
+    for case in cases:
+        engine.submit(case.prompt, case.params, request_id=case.request_id)
+    return {output.request_id: output.outputs[0] for output in engine.drain()}
+
+
+def _variants(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Named configurations that differ from `config` in one respect each."""
+    for width in (1, 8, 16, 32):
+        if width != config.max_num_seqs:
+            yield f"max_num_seqs {width}", replace(config, max_num_seqs=width)
+    for lanes in ((1,), (4,), (16,)):
+        yield f"prefill_lanes {lanes[0]}", replace(config, prefill_lanes=lanes)
+    for chunk in (16, 64, 128):
+        if chunk != config.chunk_size:
+            yield f"chunk_size {chunk}", replace(config, chunk_size=chunk)
+    yield "one key bucket", replace(config, key_buckets=(2**30,))
+    yield "lag 0", replace(config, lag=0)
+
+
+def _compared(
+    name: str,
+    cases: Sequence[Case],
+    expected: Mapping[str, CompletionOutput],
+    found: Mapping[str, CompletionOutput],
+    reference: Reference | None = None,
+) -> LevelResult:
+    """Compare two runs of the same requests. reference: gives the logits at first differences."""
+    report = VerifyReport()
+    for case in cases:
+        compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
+    prompts = {case.request_id: case.prompt_token_ids for case in cases}
+    notes = []
+    for difference in report.divergences[:_EXPLAINED]:
+        note, known = f"{name}: {difference}", expected[difference.request_id].token_ids
+        if reference is not None:
+            prefix = (*prompts[difference.request_id], *known[: difference.position])
+            note += f"; logit gap {logit_gap(reference, prefix).size:.3g}"
+        notes.append(note)
+    return LevelResult(
+        level="B",
+        name=name,
+        requests=len(cases),
+        tokens=report.tokens,
+        differing_tokens=report.differing_tokens,
+        differing_bits=report.differing_bits,
+        notes=notes,
+    )
+
+
+def _decode_against_prefill(
+    engine: XlaBatchEngine, cases: Sequence[Case], expected: dict[str, CompletionOutput]
+) -> LevelResult:
+    """Compare each generated token with the first token after a prompt of all tokens before it."""
+    places = [
+        (case, position) for case in cases for position in range(1, len(expected[case.request_id].token_ids))
+    ]
+    forced = [
+        Case(
+            request_id=f"{case.request_id}/{position}",
+            prompt_token_ids=(*case.prompt_token_ids, *expected[case.request_id].token_ids[:position]),
+            params=replace(case.params, max_tokens=1, seed=engine.seed_of(case.request_id, case.params)),
+        )
+        for case, position in places
+    ]
+    found = run_together(engine, forced)
+    result = LevelResult(level="B", name="prefill for decode", requests=len(forced), tokens=len(forced))
+    for (case, position), alone in zip(places, forced, strict=True):
+        whole, single = expected[case.request_id], found[alone.request_id]
+        if single.token_ids[0] != whole.token_ids[position]:
+            result.differing_tokens += 1
+        elif single.logprobs != (whole.logprobs or ())[position : position + 1]:
+            result.differing_bits = (result.differing_bits or 0) + 1
+    return result
+
+
+def across_speculation(
+    engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
+) -> list[LevelResult]:
+    """Run the same requests without speculation, and with right, half right and wrong drafts, at all lags.
+
+    Checks the engine's own `speculative_config`, or three widths if it has none. progress: called with the name of
+    each finished comparison. Raises ConfigError if this machine cannot speculate.
+    """
+    cases = draw_cases(engine, requests, seed, every_field=True)
+    with XlaBatchEngine(
+        engine.checkpoint, engine.tokenizer, replace(engine.config, speculative_config=None)
+    ) as plain:
+        expected = run_together(plain, cases)
+    outputs = {name: output.token_ids for name, output in expected.items()}
+    results = []
+    for options in _configurations(engine.config.speculation):
+        config = replace(engine.config, speculative_config=options)
+        with XlaBatchEngine(engine.checkpoint, engine.tokenizer, config) as other:
+            for at, (who, proposer) in enumerate(_proposers(outputs, options.method in ON_DEVICE)):
+                other.lag = at % 3
+                other.draft_with(proposer)
+                before = other.stats()
+                found = run_together(other, cases)
+                after = other.stats()
+                drafted = after.drafted_tokens - before.drafted_tokens
+                right = after.accepted_tokens - before.accepted_tokens
+                name = f"{options.num_speculative_tokens} drafts, {who}, lag {other.lag}: {right} of {drafted} right"
+                results.append(_compared(name, cases, expected, found))
+                if progress is not None:
+                    progress(name)
+    return results
+
+
+def _configurations(own: SpeculativeConfig | None) -> Sequence[SpeculativeConfig]:
+    if own is not None:
+        return [own]
+    return [SpeculativeConfig(method="suffix", num_speculative_tokens=count) for count in (1, 3, 7)]
+
+
+def _proposers(outputs: Mapping[str, Sequence[int]], on_device: bool) -> Iterator[tuple[str, Proposer]]:
+    if on_device:
+        yield "by the device", NoProposer()
+    yield "looked up", SuffixProposer()
+    yield "recorded", Recorded(outputs)
+    yield "half right", Recorded(outputs, 0.5)
+    yield "wrong", Recorded(outputs, 0.0)
+
+
+def against_transformers(
+    engine: XlaBatchEngine, *, requests: int, seed: int, python: str | None = None
+) -> LevelResult:
+    """Compare greedy tokens with transformers' in float32. python: the interpreter for transformers (default: this
+    one).
+
+    Raises ConfigError if the worker cannot run.
+    """
+    if engine.checkpoint.path.is_file():
+        raise ConfigError(
+            f"{engine.checkpoint.path}: transformers is compared on a Hugging Face directory; name the model's"
+        )
+    checkpoint = load_checkpoint(engine.checkpoint.path, dtype="float32")
+    config = replace(engine.config, dtype="float32")
+    cases = [
+        replace(case, params=SamplingParams(temperature=0, max_tokens=ORACLE_TOKENS, ignore_eos=True))
+        for case in draw_cases(engine, 4 * requests, seed)
+        if len(case.prompt_token_ids) + ORACLE_TOKENS <= engine.max_model_len
+    ][:requests]
+    with XlaBatchEngine(checkpoint, None, config) as ours:
+        found = run_together(ours, cases)
+    theirs = _ask_oracle(
+        python or sys.executable, checkpoint.path, [list(case.prompt_token_ids) for case in cases]
+    )
+    reference = Reference(checkpoint)
+    result = LevelResult(level="C", name="transformers, float32", requests=len(cases), differing_bits=None)
+    for case, expected in zip(cases, theirs, strict=True):
+        tokens = found[case.request_id].token_ids
+        result.tokens += len(expected)
+        different = [at for at, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
+        result.differing_tokens += len(different)
+        if different and len(result.notes) < _EXPLAINED:
+            prefix = (*case.prompt_token_ids, *tokens[: different[0]])
+            result.notes.append(
+                f"transformers: request {case.request_id}, token {different[0]}: {tokens[different[0]]} against "
+                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix).size:.3g}"
+            )
+    return result
+
+
+def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations by transformers, in a separate process that reads and writes JSON."""
+    script = Path(__file__).parent / "oracle_worker.py"
+    question = json.dumps(
+        {"model": str(model.resolve()), "prompts": prompts, "max_new_tokens": ORACLE_TOKENS}
+    )
+    try:
+        answer = subprocess.run(
+            [python, str(script)], input=question, capture_output=True, text=True, check=False, cwd=Path.cwd()
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"{python}: cannot run the oracle ({error.strerror}); name another --oracle-python"
+        ) from error
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(
+            f"the transformers oracle failed: {last}. Install the extra ({install('oracle')}) or name an "
+            "interpreter that has torch and transformers with --oracle-python"
+        )
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def table(results: Sequence[LevelResult]) -> list[str]:
+    """The results as an aligned table, followed by notes."""
+    rows: list[tuple[str, ...]] = [
+        ("level", "against", "requests", "tokens", "differing tokens", "differing bits")
+    ]
+    for each in results:
+        bits = "-" if each.differing_bits is None else str(each.differing_bits)
+        counts = map(str, (each.requests, each.tokens, each.differing_tokens))
+        rows.append((each.level, each.name, *counts, bits))
+    return [*aligned(rows), *(f"  {note}" for result in results for note in result.notes)]
