@@ -1,9 +1,8 @@
 """Perplexity of a text, and how far one precision of a model is from another: llama-perplexity's figures."""
 
-from xla_engine.perplexity.figures import Comparison, Perplexity
+from xla_engine.perplexity.figures import Comparison, Perplexity, PerplexityReport
 from xla_engine.perplexity.logits_file import LogitsFile, LogitsWriter
 from xla_engine.perplexity.measure import measure, windows_of
-from xla_engine.perplexity.report import PerplexityReport
 
 __all__ = [
     "Comparison",

@@ -1,12 +1,18 @@
-"""The figures of llama-perplexity, from one number for each scored token; float64, summed in the order of the text."""
+"""The figures of llama-perplexity, from one number for each scored token, and the report of them.
+
+Float64, summed in the order of the text.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from xla_engine.utils.tables import aligned
 
 # log-probabilities of the base below this are left out of a divergence, as in llama-perplexity
 _LEAST = -16.0
@@ -71,13 +77,7 @@ class Perplexity:
         return cls(tokens=len(nll), nll=mean, ppl=Estimate(ppl, ppl * mean.error))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "nll": self.nll.value,
-            "nll_error": self.nll.error,
-            "ppl": self.ppl.value,
-            "ppl_error": self.ppl.error,
-        }
+        return {"tokens": self.tokens, **_with_errors(self, "nll", "ppl")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,79 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {f"base_{name}": value for name, value in self.base.to_json().items()}
         found["correlation"] = self.correlation
-        for name in ("log_ratio", "ratio", "difference", "kld", "delta_p", "delta_p_rms", "same_top"):
-            each: Estimate = getattr(self, name)
-            found |= {name: each.value, f"{name}_error": each.error}
+        found |= _with_errors(
+            self, "log_ratio", "ratio", "difference", "kld", "delta_p", "delta_p_rms", "same_top"
+        )
         return found | {"kld_quantiles": self.kld_quantiles, "delta_p_quantiles": self.delta_p_quantiles}
+
+
+def _with_errors(record: Perplexity | Comparison, *names: str) -> dict[str, float]:
+    """Estimates of a record as JSON has them: each value, then its error."""
+    found: dict[str, float] = {}
+    for name in names:
+        found[name], found[f"{name}_error"] = getattr(record, name)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerplexityReport:
+    """tokens: of the text, i32 `[C, T]`. comparison: None if there was no base."""
+
+    tokens: np.ndarray
+    perplexity: Perplexity
+    comparison: Comparison | None
+
+    @property
+    def text_sha256(self) -> str:
+        """Of the windows' tokens, as little-endian i32: the fingerprint of what was measured."""
+        return hashlib.sha256(self.tokens.astype("<i4").tobytes()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Only values that depend on text, model and precision; not, for example, the number of concurrent
+        requests."""
+        windows, window = self.tokens.shape
+        return {
+            "ctx_size": window,
+            "chunks": windows,
+            "text_sha256": self.text_sha256,
+            **self.perplexity.to_json(),
+            **({} if self.comparison is None else {"against": self.comparison.to_json()}),
+        }
+
+    def lines(self) -> list[str]:
+        """A table, with llama-perplexity's labels."""
+        windows, window = self.tokens.shape
+        scored = self.perplexity.tokens
+        rows = [
+            ("text", f"{windows} windows of {window} tokens, {scored} tokens scored"),
+            ("mean loss", f"{_shown(self.perplexity.nll)} nats"),
+            ("PPL", _shown(self.perplexity.ppl)),
+        ]
+        if (found := self.comparison) is not None:
+            rows += [
+                ("PPL(base)", _shown(found.base.ppl)),
+                ("Cor(ln(PPL), ln(PPL(base)))", f"{100 * found.correlation:.2f} %"),
+                ("Mean ln(PPL/PPL(base))", _shown(found.log_ratio)),
+                ("Mean PPL/PPL(base)", _shown(found.ratio)),
+                ("Mean PPL-PPL(base)", _shown(found.difference)),
+                ("Mean KLD", _shown(found.kld)),
+                *((f"{name} KLD", f"{value:.6f}") for name, value in _labelled(found.kld_quantiles)),
+                ("Mean Δp", f"{_shown(found.delta_p, 100, 3)} %"),
+                *(
+                    (f"{name} Δp", f"{100 * value:.3f} %")
+                    for name, value in _labelled(found.delta_p_quantiles)
+                ),
+                ("RMS Δp", f"{_shown(found.delta_p_rms, 100, 3)} %"),
+                ("Same top p", f"{_shown(found.same_top, 100, 3)} %"),
+            ]
+        return aligned(rows)
+
+
+def _shown(figure: Estimate, scale: float = 1, digits: int = 6) -> str:
+    return f"{scale * figure.value:.{digits}f} ± {scale * figure.error:.{digits}f}"
+
+
+def _labelled(quantiles: dict[str, float]) -> list[tuple[str, float]]:
+    """From the largest down, each with llama-perplexity's label."""
+    labels = {"max": "Maximum", "min": "Minimum", "50%": "Median"}
+    return [(labels.get(name, name), value) for name, value in reversed(quantiles.items())]

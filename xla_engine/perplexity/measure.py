@@ -15,9 +15,8 @@ import numpy as np
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import InvalidRequestError, XlaEngineError
-from xla_engine.perplexity.figures import Comparison, Perplexity, divergence, log_softmax
+from xla_engine.perplexity.figures import Comparison, Perplexity, PerplexityReport, divergence, log_softmax
 from xla_engine.perplexity.logits_file import LogitsFile, LogitsWriter, scored_per_window
-from xla_engine.perplexity.report import PerplexityReport
 from xla_engine.sampling_params import SamplingParams
 
 SMALLEST_WINDOW = 4
@@ -148,12 +147,8 @@ def measure(
             _run(engine, names, tokens, begin, params, scores, progress)
         if writer is not None:
             writer.finish(scores.nll, scores.top)
-    nll = scores.nll.reshape(-1)
-    comparison = None
-    if base is not None:
-        comparison = Comparison.of(
-            nll, scores.base_nll.reshape(-1), scores.kld.reshape(-1), scores.same_top.reshape(-1)
-        )
+    nll, *rest = (each.reshape(-1) for each in (scores.nll, scores.base_nll, scores.kld, scores.same_top))
+    comparison = None if base is None else Comparison.of(nll, *rest)
     return PerplexityReport(tokens=tokens, perplexity=Perplexity.of(nll), comparison=comparison)
 
 

@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 
 _HOME = {"check": "checks", "Report": "report", "HttpTarget": "server"}
 _HOME |= dict.fromkeys(("Answer", "Ask", "CallableTarget", "Choice", "Target", "TargetError"), "target")
-__all__ = [
-    "Answer",
-    "Ask",
-    "CallableTarget",
-    "Choice",
-    "HttpTarget",
-    "Report",
-    "Target",
-    "TargetError",
-    "check",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,10 +26,19 @@ from xla_engine.same_bits.differences import (
     compare,
     digits,
 )
-from xla_engine.same_bits.prompts import draw_prompt, fresh_prompt, lengthened
 from xla_engine.same_bits.report import Finding, Report, Row
 from xla_engine.same_bits.server import HttpTarget
-from xla_engine.same_bits.target import Answer, Ask, CallableTarget, Choice, LimitReached, Target, TargetError
+from xla_engine.same_bits.target import (
+    TEXT,
+    Answer,
+    Ask,
+    CallableTarget,
+    Choice,
+    LimitReached,
+    Prompt,
+    Target,
+    TargetError,
+)
 
 AMONG = (8, 48)  # other requests beside one
 LONG = (8, 48, 256)
@@ -139,7 +148,7 @@ class _Checks:
 
     def _ask(self, *, tokens: int = 40, **options: Any) -> Ask:
         options.setdefault("stream", self._stream)
-        return Ask(prompt=draw_prompt(self._draw, tokens, self._target.corpus), **options)
+        return Ask(prompt=_draw_prompt(self._draw, tokens, self._target.corpus), **options)
 
     def _drawn(self) -> Ask:
         return self._ask(max_tokens=self._draw.randrange(16, 33), tokens=self._draw.randrange(20, 100))
@@ -308,8 +317,8 @@ class _Checks:
         corpus = self._target.corpus
         lengths = LENGTHS if corpus else (64, 256)
         for length in lengths:
-            ask = Ask(prompt=fresh_prompt(self._fresh, length, corpus), max_tokens=8)
-            longer = replace(ask, prompt=lengthened(ask.prompt, 40, self._draw, corpus), max_tokens=1)
+            ask = Ask(prompt=_fresh_prompt(self._fresh, length, corpus), max_tokens=8)
+            longer = replace(ask, prompt=_lengthened(ask.prompt, 40, self._draw, corpus), max_tokens=1)
             cold, warm = self._one(ask), self._one(ask)
             self._one(longer)
             again = self._one(ask)
@@ -355,6 +364,37 @@ class _Checks:
         asks = [self._asks[0], *self._asks]
         for ask, record, before, after in zip(asks, self.saved, earlier, now, strict=False):
             self._compare(record["name"], ask, Answer(choices=(before,)), after)
+
+
+def _draw_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> Prompt:
+    """A piece of about this many tokens; exactly as many if there are ids."""
+    if corpus:
+        begin = draw.randrange(len(corpus))
+        return tuple(corpus[(begin + place) % len(corpus)] for place in range(tokens))
+    size = 3 * tokens
+    begin = draw.randrange(len(TEXT) - size)
+    return TEXT[begin : begin + size]
+
+
+def _fresh_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> Prompt:
+    """The same with a new beginning, so that no cache contains it."""
+    if corpus:
+        nonce = tuple(draw.choice(corpus) for _ in range(12))
+        piece = _draw_prompt(draw, tokens - len(nonce), corpus)
+        assert isinstance(piece, tuple)
+        return nonce + piece
+    piece = _draw_prompt(draw, tokens - 8, corpus)
+    assert isinstance(piece, str)
+    return f"{draw.getrandbits(64):016x} {piece}"
+
+
+def _lengthened(prompt: Prompt, tokens: int, draw: random.Random, corpus: tuple[int, ...]) -> Prompt:
+    """The prompt and about as many tokens more."""
+    more = _draw_prompt(draw, tokens, corpus)
+    if isinstance(prompt, str):
+        return f"{prompt}{more}"
+    assert isinstance(more, tuple)
+    return prompt + more
 
 
 def _one_begins_the_other(one: Choice, two: Choice) -> bool:

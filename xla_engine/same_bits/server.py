@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from xla_engine.same_bits.answers import Collected, Malformed, choices_of
-from xla_engine.same_bits.prompts import TEXT
-from xla_engine.same_bits.target import Answer, Ask, LimitReached, TargetError
+from xla_engine.same_bits.target import TEXT, Answer, Ask, Choice, LimitReached, TargetError, Token
 
 ANSWER_S = 120.0  # that a server may be silent
 MOST_BYTES = 4 << 20  # of one answer
@@ -73,6 +71,10 @@ class _Spent:
     def correct(self, tokens: int) -> None:
         with self.lock:
             self.tokens += tokens
+
+
+class _Malformed(Exception):
+    """An answer that cannot be parsed; the message says why."""
 
 
 class _Refused(Exception):
@@ -161,7 +163,7 @@ class HttpTarget:
         try:
             listed = json.loads(b"".join(self._exchange("GET", "/models", None)))
             return str(listed["data"][0]["id"])
-        except (_Refused, Malformed, ValueError, LookupError, TypeError) as error:
+        except (_Refused, _Malformed, ValueError, LookupError, TypeError) as error:
             if isinstance(error, TargetError):
                 raise
             raise TargetError(f"{self.url}/models lists no model; name one with --model (model=)") from None
@@ -174,7 +176,7 @@ class HttpTarget:
             try:
                 answer = self._complete(Ask(prompt=pieces[0], max_tokens=4))
                 break
-            except (_Refused, Malformed) as refused:
+            except (_Refused, _Malformed) as refused:
                 reason = str(refused)
         else:
             raise TargetError(f"{self.url}/completions refuses a plain request: {reason}")
@@ -185,12 +187,12 @@ class HttpTarget:
         if ids and self._seen(Ask(prompt=ids, max_tokens=1), lambda given: _prompt_ids(given) == ids):
             self.corpus = ids
             for piece in pieces[1:]:
-                with suppress(_Refused, Malformed):
+                with suppress(_Refused, _Malformed):
                     self.corpus += _prompt_ids(self._complete(Ask(prompt=piece, max_tokens=1))) or ()
             self.features |= {"ids"}
             if self._seen(
                 Ask(prompt=ids, max_tokens=1, score=True),
-                lambda given: choices_of(given)[0].prompt_logprobs is not None,
+                lambda given: _choices_of(given)[0].prompt_logprobs is not None,
             ):
                 self.features |= {"score"}
         self.features |= {"cut", "seed", "n"}
@@ -201,7 +203,7 @@ class HttpTarget:
     def _seen(self, ask: Ask, effect: Callable[[dict[str, Any]], bool]) -> bool:
         try:
             return effect(self._complete(ask))
-        except (_Refused, Malformed, IndexError):
+        except (_Refused, _Malformed, IndexError):
             return False
 
     # One request.
@@ -233,7 +235,7 @@ class HttpTarget:
         """The answer, and when each piece of it came."""
         time.sleep(max(began + ask.delay_s - time.monotonic(), 0))
         sent = time.monotonic()
-        collected = Collected(most=ask.max_tokens)
+        collected = _Collected(most=ask.max_tokens)
         try:
             if ask.stream:
                 reserved = self._reserve(ask)
@@ -242,11 +244,11 @@ class HttpTarget:
                 choices, cached = collected.choices(), None
             else:
                 answer = self._complete(ask)
-                choices = choices_of(answer, most=ask.max_tokens)
+                choices = _choices_of(answer, most=ask.max_tokens)
                 usage = answer.get("usage")
                 details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
                 cached = _whole(details, "cached_tokens")
-        except (_Refused, Malformed) as error:
+        except (_Refused, _Malformed) as error:
             return Answer(error=str(error), seconds=time.monotonic() - sent), []
         return Answer(choices=choices, cached_tokens=cached, seconds=time.monotonic() - sent), collected.times
 
@@ -267,7 +269,7 @@ class HttpTarget:
                 except (OSError, http.client.HTTPException) as error:
                     self._spent.left_s()
                     reason = f"{type(error).__name__}: {self._safe(str(error))}"
-                    raise Malformed(f"the answer ended early: {reason}") from None
+                    raise _Malformed(f"the answer ended early: {reason}") from None
             asked = response.headers.get("retry-after", "")
             wait_s = float(asked) if asked.isdigit() else min(2 * wait_s, 30.0)
             self._spent.correct(-tokens)
@@ -287,7 +289,7 @@ class HttpTarget:
                 plain = stack.enter_context(context.wrap_socket(plain, server_hostname=self._host))
         except OSError as error:
             reason = f"no server answers at {self.url}: {error.strerror or error}"
-            raise (Malformed if self.features else TargetError)(reason) from None
+            raise (_Malformed if self.features else TargetError)(reason) from None
         # A server that sends a byte now and then would hold a request for ever.
         watch = threading.Timer(limit_s, _shut, (plain,))
         watch.daemon = True
@@ -346,7 +348,7 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
     while line := response.readline(MOST_BYTES + 1):
         size += len(line)
         if size > MOST_BYTES:
-            raise Malformed(f"an answer of more than {MOST_BYTES >> 20} MiB")
+            raise _Malformed(f"an answer of more than {MOST_BYTES >> 20} MiB")
         yield line
 
 
@@ -354,9 +356,9 @@ def _object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise Malformed("an answer that is not JSON") from None
+        raise _Malformed("an answer that is not JSON") from None
     if not isinstance(value, dict):
-        raise Malformed("an answer that is not a JSON object")
+        raise _Malformed("an answer that is not a JSON object")
     return value
 
 
@@ -386,3 +388,125 @@ def _peers(place: int, spans: list[list[float]]) -> int:
     return sum(
         1 for number, other in enumerate(spans) if number != place and other and other[0] < middle < other[-1]
     )
+
+
+# Parsing answers. Anything but the JSON of an OpenAI-compatible server raises `_Malformed`.
+
+
+def _choices_of(answer: dict[str, Any], *, most: int | None = None) -> tuple[Choice, ...]:
+    """The choices of a whole answer, by index. most: tokens that one of them may have."""
+    given = answer.get("choices")
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        raise _Malformed("an answer without choices")
+    parts: dict[int, _Parts] = {}
+    for place, each in enumerate(given):
+        parts.setdefault(_index(each, place), _Parts()).add(each)
+    return tuple(parts[index].choice(most) for index in sorted(parts))
+
+
+def _index(choice: dict[str, Any], place: int) -> int:
+    index = choice.get("index", place)
+    if not isinstance(index, int) or not 0 <= index < 1024:
+        raise _Malformed("a choice with a wrong index")
+    return index
+
+
+class _Collected:
+    """The pieces of a streamed answer. most: tokens that it may have; times: when each piece came, in seconds."""
+
+    def __init__(self, *, most: int) -> None:
+        self._most = most
+        self._parts: dict[int, _Parts] = {}
+        self._done = False
+        self.times: list[float] = []
+
+    def add(self, line: bytes, now: float) -> bool:
+        """One line of server-sent events. True at the end."""
+        if not line.startswith(b"data:"):
+            return False
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self._done = True
+            return True
+        try:
+            event = json.loads(data)
+            choices = event["choices"]
+            for each in choices:
+                self._parts.setdefault(_index(each, 0), _Parts()).add(each)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise _Malformed(f"a stream with the event {data[:200]!r}") from None
+        if choices:
+            self.times.append(now)
+        if len(self.times) > 2 * self._most + 16:
+            raise _Malformed(
+                f"a stream that goes on after {len(self.times)} pieces for max_tokens {self._most}"
+            )
+        return False
+
+    def choices(self) -> tuple[Choice, ...]:
+        if not self._done or not self._parts:
+            raise _Malformed("a stream that breaks off")
+        return tuple(self._parts[index].choice(self._most) for index in sorted(self._parts))
+
+
+class _Parts:
+    """One choice, piece by piece."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._ids: list[Token] = []
+        self._names: list[Token] = []
+        self._logprobs: list[float] = []
+        self._gaps: list[float] = []
+        self._prompt: tuple[dict[str, float], ...] | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        try:
+            self._text += str(choice.get("text") or "")
+            self._ids += [int(each) for each in choice.get("token_ids") or ()]
+            self._add_logprobs(choice.get("logprobs"))
+            if choice.get("prompt_logprobs"):
+                self._prompt = tuple(
+                    {str(token): _number(found["logprob"]) for token, found in each.items()}
+                    for each in choice["prompt_logprobs"][1:]
+                )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _Malformed(f"a choice of an unknown format ({type(error).__name__})") from None
+
+    def _add_logprobs(self, found: Any) -> None:
+        if not found:
+            return
+        if "content" in found:  # the form of chats, which llama-server has here too
+            found = {
+                "tokens": [each.get("id", each["token"]) for each in found["content"]],
+                "token_logprobs": [each["logprob"] for each in found["content"]],
+                "top_logprobs": [
+                    {str(place): top["logprob"] for place, top in enumerate(each.get("top_logprobs") or ())}
+                    for each in found["content"]
+                ],
+            }
+        self._names += [each if isinstance(each, int) else str(each) for each in found["tokens"]]
+        self._logprobs += [_number(each) for each in found["token_logprobs"]]
+        for tops in found.get("top_logprobs") or ():
+            best = sorted((_number(each) for each in tops.values()), reverse=True)
+            if len(best) > 1:
+                self._gaps.append(best[0] - best[1])
+
+    def choice(self, most: int | None) -> Choice:
+        tokens = tuple(self._ids or self._names)
+        if most is not None and len(tokens) > most:
+            raise _Malformed(f"{len(tokens)} tokens for max_tokens {most}")
+        complete = bool(tokens) and len(self._logprobs) == len(tokens)
+        return Choice(
+            text=self._text,
+            tokens=tokens,
+            logprobs=tuple(self._logprobs) if complete else None,
+            gaps=tuple(self._gaps) if complete and len(self._gaps) == len(tokens) else None,
+            prompt_logprobs=self._prompt,
+        )
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Malformed("a log-probability that is not a number")
+    return float(value)

@@ -3,8 +3,13 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Protocol, runtime_checkable
 
+# that prompts are pieces of
+TEXT = files("xla_engine").joinpath("equivalence/prompts.txt").read_text(encoding="utf-8")
+
+Prompt = str | tuple[int, ...]  # text, or token ids
 Token = int | str  # an id, or the text of a token where the target does not give ids
 
 
@@ -20,11 +25,11 @@ class LimitReached(TargetError):
 class Ask:
     """One request.
 
-    prompt: text, or token ids. score: return the log-probabilities of the prompt. delay_s: seconds to wait before
+    score: return the log-probabilities of the prompt. delay_s: seconds to wait before
     it is sent, counted from the call of `run`.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: Prompt
     max_tokens: int = 16
     temperature: float = 0.0
     seed: int | None = None
