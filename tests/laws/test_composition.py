@@ -28,20 +28,8 @@ INHERITS = {
     "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
     "_Ends": "an OutputCollector that hears of ends",
     "Responses": "an endpoint that differs from Generation in its shapes",
-    # peers of the benchmark, each a variant of one program
-    "Q8": "a variant of one peer",
-    "Continuous": "the same",
-    "Wide": "the same",
-    "U8Cache": "the same",
-    "Int8": "the same",
-    "W8A8": "the same",
-    "Blocks": "the same",
-    "File": "the same",
-    "Gguf": "the same",
-    "GgufInt8": "the same",
-    "Int4": "the same",
-    "Q4": "the same",
-    "Q4KM": "the same",
+    # a peer of the benchmark
+    "Continuous": "a variant of Static",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.tools.bench import limits
 from xla_engine.tools.bench.models import BenchModel
-from xla_engine.tools.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, PeerFailed, Process
+from xla_engine.tools.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, Peer, PeerFailed, Process
 from xla_engine.tools.bench.results import results
 from xla_engine.tools.bench.rounds import STOP_SLACK, Side, judge_turns, take_turns
 from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, make_workload
@@ -153,11 +153,11 @@ def _start(
     if name in record["skipped"]:
         return
     options.say(f"B = {batch}: loading {name}")
-    kind = "xla:Engine" if name == OURS else PEERS[name].kind
+    peer = Peer("xla:Engine", "this engine") if name == OURS else PEERS[name]
     began = time.monotonic()
     process = None
     try:
-        process = Process(options.peers.get(name, options.python), kind, options.threads)
+        process = Process(options.peers.get(name, options.python), peer.kind, options.threads)
         loaded = process.ask(
             "load",
             model=str(options.files.directory),
@@ -166,6 +166,7 @@ def _start(
             max_num_seqs=batch,
             max_model_len=longest,
             cache=str(options.cache),
+            **peer.options,
         )
     except PeerFailed as error:
         if process is not None:
@@ -176,9 +177,8 @@ def _start(
         return
     side = Side(name, process, loaded, time.monotonic() - began)
     sides.append(side)
-    about = "this engine" if name == OURS else PEERS[name].about
     entry = record["engines"].setdefault(
-        name, {"about": about, "versions": loaded["versions"], "notes": loaded["notes"]}
+        name, {"about": peer.about, "versions": loaded["versions"], "notes": loaded["notes"]}
     )
     entry |= {key: loaded[key] for key in ("isa", "weight_bytes") if loaded.get(key) is not None}
     entry.setdefault("load_seconds", {})[str(batch)] = round(side.load_seconds, 2)

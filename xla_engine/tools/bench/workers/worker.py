@@ -4,13 +4,21 @@ Runs in the interpreter of its engine, so it needs the standard library only. FI
 in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
 with the other fields. What every engine can be asked:
 
-    load(model, file, dtype, max_num_seqs, max_model_len, cache)
+    load(model, file, dtype, max_num_seqs, max_model_len, cache, and the options of this peer)
         -> {"versions": str, "notes": str, "arrivals": bool, "weight_bytes": of weights that are not in `dtype`}
     run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
 
 `run` completes token ids greedily, every request to exactly its `max_tokens`; request i is handed over
 `arrivals[i]` seconds after the start, where load said that arrivals are understood. `times` are seconds since the
 start at which each token was known. An answer {"error": text} says what went wrong.
+
+An engine that is fed request by request may have these instead of `run`:
+
+    room            requests that it takes at one time
+    start(index, prompt, max_tokens)    takes request `index`
+    step()          runs one step -> [(index, [id, ...]), ...]
+    is_busy()       whether it has requests whose tokens are not complete
+    end(index)      forgets a request that has all its tokens
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ import json
 import os
 import resource
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -42,7 +51,12 @@ def main() -> None:
             if engine is None:
                 module, _, name = kind.partition(":")
                 engine = getattr(importlib.import_module(module), name)(threads)
-            answer = {"peak_mib": peak_mib()} if do == "memory" else getattr(engine, do)(**request)
+            if do == "memory":
+                answer: dict[str, Any] = {"peak_mib": peak_mib()}
+            elif do == "run" and not hasattr(engine, "run"):
+                answer = run(engine, **request)
+            else:
+                answer = getattr(engine, do)(**request)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -50,6 +64,35 @@ def main() -> None:
     if hasattr(engine, "close"):
         with contextlib.suppress(Exception):
             engine.close()
+
+
+def run(
+    engine: Any, prompts: list[list[int]], max_tokens: list[int], arrivals: list[float]
+) -> dict[str, Any]:
+    """The protocol's `run` for an engine that is fed request by request."""
+    order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+    streams: list[list[int]] = [[] for _ in prompts]
+    times: list[list[float]] = [[] for _ in prompts]
+    started = live = 0
+    began = time.perf_counter()
+    while started < len(order) or (live and engine.is_busy()):
+        now = time.perf_counter() - began
+        while started < len(order) and live < engine.room and arrivals[order[started]] <= now:
+            index = order[started]
+            engine.start(index, prompts[index], max_tokens[index])
+            started, live = started + 1, live + 1
+        if not live:
+            time.sleep(max(arrivals[order[started]] - now, 0.0))
+            continue
+        found = list(engine.step())
+        now = time.perf_counter() - began
+        for index, tokens in found:
+            streams[index] += tokens
+            times[index] += [now] * len(tokens)
+            if len(streams[index]) == max_tokens[index]:
+                engine.end(index)
+                live -= 1
+    return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
 
 
 def peak_mib() -> float:

@@ -27,7 +27,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan, Request, Scheduler
 
 Ids = list[list[int]]
-SLOTS_OF_PAGES = 4  # for one slot
 _AHEAD = 4  # bare steps started before one is waited for: each holds its scratch memory from its start
 
 
@@ -54,18 +53,29 @@ class Watch:
 
 
 class Engine:
-    """Our side of the protocol in `worker.py`; weights as the model has them, slots of their own."""
-
-    quantization: str | None = None
+    """Our side of the protocol in `worker.py`."""
 
     def __init__(self, threads: int) -> None:
         self._engine: XlaBatchEngine | None = None
 
     def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self,
+        model: str,
+        file: str | None,
+        dtype: str,
+        max_num_seqs: int,
+        max_model_len: int,
+        cache: str,
+        *,
+        quantization: str | None = None,
+        slots_of_pages: int = 0,
     ) -> dict[str, Any]:
+        """quantization: as in `EngineConfig`; with "gguf" and "gguf-int8" the weights are those of the GGUF file.
+
+        slots_of_pages: how many slots there are for one in the same memory, with KV blocks; 0 without blocks.
+        """
         weight_bytes = None
-        if self.quantization in (GGUF, GGUF_INT8):
+        if quantization in (GGUF, GGUF_INT8):
             if file is None:
                 raise ConfigError("--model is not a GGUF file")
             model, weight_bytes = file, Path(file).stat().st_size
@@ -73,10 +83,12 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             dtype=dtype,
-            quantization=self.quantization,
+            quantization=quantization,
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
-        config = self.laid_out(config, whole_spans(max_model_len))
+        if slots_of_pages:
+            blocks = config.device_rows * whole_spans(max_model_len) // config.block_size
+            config = replace(config, num_blocks=blocks, max_num_seqs=slots_of_pages * config.num_slots)
         described = describe(open_model(model), config, None)
         self._engine = XlaBatchEngine(load_weights(described), None, described.options)
         stats = self._engine.stats()
@@ -89,10 +101,6 @@ class Engine:
             "compile_seconds": stats.compile_seconds,
             "programs": len(self._engine.inventory_report()),
         }
-
-    def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
-        """The layout of keys and values for `positions` in each slot."""
-        return config
 
     @property
     def engine(self) -> XlaBatchEngine:
@@ -209,32 +217,6 @@ class Engine:
 
     def close(self) -> None:
         self.engine.close()
-
-
-class Int8(Engine):
-    """The same with weights and activations in eight bits."""
-
-    quantization = "int8"
-
-
-class Gguf(Engine):
-    """The same with the weights of the GGUF file, packed as they are there."""
-
-    quantization = "gguf"
-
-
-class GgufInt8(Engine):
-    """The same, and activations in eight bits, with a scale for each 32."""
-
-    quantization = "gguf-int8"
-
-
-class Blocks(Engine):
-    """More slots in the same memory, with KV blocks."""
-
-    def laid_out(self, config: EngineConfig, positions: int) -> EngineConfig:
-        blocks = config.device_rows * positions // config.block_size
-        return replace(config, num_blocks=blocks, max_num_seqs=SLOTS_OF_PAGES * config.num_slots)
 
 
 class Judge:

@@ -10,7 +10,6 @@ import ctypes
 import json
 import math
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
-Ids = list[list[int]]
-
 BATCH = 2048  # tokens per call, the server's default
 
 
@@ -30,25 +27,41 @@ BATCH = 2048  # tokens per call, the server's default
 class Sequence:
     """A request in a slot. `todo` holds tokens the model has not seen; `seen` counts those it has."""
 
-    index: int
+    slot: int
     todo: list[int]
-    left: int
     seen: int = 0
 
 
-class Plain:
-    """llama.cpp's side of the protocol in `worker.py`, weights as in the checkpoint."""
-
-    quantized = ""
+class Engine:
+    """llama.cpp's side of the protocol in `worker.py`."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
+        self._live: dict[int, Sequence] = {}  # by index
 
     def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self,
+        model: str,
+        file: str | None,
+        dtype: str,
+        max_num_seqs: int,
+        max_model_len: int,
+        cache: str,
+        *,
+        quantized: str = "",
+        as_given: bool = False,
     ) -> dict[str, Any]:
+        """quantized: type of the weights, as llama-quantize makes them; as in the checkpoint by default.
+
+        as_given: take the GGUF file that the model was given as.
+        """
         llama_cpp.llama_backend_init()
-        path, kind = self.written(Path(model), file, dtype, Path(cache) / "gguf")
+        if as_given and file is None:
+            raise ValueError("--model is not a GGUF file")
+        if as_given and file is not None:
+            path, kind = Path(file), Path(file).stem
+        else:
+            path, kind = written(Path(model), dtype, quantized, Path(cache) / "gguf")
         self._model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
@@ -56,7 +69,7 @@ class Plain:
             raise RuntimeError(f"llama.cpp does not load {path}")
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = max_num_seqs * -(-max_model_len // 256) * 256
-        options.n_seq_max = self._slots = max_num_seqs
+        options.n_seq_max = self.room = max_num_seqs
         options.n_batch = BATCH
         options.n_threads = options.n_threads_batch = self._threads
         self._context = llama_cpp.llama_init_from_model(self._model, options)
@@ -75,62 +88,30 @@ class Plain:
             "weight_bytes": path.stat().st_size,
         }
 
-    def written(self, model: Path, file: str | None, dtype: str, folder: Path) -> tuple[Path, str]:
-        """The GGUF file and the type of its weights."""
-        kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
-        path = folder / f"{model.resolve().name}-{kind}.gguf"
-        if not path.exists():
-            convert(model, path, gguf.GGMLQuantizationType[kind])
-        if not self.quantized:
-            return path, kind
-        small = folder / f"{model.resolve().name}-{self.quantized}.gguf"
-        if not small.exists():
-            quantize(path, small, self.quantized)
-        return small, self.quantized
+    def start(self, index: int, prompt: list[int], max_tokens: int) -> None:
+        taken = {each.slot for each in self._live.values()}
+        self._live[index] = Sequence(next(slot for slot in range(self.room) if slot not in taken), prompt)
 
-    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
-        streams: Ids = [[] for _ in prompts]
-        times: list[list[float]] = [[] for _ in prompts]
-        slots: dict[int, Sequence] = {}
-        submitted = 0
-        began = time.perf_counter()
-        while submitted < len(order) or slots:
-            now = time.perf_counter() - began
-            while submitted < len(order) and len(slots) < self._slots and arrivals[order[submitted]] <= now:
-                index = order[submitted]
-                free = next(slot for slot in range(self._slots) if slot not in slots)
-                slots[free] = Sequence(index, list(prompts[index]), max_tokens[index])
-                submitted += 1
-            if not slots:
-                time.sleep(max(arrivals[order[submitted]] - now, 0.0))
-                continue
-            sampled = self._step(slots)
-            now = time.perf_counter() - began
-            for slot, token in sampled:
-                sequence = slots[slot]
-                streams[sequence.index].append(token)
-                times[sequence.index].append(now)
-                sequence.todo, sequence.left = [token], sequence.left - 1
-                if not sequence.left:
-                    llama_cpp.llama_memory_seq_rm(self._memory, slot, -1, -1)
-                    del slots[slot]
-        return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
+    def is_busy(self) -> bool:
+        return bool(self._live)
 
-    def _step(self, slots: dict[int, Sequence]) -> list[tuple[int, int]]:
-        """One call for all slots, decoding ones first; (slot, greedy token) of those whose prompt is complete."""
+    def end(self, index: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, self._live.pop(index).slot, -1, -1)
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """One call for all slots, decoding ones first; the greedy tokens of those whose prompt is complete."""
         batch, count = self._batch, 0
         asked = []
-        for slot, sequence in sorted(slots.items(), key=lambda item: len(item[1].todo)):
+        for index, sequence in sorted(self._live.items(), key=lambda item: len(item[1].todo)):
             part, sequence.todo = sequence.todo[: BATCH - count], sequence.todo[BATCH - count :]
             for token in part:
                 batch.token[count], batch.pos[count] = token, sequence.seen
-                batch.n_seq_id[count], batch.seq_id[count][0], batch.logits[count] = 1, slot, 0
+                batch.n_seq_id[count], batch.seq_id[count][0], batch.logits[count] = 1, sequence.slot, 0
                 sequence.seen += 1
                 count += 1
             if part and not sequence.todo:
                 batch.logits[count - 1] = 1
-                asked.append((count, slot))
+                asked.append(index)
         batch.n_tokens = count
         if status := llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode failed with status {status}")
@@ -141,34 +122,24 @@ class Plain:
             ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float)),
             (len(asked), self._vocab_size),
         )
-        return [(slot, int(token)) for (_, slot), token in zip(asked, logits.argmax(1), strict=True)]
+        found = [(index, [int(token)]) for index, token in zip(asked, logits.argmax(1), strict=True)]
+        for index, tokens in found:
+            self._live[index].todo = list(tokens)
+        return found
 
 
-class File(Plain):
-    """The GGUF file that the model was given as."""
-
-    def written(self, model: Path, file: str | None, dtype: str, folder: Path) -> tuple[Path, str]:
-        if file is None:
-            raise ValueError("--model is not a GGUF file")
-        return Path(file), Path(file).stem
-
-
-class Q8(Plain):
-    """The same with weights in blocks of 32 eight-bit integers."""
-
-    quantized = "Q8_0"
-
-
-class Q4(Plain):
-    """The same in blocks of 32 four-bit integers, as llama-quantize makes them."""
-
-    quantized = "Q4_0"
-
-
-class Q4KM(Plain):
-    """The same in the mixture that most files have; matrices of odd widths get other types."""
-
-    quantized = "Q4_K_M"
+def written(model: Path, dtype: str, quantized: str, folder: Path) -> tuple[Path, str]:
+    """The GGUF file of a checkpoint, written unless it exists, and the type of its weights."""
+    kind = {"bfloat16": "BF16", "float32": "F32"}[dtype]
+    path = folder / f"{model.resolve().name}-{kind}.gguf"
+    if not path.exists():
+        convert(model, path, gguf.GGMLQuantizationType[kind])
+    if not quantized:
+        return path, kind
+    small = folder / f"{model.resolve().name}-{quantized}.gguf"
+    if not small.exists():
+        quantize(path, small, quantized)
+    return small, quantized
 
 
 def quantize(path: Path, small: Path, kind: str) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,53 @@ import numpy as np
 import openvino
 import openvino_genai
 
-Ids = list[list[int]]
-
 PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
-class Plain:
-    """OpenVINO's side of the protocol in `worker.py`; keys and values in the precision of the model."""
-
-    cache_precision = ""
-    weight_format = ""  # as stored
-    widening = 1  # requests at once, for each slot
+class Engine:
+    """OpenVINO's side of the protocol in `worker.py`."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
+        self._running: dict[int, Any] = {}  # handles of requests
+        self._requests = 0
 
     def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self,
+        model: str,
+        file: str | None,
+        dtype: str,
+        max_num_seqs: int,
+        max_model_len: int,
+        cache: str,
+        *,
+        cache_precision: str = "",
+        weight_format: str = "",
+        widening: int = 1,
     ) -> dict[str, Any]:
-        name = "-".join(filter(None, (Path(model).resolve().name, self.weight_format)))
+        """cache_precision: of keys and values; that of the model by default. weight_format: as stored by default.
+
+        widening: requests at once, for each slot; as far as the cache goes.
+        """
+        name = "-".join(filter(None, (Path(model).resolve().name, weight_format)))
         directory = Path(cache) / "openvino" / name
         if not directory.exists():
-            convert(model, directory, self.weight_format)
+            convert(model, directory, weight_format)
         has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         short = "bf16" if dtype == "bfloat16" and has_bf16 else "f32"  # without it computes in float32 only
         options = openvino_genai.SchedulerConfig()
-        options.max_num_seqs = self._slots = self.widening * max_num_seqs
-        options.max_num_batched_tokens = self._slots + PROMPT_TOKENS
+        options.max_num_seqs = self.room = widening * max_num_seqs
+        options.max_num_batched_tokens = self.room + PROMPT_TOKENS
         options.cache_size = cache_gib(model, max_num_seqs * max_model_len)
         options.enable_prefix_caching = False
-        kept = self.cache_precision or short
+        kept = cache_precision or short
         properties = {
             "INFERENCE_PRECISION_HINT": short,
             "INFERENCE_NUM_THREADS": self._threads,
             "KV_CACHE_PRECISION": kept,
         }
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(directory), options, "CPU", properties)
-        self._requests = 0
-        weights = self.weight_format or "as stored"
+        weights = weight_format or "as stored"
         return {
             "versions": f"openvino-genai {openvino_genai.__version__}",
             "notes": f"weights {weights}, computed in {short}, cache {kept}, {PROMPT_TOKENS} prompt tokens a step",
@@ -59,67 +68,30 @@ class Plain:
             "weight_bytes": (directory / "openvino_model.bin").stat().st_size,
         }
 
-    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        pipeline = self._pipeline
-        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
-        streams: Ids = [[] for _ in prompts]
-        times: list[list[float]] = [[] for _ in prompts]
-        running: dict[int, Any] = {}
-        submitted = 0
-        began = time.perf_counter()
-        while submitted < len(order) or pipeline.has_non_finished_requests():
-            now = time.perf_counter() - began
-            # Its scheduler takes more than max_num_seqs when prompts are split (dynamic_split_fuse, the default).
-            while submitted < len(order) and arrivals[order[submitted]] <= now and len(running) < self._slots:
-                index = order[submitted]
-                running[index] = self._add(prompts[index], max_tokens[index])
-                submitted += 1
-            if not pipeline.has_non_finished_requests():
-                time.sleep(max(arrivals[order[submitted]] - now, 0.0))
-                continue
-            pipeline.step()
-            now = time.perf_counter() - began
-            for index, handle in list(running.items()):
-                while handle.can_read():
-                    (output,) = handle.read().values()
-                    streams[index] += output.generated_ids
-                    times[index] += [now] * len(output.generated_ids)
-                if len(streams[index]) == max_tokens[index]:
-                    del running[index]
-        return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
+    # `room` counts, because its scheduler takes more than max_num_seqs when prompts are split (dynamic_split_fuse, the
+    # default).
 
-    def _add(self, prompt: list[int], count: int) -> Any:
+    def start(self, index: int, prompt: list[int], max_tokens: int) -> None:
         greedy = openvino_genai.GenerationConfig()
-        greedy.max_new_tokens = greedy.min_new_tokens = count
+        greedy.max_new_tokens = greedy.min_new_tokens = max_tokens
         greedy.ignore_eos, greedy.do_sample = True, False
         greedy.set_eos_token_id(0)  # ignored, but the default for models without one, -1, is refused
         self._requests += 1
         ids = openvino.Tensor(np.array([prompt], np.int64))
-        return self._pipeline.add_request(self._requests, ids, greedy)
+        self._running[index] = self._pipeline.add_request(self._requests, ids, greedy)
 
+    def step(self) -> Iterator[tuple[int, list[int]]]:
+        self._pipeline.step()
+        for index, handle in self._running.items():
+            while handle.can_read():
+                (output,) = handle.read().values()
+                yield index, output.generated_ids
 
-class Wide(Plain):
-    """The same with all requests of the ragged workload at once, as far as its cache goes."""
+    def is_busy(self) -> bool:
+        return bool(self._pipeline.has_non_finished_requests())
 
-    widening = 8
-
-
-class U8Cache(Plain):
-    """The same with keys and values in eight bits."""
-
-    cache_precision = "u8"
-
-
-class Int8(U8Cache):
-    """Weights in eight bits too, a scale for each channel."""
-
-    weight_format = "int8_asym"
-
-
-class Int4(U8Cache):
-    """Weights in four bits, a scale and a zero point for each group of 64."""
-
-    weight_format = "int4_asym"
+    def end(self, index: int) -> None:
+        del self._running[index]
 
 
 def cache_gib(model: str, positions: int) -> int:

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import tempfile
-import time
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,39 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-Ids = list[list[int]]
-
 PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
-class Plain:
-    """vLLM's side of the protocol in `worker.py`, weights as in the checkpoint."""
+class Engine:
+    """vLLM's side of the protocol in `worker.py`."""
 
-    weights = "as stored"
+    room = math.inf  # it has a queue
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
         self._requests = 0
+        self._index: dict[str, int] = {}  # by request id
 
     def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
+        self,
+        model: str,
+        file: str | None,
+        dtype: str,
+        max_num_seqs: int,
+        max_model_len: int,
+        cache: str,
+        *,
+        w8a8: bool = False,
     ) -> dict[str, Any]:
+        """w8a8: int8 weights, a scale for each channel, and int8 activations, a scale for each token."""
+        weights = "int8 by channel, activations int8 by token" if w8a8 else "as stored"
+        directory = Path(cache) / "vllm" / f"{Path(model).resolve().name}-w8a8" if w8a8 else Path(model)
+        if w8a8 and not directory.exists():
+            quantize(Path(model), directory)
         space = cache_gib(model, max_num_seqs * max_model_len)
         environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=self.directory(model, cache),
+                model=str(directory),
                 skip_tokenizer_init=True,
                 dtype=dtype,
                 max_model_len=max_model_len,
@@ -58,63 +68,34 @@ class Plain:
         )
         return {
             "versions": f"vllm {vllm.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads",
-            "notes": f"weights {self.weights}, {PROMPT_TOKENS} prompt tokens a step, cache {space} GiB",
+            "notes": f"weights {weights}, {PROMPT_TOKENS} prompt tokens a step, cache {space} GiB",
             "arrivals": True,
         }
 
-    def directory(self, model: str, cache: str) -> str:
-        """The checkpoint to load for `model`."""
-        return model
+    def start(self, index: int, prompt: list[int], max_tokens: int) -> None:
+        greedy = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,  # each token is told in the step that made it
+        )
+        name = str(self._requests)
+        self._requests += 1
+        self._index[name] = index
+        self._engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), greedy)
 
-    def run(self, prompts: Ids, max_tokens: list[int], arrivals: list[float]) -> dict[str, Any]:
-        engine = self._engine
-        order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
-        streams: Ids = [[] for _ in prompts]
-        times: list[list[float]] = [[] for _ in prompts]
-        first, self._requests = self._requests, self._requests + len(prompts)
-        submitted = 0
-        began = time.perf_counter()
-        while submitted < len(order) or engine.has_unfinished_requests():
-            now = time.perf_counter() - began
-            while submitted < len(order) and arrivals[order[submitted]] <= now:
-                index = order[submitted]
-                prompt = TokensPrompt(prompt_token_ids=prompts[index])
-                engine.add_request(str(first + index), prompt, greedy(max_tokens[index]))
-                submitted += 1
-            if not engine.has_unfinished_requests():
-                time.sleep(max(arrivals[order[submitted]] - now, 0.0))
-                continue
-            outputs = engine.step()
-            now = time.perf_counter() - began
-            for output in outputs:
-                index = int(output.request_id) - first
-                tokens = list(output.outputs[0].token_ids)
-                streams[index] += tokens
-                times[index] += [now] * len(tokens)
-        return {"seconds": time.perf_counter() - began, "times": times, "streams": streams}
+    def step(self) -> list[tuple[int, list[int]]]:
+        return [
+            (self._index[output.request_id], list(output.outputs[0].token_ids))
+            for output in self._engine.step()
+        ]
 
+    def is_busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
 
-class W8A8(Plain):
-    """The same with int8 weights, a scale for each channel, and int8 activations, a scale for each token."""
-
-    weights = "int8 by channel, activations int8 by token"
-
-    def directory(self, model: str, cache: str) -> str:
-        directory = Path(cache) / "vllm" / f"{Path(model).resolve().name}-w8a8"
-        if not directory.exists():
-            quantize(Path(model), directory)
-        return str(directory)
-
-
-def greedy(count: int) -> Any:
-    """Parameters for `count` greedy tokens, each told in the step that made it."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=count,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    def end(self, index: int) -> None:
+        """It has forgotten the request itself."""
 
 
 def cache_gib(model: str, positions: int) -> int:
