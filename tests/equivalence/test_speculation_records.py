@@ -24,8 +24,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.simulator.compare import compare
 from xla_engine.tools.timeline import Timeline
 from xla_engine.tools.timeline.model import of_record, of_step_log
-from xla_engine.tools.timeline.trace_events import trace_events
-from xla_engine.tools.timeline.write import page_data
+from xla_engine.tools.timeline.write import page_data, trace_events
 
 LAGS = [pytest.param(0, marks=pytest.mark.release), 1, pytest.param(2, marks=pytest.mark.release)]
 CONFIG = replace(

@@ -26,7 +26,7 @@ from xla_engine.scheduler import Scheduler
 from xla_engine.tools.simulator.trace import of_step_log as arrivals_of
 from xla_engine.tools.timeline import Timeline, read_timeline, write_timeline
 from xla_engine.tools.timeline.model import Segment, of_step_log
-from xla_engine.tools.timeline.trace_events import trace_events
+from xla_engine.tools.timeline.write import trace_events
 
 
 @pytest.fixture

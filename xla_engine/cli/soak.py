@@ -105,7 +105,7 @@ def soak(
         from xla_engine.model_loader.checkpoint import load_checkpoint
         from xla_engine.model_loader.model_files import open_model
         from xla_engine.tools.soak.faults import FaultyTokenizer
-        from xla_engine.tools.soak.http_server import HttpServer
+        from xla_engine.tools.soak.http_rounds import HttpServer
         from xla_engine.tools.soak.soak import soak as run
         from xla_engine.tools.soak.soak import tiny_model
 

@@ -17,7 +17,7 @@ from xla_engine.tools.bench.figures import Spread
 
 
 def point(slots: int, rate: float, step: float) -> sweep.Point:
-    return sweep.Point(slots=slots, decode_tok_s=Spread((rate,)), itl_p50_ms=Spread((step,)))
+    return sweep.Point(slots=slots, figures={"decode_tok_s": Spread((rate,)), "itl_p50_ms": Spread((step,))})
 
 
 def test_smooth_curve_has_no_cliff_and_names_the_width_that_is_enough() -> None:
@@ -37,7 +37,9 @@ def test_widest_width_is_not_called_enough() -> None:
 
 
 def test_rounds_that_differ_are_told() -> None:
-    uneven = sweep.Point(slots=8, decode_tok_s=Spread((500.0, 800.0)), itl_p50_ms=Spread((10.0, 16.0)))
+    uneven = sweep.Point(
+        slots=8, figures={"decode_tok_s": Spread((500.0, 800.0)), "itl_p50_ms": Spread((10.0, 16.0))}
+    )
     assert sweep.warnings([uneven])[0] == "8 slots: rounds differ by 60 %; measure on an idle machine"
 
 

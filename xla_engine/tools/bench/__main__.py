@@ -10,12 +10,11 @@ from typing import Any
 from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.config_json import read_config
-from xla_engine.tools.bench.card import card
+from xla_engine.tools.bench.card import card, write
 from xla_engine.tools.bench.limits import core_count
 from xla_engine.tools.bench.measure import Options, measure
 from xla_engine.tools.bench.models import SHAPES, find_model
 from xla_engine.tools.bench.peers import PEERS, PeerFailed, parse_peers
-from xla_engine.tools.bench.record import write
 from xla_engine.tools.bench.workloads import WORKLOADS
 
 NOT_STARTED = 2

@@ -9,11 +9,30 @@ from typing import Any
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.tools.bench import limits
+from xla_engine.tools.bench.figures import Spread, ratios, spread_of
 from xla_engine.tools.bench.models import BenchModel
-from xla_engine.tools.bench.peers import BARE, OURS, PEERS, REFERENCE, STOPS, Peer, PeerFailed, Process
-from xla_engine.tools.bench.results import results
-from xla_engine.tools.bench.rounds import STOP_SLACK, Side, judge_turns, take_turns
-from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, make_workload
+from xla_engine.tools.bench.peers import (
+    BARE,
+    EIGHT_BITS,
+    OURS,
+    PEERS,
+    REFERENCE,
+    STOPS,
+    Peer,
+    PeerFailed,
+    Process,
+)
+from xla_engine.tools.bench.rounds import STOP_SLACK, Side, Turns, judge_turns, take_turns
+from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
+
+# figures of which the card shows ours over theirs
+_RATIO_OF = {
+    "uniform": ("decode_tok_s", "tok_s"),
+    "prefill": ("prefill_tok_s",),
+    "prefill-heavy": ("tok_s",),
+    "ragged": ("tok_s", "requests_s"),
+    "pair": (),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +156,7 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
             if judge is not None:
                 judge_turns(workload, turns, judge, requests=options.judge, dtype=options.dtype)
             stored = {side.name: side.loaded.get("weight_bytes") for side in sides}
-            record["results"] += results(
-                options.config, options.dtype, batch, workload, turns, record["limits"], stored
-            )
+            record["results"] += _results(options, batch, workload, turns, record["limits"], stored)
         _finish_batch(options, batch, sides, record)
     finally:
         for side in sides:
@@ -212,3 +229,67 @@ def _finish_batch(options: Options, batch: int, sides: list[Side], record: dict[
             for entry in record["results"]:
                 if entry["batch"] == batch and entry["engine"] in (OURS, BARE, STOPS):
                     entry["void"] = entry["void"] or "verify found differences between alone and batched"
+
+
+def _results(
+    options: Options,
+    batch: int,
+    workload: Workload,
+    turns: Mapping[str, Turns],
+    machine: Mapping[str, Any],
+    stored: Mapping[str, float | None],
+) -> list[dict[str, Any]]:
+    """One entry per engine: medians with least and most, and ratios of ours over theirs, round by round.
+
+    machine: the record's "limits". stored: bytes of weights, for engines that tell.
+    """
+    spreads: dict[str, dict[str, Spread]] = {}
+    for name, mine in turns.items():
+        weight_bytes = stored.get(name)
+        if weight_bytes is None and name in EIGHT_BITS:
+            weight_bytes = limits.weight_count(options.config)
+        shares = [_shares(options, batch, workload, machine, each, weight_bytes) for each in mine.figures]
+        rounds = [each | more for each, more in zip(mine.figures, shares, strict=True)]
+        spreads[name] = spread_of(rounds) if rounds else {}
+    found = []
+    for name, mine in turns.items():
+        entry: dict[str, Any] = {
+            "batch": batch,
+            "workload": workload.name,
+            "engine": name,
+            "void": mine.void,
+            "figures": {key: spread.record for key, spread in spreads[name].items()},
+        }
+        if mine.verdict is not None:
+            entry["streams"] = mine.verdict.record()
+        void = mine.void or turns[OURS].void
+        if name not in (OURS, STOPS) and not void:
+            ours, theirs = spreads[OURS], spreads[name]
+            shared = (key for key in _RATIO_OF[workload.name] if key in ours and key in theirs)
+            entry["ratio"] = {key: ratios(ours[key], theirs[key]).record for key in shared}
+        found.append(entry)
+    return found
+
+
+def _shares(
+    options: Options,
+    batch: int,
+    workload: Workload,
+    machine: Mapping[str, Any],
+    figures: Mapping[str, float],
+    weight_bytes: float | None,
+) -> dict[str, float]:
+    """The traffic and the operations of the model in a round, as shares of the machine's limits."""
+    prompt, new = len(workload.prompts[0]), workload.max_tokens[0]
+    more = {}
+    if workload.name == "uniform" and "decode_tok_s" in figures:
+        bandwidth, keys = machine["read_gb_s"], prompt + new / 2
+        moved = limits.step_bytes(options.config, options.dtype, batch, keys, weight_bytes=weight_bytes)
+        more["gb_s"] = 1e-9 * moved * figures["decode_tok_s"] / batch
+        more["gb_s_share"] = more["gb_s"] / bandwidth
+        more["floor_tok_s"] = batch * bandwidth * 1e9 / moved
+    if "prefill_tok_s" in figures:
+        per_token = limits.prompt_flops(options.config, prompt) / prompt
+        more["gflop_s"] = 1e-9 * per_token * figures["prefill_tok_s"]
+        more["gflop_s_share"] = more["gflop_s"] / max(machine["gflops"].values())
+    return more

@@ -1,8 +1,8 @@
 """Tokens per second and latency against the number of slots: from where more slots gain nothing or slow down."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,18 @@ class Point:
 
     slots: the width.
     cache: bytes of KV cache.
-    decode_tok_s, tok_s: tokens per second of decode, and of the whole job.
-    itl_p50_ms, itl_p99_ms: milliseconds between tokens.
-    ttft_p99_ms: milliseconds to the first token.
-    refusal: why there is no engine of this width, None if there is one; the figures are None then.
+    figures: those of `FIGURES` that there are, see `figures`.
+    refusal: why there is no engine of this width, None if there is one.
     """
 
     slots: int
     cache: int = 0
-    decode_tok_s: Spread | None = None
-    tok_s: Spread | None = None
-    itl_p50_ms: Spread | None = None
-    itl_p99_ms: Spread | None = None
-    ttft_p99_ms: Spread | None = None
+    figures: Mapping[str, Spread] = field(default_factory=dict)
     refusal: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """As JSON values: a figure is [median, least, most]."""
-        found = {name: getattr(self, name) for name in FIGURES}
-        figures = {name: None if spread is None else spread.record for name, spread in found.items()}
+        """As JSON values: a figure is [median, least, most], None if there is none."""
+        figures = dict.fromkeys(FIGURES) | {name: spread.record for name, spread in self.figures.items()}
         return {"slots": self.slots, "cache_bytes": self.cache, "refusal": self.refusal, **figures}
 
 
@@ -84,8 +77,8 @@ def sweep(
             workload = make_workload("uniform", sizes)
             run(engine, workload.head(width, min(new_tokens, 8)))
             found = spread_of([figures(workload, run(engine, workload)) for _ in range(rounds)])
-            kept: dict[str, Any] = {name: found[name] for name in FIGURES if name in found}
-            yield Point(slots=width, cache=engine.runner.cache_bytes, **kept)
+            kept = {name: found[name] for name in FIGURES if name in found}
+            yield Point(slots=width, cache=engine.runner.cache_bytes, figures=kept)
 
 
 def run(engine: XlaBatchEngine, workload: Workload) -> dict[str, Any]:
@@ -107,16 +100,17 @@ def warnings(points: Sequence[Point]) -> list[str]:
     Widths that were refused or measured unevenly; cliffs between neighbours; up to which width no request waits
     noticeably longer for its tokens; from which width on more slots give no noticeable gain.
     """
-    measured = [point for point in points if point.decode_tok_s is not None]
+    measured = [point for point in points if "decode_tok_s" in point.figures]
+    rates = {point.slots: point.figures["decode_tok_s"] for point in measured}
     found = [f"{point.slots} slots: {point.refusal}" for point in points if point.refusal is not None]
-    for point in measured:
-        values = point.decode_tok_s.values if point.decode_tok_s is not None else ()
-        if (apart := max(values) / min(values) - 1) > UNEVEN:
-            found.append(
-                f"{point.slots} slots: rounds differ by {100 * apart:.0f} %; measure on an idle machine"
-            )
+    for slots, measurements in rates.items():
+        if (apart := max(measurements.values) / min(measurements.values) - 1) > UNEVEN:
+            found.append(f"{slots} slots: rounds differ by {100 * apart:.0f} %; measure on an idle machine")
     for before, after in pairwise(measured):
-        rate, step = _ratio(before, after, "decode_tok_s"), _ratio(before, after, "itl_p50_ms")
+        rate, step = (
+            after.figures[name].median / before.figures[name].median
+            for name in ("decode_tok_s", "itl_p50_ms")
+        )
         rows = after.slots / before.slots
         if rate < 1 - NOTICEABLE:
             found.append(
@@ -129,28 +123,17 @@ def warnings(points: Sequence[Point]) -> list[str]:
                 f"{rows:.1f} times the rows"
             )
     if measured:
-        times = [(point.slots, point.itl_p50_ms.median) for point in measured if point.itl_p50_ms is not None]
+        times = [(each.slots, each.figures["itl_p50_ms"].median) for each in measured]
         bound = (1 + NOTICEABLE) * min(time for _, time in times)
         calm = [slots for slots, time in times if time <= bound][-1]
         found.append(
             f"a request has its tokens within {100 * NOTICEABLE:.0f} % of the shortest time at up to {calm} slots"
         )
-        best = max(point.decode_tok_s.median for point in measured if point.decode_tok_s is not None)
-        enough = next(
-            point
-            for point in measured
-            if point.decode_tok_s is not None and point.decode_tok_s.median >= (1 - NOTICEABLE) * best
-        )
-        more = "" if enough is not measured[-1] else "; more slots were not measured and may be faster"
-        found.append(
-            f"{enough.slots} slots decode within {100 * NOTICEABLE:.0f} % of the most measured{more}"
-        )
+        best = max(each.median for each in rates.values())
+        enough = next(slots for slots, each in rates.items() if each.median >= (1 - NOTICEABLE) * best)
+        more = "" if enough != measured[-1].slots else "; more slots were not measured and may be faster"
+        found.append(f"{enough} slots decode within {100 * NOTICEABLE:.0f} % of the most measured{more}")
     return found
-
-
-def _ratio(before: Point, after: Point, name: str) -> float:
-    first, second = getattr(before, name), getattr(after, name)
-    return second.median / first.median if first is not None and second is not None else 1.0
 
 
 def table(points: Sequence[Point]) -> list[str]:
@@ -168,17 +151,15 @@ def table(points: Sequence[Point]) -> list[str]:
         if point.refusal is not None:
             rows.append((str(point.slots), "does not fit", "", "", "", "", ""))
             continue
-        rate = point.decode_tok_s
+        rate = point.figures.get("decode_tok_s")
         each = "" if rate is None else f"{rate.median / point.slots:.1f}"
-        cells = [_cell(rate, "{:.0f}"), each, _cell(point.tok_s, "{:.0f}")]
-        between = f"{_cell(point.itl_p50_ms, '{:.2f}')} / {_cell(point.itl_p99_ms, '{:.2f}')}"
+        decode, job, usual, slow, first = (
+            form.format(point.figures[name].median) if name in point.figures else ""
+            for name, form in zip(FIGURES, ("{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}", "{:.1f}"), strict=True)
+        )
         cache = f"{point.cache / 1e6:.0f} MB"
-        rows.append((str(point.slots), cache, *cells, between, _cell(point.ttft_p99_ms, "{:.1f}")))
+        rows.append((str(point.slots), cache, decode, each, job, f"{usual} / {slow}", first))
     return aligned(rows, right=range(len(head)))
-
-
-def _cell(spread: Spread | None, form: str) -> str:
-    return "" if spread is None else form.format(spread.median)
 
 
 def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
@@ -187,7 +168,7 @@ def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     labels = (("decode_tok_s", "decode tok/s"), ("itl_p50_ms", "ms between tokens, p50"))
     for axes, (name, label) in zip(panels, labels, strict=True):
-        drawn = [(point.slots, getattr(point, name)) for point in points if getattr(point, name) is not None]
+        drawn = [(point.slots, point.figures[name]) for point in points if name in point.figures]
         slots = [width for width, _ in drawn]
         axes.plot(slots, [spread.median for _, spread in drawn], "o-", color="#4c78c8")
         low, high = ([side(spread.values) for _, spread in drawn] for side in (min, max))

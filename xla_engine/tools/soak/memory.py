@@ -1,7 +1,5 @@
 """Measures whether a process grows: memory, objects of requests, threads."""
 
-import contextlib
-import ctypes
 import gc
 import math
 import resource
@@ -46,8 +44,7 @@ def resident_bytes(process: int | None = None) -> int:
     """
     if process is not None:
         return resident.resident_bytes(process) or 0
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    resident.release_free_memory()
     return resident.resident_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

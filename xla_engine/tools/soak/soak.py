@@ -16,7 +16,7 @@ from xla_engine.scheduler.policy import POLICIES
 from xla_engine.tools.soak import memory
 from xla_engine.tools.soak.async_life import AsyncLife
 from xla_engine.tools.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
-from xla_engine.tools.soak.http_server import HttpServer
+from xla_engine.tools.soak.http_rounds import HttpServer
 from xla_engine.tools.soak.life import ENDS, REQUESTS, Life
 from xla_engine.tools.soak.report import KindTimes, SoakReport
 

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from xla_engine.errors import ConfigError
+from xla_engine.tools.drawing import import_pyplot
 from xla_engine.tools.timeline.model import KINDS, Timeline
-from xla_engine.utils.extras import install
 
 COLOURS = {
     "prefill": "#e8833a",
@@ -25,12 +24,7 @@ ROOM = 0.011  # share of the figure's width that a letter of a label takes
 
 def draw(timeline: Timeline, path: Path | str) -> None:
     """Draw slots by steps into `path`, whose ending chooses the form. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"pictures need matplotlib: {install('plot')}, or write a .html page") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = import_pyplot("pictures", ", or write a .html page")
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
 
