@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from xla_engine.observability.histogram import FEW, LONG_TIMES, RATES, SHARES, SHORT_TIMES, Histogram
-from xla_engine.observability.prometheus import Family, Sample, text_of
+from xla_engine.observability.metrics import Family, Sample, text_of
 
 VALUES = st.lists(st.tuples(st.floats(0, 700, allow_nan=False), st.integers(1, 5)), max_size=40)
 

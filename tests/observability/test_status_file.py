@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.observability.live_file import LiveFile
-from xla_engine.observability.status_file import status_file
+from xla_engine.observability.status_file import LiveFile, status_file
 from xla_engine.sampling_params import SamplingParams
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -12,8 +12,7 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
-from xla_engine.observability.metrics import EngineFacts, engine_metrics
-from xla_engine.observability.prometheus import text_of
+from xla_engine.observability.metrics import EngineFacts, engine_metrics, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams

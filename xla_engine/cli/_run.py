@@ -38,8 +38,7 @@ from xla_engine.cli._input import (
 from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError
-from xla_engine.observability.live_file import LiveFile
-from xla_engine.observability.status_file import status_file
+from xla_engine.observability.status_file import LiveFile, status_file
 from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.utils.progress import Progress
 from xla_engine.utils.startup import StartTimes

@@ -30,9 +30,8 @@ from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.observability.metrics import EngineFacts, engine_metrics
+from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics, text_of
 from xla_engine.observability.observer import Observers
-from xla_engine.observability.prometheus import Family, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt

@@ -43,8 +43,8 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.observability.log import ProgressLog, engine_log
+from xla_engine.observability.metrics import Family, text_of
 from xla_engine.observability.phases import PhaseTimer
-from xla_engine.observability.prometheus import Family, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt

@@ -14,8 +14,8 @@ from xla_engine.engine.turn import Turn
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.observability.metrics import Family
 from xla_engine.observability.observer import Observers
-from xla_engine.observability.prometheus import Family
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.tokenizer import Tokenizer

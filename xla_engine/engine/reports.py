@@ -9,8 +9,7 @@ from xla_engine.engine.faults import Faults
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.weight_updates import WeightUpdates
-from xla_engine.observability.metrics import EngineFacts, engine_metrics
-from xla_engine.observability.prometheus import Family
+from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics
 from xla_engine.observability.stats import EngineStats
 from xla_engine.prefix_cache.storage import Counts
 from xla_engine.runner.runner import Runner

@@ -2,6 +2,10 @@
 
 Names are vLLM's if it has the same metric, so that its dashboards work. docs/operators.md documents each metric; a
 test compares the two.
+
+As text they are in Prometheus' text format, version 0.0.4.
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/. Written here so that metrics need no dependency;
+tests read the result with prometheus-client.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,8 +15,9 @@ from typing import NamedTuple
 
 from xla_engine.observability.histogram import Distribution
 from xla_engine.observability.phases import PHASES
-from xla_engine.observability.prometheus import Family, Sample
 from xla_engine.observability.stats import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Value = float | Distribution | Mapping[str, float]
 Read = Callable[[EngineStats], Value]
@@ -27,6 +32,26 @@ class Metric(NamedTuple):
     kind: str
     about: str
     read: Read
+
+
+class Sample(NamedTuple):
+    """One value of a metric with its labels."""
+
+    value: float | Distribution
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A metric with its values.
+
+    name: a counter's ends in _total. kind: "counter", "gauge" or "histogram". about: a description of one line.
+    """
+
+    name: str
+    kind: str
+    about: str
+    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,3 +194,32 @@ def gauge(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]])
 def counter(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> Family:
     """A metric that only goes up."""
     return Family(name=name, kind="counter", about=about, samples=tuple(Sample(*each) for each in values))
+
+
+def text_of(families: Iterable[Family]) -> str:
+    """The metrics as text."""
+    return "".join(f"{line}\n" for family in families for line in _lines(family))
+
+
+def _lines(family: Family) -> Iterator[str]:
+    about = family.about.replace("\\", "\\\\").replace("\n", "\\n")
+    yield f"# HELP {family.name} {about}"
+    yield f"# TYPE {family.name} {family.kind}"
+    for value, labels in family.samples:
+        if isinstance(value, Distribution):
+            for bound, count in value.cumulative():
+                yield _sample(f"{family.name}_bucket", {**labels, "le": str(bound)}, count)
+            yield _sample(f"{family.name}_bucket", {**labels, "le": "+Inf"}, value.count)
+            yield _sample(f"{family.name}_sum", labels, value.total)
+            yield _sample(f"{family.name}_count", labels, value.count)
+        else:
+            yield _sample(family.name, labels, value)
+
+
+def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{inside}}} {value}" if inside else f"{name} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

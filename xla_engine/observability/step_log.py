@@ -6,12 +6,13 @@ tokens, and it is written continuously in bounded memory.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from xla_engine.errors import RecordError
+from xla_engine.scheduler import Continuation, Plan, Swap
 from xla_engine.utils.html import Bar, picture
 
 FORMAT, VERSION = "xla-engine step log", 1
@@ -279,6 +280,26 @@ def _bars(log: StepLog) -> list[Bar]:
                 done += [] if bar is None else [bar]
                 latest[slot] = Bar(slot, number, number, COLOURS[kind], request.name, about)
     return [*done, *latest.values()]
+
+
+def parts_of(plan: Plan, who: Callable[[str], Any]) -> dict[str, list[tuple[Any, ...]]]:
+    """What a plan does, by the names of `LoggedStep`'s fields. who: what stands for a request."""
+
+    def swaps(parts: Iterable[Swap | Continuation]) -> list[tuple[Any, ...]]:
+        return [(who(part.request_id), part.slot.index, part.length) for part in parts]
+
+    return {
+        "chunks": [
+            (who(chunk.request_id), chunk.slot.index, chunk.start, len(chunk.tokens), chunk.is_last)
+            for chunk in plan.chunks
+        ],
+        "parks": swaps(plan.parks),
+        "resumes": swaps((*plan.resumes, *plan.continues)),
+        "reuses": [
+            (who(reuse.request_id), reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses
+        ],
+        "verify": [(who(row.request_id), row.slot.index, row.width) for row in plan.verify],
+    }
 
 
 def delta(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:

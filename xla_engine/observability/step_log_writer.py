@@ -12,8 +12,8 @@ from typing import Any, Protocol, TextIO
 
 from xla_engine.observability.observer import Observer, Observers
 from xla_engine.observability.phases import PhaseTimer
-from xla_engine.observability.step_log import FORMAT, VERSION, delta
-from xla_engine.scheduler import Continuation, Events, FinishReason, Plan, Request, Swap
+from xla_engine.observability.step_log import FORMAT, VERSION, delta, parts_of
+from xla_engine.scheduler import Events, FinishReason, Plan, Request
 
 SHORTEST = 16  # a shorter common prefix is logged only if it is a whole block, or if the prompts are equal
 REMEMBERED = 1 << 20  # tokens of the latest prompts
@@ -140,39 +140,24 @@ class StepLogWriter:
             leave, join = [], []
         self._first = plan.step if self._first is None else self._first
         self._tokens.update(dict.fromkeys(plan.replays, 0))  # their tokens are generated again
-        returns: tuple[Swap | Continuation, ...] = (*plan.resumes, *plan.continues)
+        parts = parts_of(plan, self._numbers.__getitem__)
         line = {
             "step": plan.step - self._first,
             "at": self._at(now),
             "admit": [self._numbers[name] for name in plan.admitted],
-            "chunks": [
-                [
-                    self._numbers[chunk.request_id],
-                    chunk.slot.index,
-                    chunk.start,
-                    len(chunk.tokens),
-                    int(chunk.is_last),
-                ]
-                for chunk in plan.chunks
-            ],
-            "park": [self._swap(swap) for swap in plan.parks],
-            "resume": [self._swap(swap) for swap in returns],
-            "reuse": [
-                [self._numbers[reuse.request_id], reuse.slot.index, reuse.source, reuse.length]
-                for reuse in plan.reuses
-            ],
+            "chunks": [(*chunk, int(is_last)) for *chunk, is_last in parts["chunks"]],
+            "park": parts["parks"],
+            "resume": parts["resumes"],
+            "reuse": parts["reuses"],
             "copy": [[copy.source, copy.target] for copy in plan.copies],
             "leave": leave,
             "join": join,
-            "verify": [[self._numbers[row.request_id], row.slot.index, row.width] for row in plan.verify],
+            "verify": parts["verify"],
             "held": sorted(self._numbers[name] for name in plan.held),
             "late": plan.is_late or [],
         }
         line = {name: value for name, value in line.items() if value != []}
         self._write({**line, "width": plan.width} if plan.width else line)
-
-    def _swap(self, swap: Swap | Continuation) -> list[int]:
-        return [self._numbers[swap.request_id], swap.slot.index, swap.length]
 
     def read(self, plan: Plan, events: Events, now: float) -> None:
         """Log a step whose tokens were credited."""

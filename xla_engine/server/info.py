@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
-from xla_engine.observability.prometheus import CONTENT_TYPE
+from xla_engine.observability.metrics import CONTENT_TYPE
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.server.generation import send_whole

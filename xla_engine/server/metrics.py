@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xla_engine import __version__
-from xla_engine.observability.metrics import counter, gauge
-from xla_engine.observability.prometheus import Family, text_of
+from xla_engine.observability.metrics import Family, counter, gauge, text_of
 from xla_engine.server.service import Service
 from xla_engine.utils.resident import resident_bytes
 

@@ -282,6 +282,45 @@ def test_a_silent_process_is_given_up(tmp_path: Path) -> None:
     process.close()
 
 
+FED = """
+class Engine:
+    room = 2
+
+    def __init__(self, threads):
+        self.live, self.most = {}, 0
+
+    def start(self, index, prompt, max_tokens):
+        self.live[index] = list(range(prompt[0], prompt[0] + max_tokens))
+        self.most = max(self.most, len(self.live))
+
+    def step(self):
+        for index, left in self.live.items():
+            yield index, [left.pop(0)]
+
+    def is_busy(self):
+        return bool(self.live)
+
+    def end(self, index):
+        del self.live[index]
+
+    def fullest(self):
+        return {"most": self.most}
+"""
+
+
+def test_an_engine_is_fed_as_requests_arrive_and_as_it_has_room(tmp_path: Path) -> None:
+    worker = fake_workers(tmp_path)
+    (tmp_path / "fed.py").write_text(FED)
+    process = Process(sys.executable, "fed:Engine", 1, worker=worker)
+    arrivals = [0.05, 0.0, 0.0, 0.0]
+    found = process.ask("run", prompts=[[10], [20], [30], [40]], max_tokens=[3, 1, 2, 4], arrivals=arrivals)
+    assert found["streams"] == [[10, 11, 12], [20], [30, 31], [40, 41, 42, 43]]
+    assert [len(times) for times in found["times"]] == [3, 1, 2, 4] and found["times"][0][0] >= 0.05
+    assert all(times == sorted(times) for times in found["times"])
+    assert process.ask("fullest") == {"most": 2}
+    process.close()
+
+
 def test_a_missing_package_is_the_reason_given() -> None:
     process = Process(sys.executable, "no_such_engine:Engine", 1)
     with pytest.raises(PeerFailed, match="No module named 'no_such_engine'"):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from xla_engine.observability.step_log import StepLog
+from xla_engine.observability.step_log import StepLog, parts_of
 from xla_engine.scheduler import Plan, SchedulerConfig
 from xla_engine.tools.simulator.clock import Clock
 from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
@@ -112,26 +112,17 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
         plan = plans[number]
         planned = (
             plan.admitted,
-            tuple(
-                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens), chunk.is_last)
-                for chunk in plan.chunks
-            ),
             tuple(row.slot.index for row in plan.decode),
-            tuple((row.request_id, row.slot.index, row.width) for row in plan.verify),
-            tuple((swap.request_id, swap.slot.index, swap.length) for swap in (*plan.parks, *plan.resumes)),
-            tuple((reuse.request_id, reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses),
             len(plan.copies),
             reads[number] if number < len(reads) else 0,
+            parts_of(plan, str),
         )
         recorded = (
             tuple(names[index] for index in step.admitted),
-            tuple((names[index], *rest) for index, *rest in step.chunks),
             step.decode,
-            tuple((names[index], *rest) for index, *rest in step.verify),
-            tuple((names[index], *rest) for index, *rest in (*step.parks, *step.resumes)),
-            tuple((names[index], *rest) for index, *rest in step.reuses),
             len(step.copies),
             step.read_after,
+            {part: [(names[index], *rest) for index, *rest in getattr(step, part)] for part in planned[-1]},
         )
         if planned != recorded:
             return number

@@ -9,7 +9,7 @@ from xla_engine.scheduler import SchedulerConfig
 from xla_engine.tools.drawing import import_pyplot
 from xla_engine.tools.simulator.clock import Clock
 from xla_engine.tools.simulator.cost import CostModel, Machine
-from xla_engine.tools.simulator.report import Report
+from xla_engine.tools.simulator.report import Report, together
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import Arrival
 from xla_engine.utils.tables import aligned, figure
@@ -69,32 +69,6 @@ def simulate_replicas(
             chosen = min(loads, key=lambda index: (loads[index], index))
         each[chosen].take(arrival)
     return together([one.finish() for one in each])
-
-
-def together(reports: Iterable[Report]) -> Report:
-    """The figures of several machines as of one with all their slots."""
-    first, *rest = reports
-    for other in rest:
-        first.wall = max(first.wall, other.wall)
-        for name in (
-            "steps",
-            "skipped",
-            "decode_steps",
-            "row_steps",
-            "requests",
-            "prompt_tokens",
-            "new_tokens",
-            "preemptions",
-            "beyond",
-        ):
-            setattr(first, name, getattr(first, name) + getattr(other, name))
-        for name in ("most_waiting", "longest"):
-            setattr(first, name, max(getattr(first, name), getattr(other, name)))
-        for reason, count in other.finished.items():
-            first.finished[reason] = first.finished.get(reason, 0) + count
-        for name in ("queued", "first_token", "inter_token", "whole"):
-            getattr(first, name).merge(getattr(other, name))
-    return first
 
 
 def fewest(simulate: Callable[[int], Report], goal: Goal) -> tuple[int | None, dict[int, Report]]:

@@ -1,8 +1,9 @@
 """Results of simulations: figures, a table, a picture."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Report:
     requests: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
     most_waiting: int = 0
     preemptions: int = 0
     longest: int = 0
@@ -65,6 +66,20 @@ class Report:
         """Share of the rows of all decode steps that decoded."""
         slots = self.decode_steps * self.config.max_num_seqs
         return self.row_steps / slots if slots else 0.0
+
+
+def together(reports: Iterable[Report]) -> Report:
+    """The figures of several machines as of one with all their slots."""
+    first, *rest = reports
+    for other in rest:
+        for name in (part.name for part in fields(Report)[1:]):
+            mine, theirs = getattr(first, name), getattr(other, name)
+            if isinstance(mine, Quantiles):
+                mine.merge(theirs)
+            else:
+                is_peak = name in ("wall", "most_waiting", "longest")
+                setattr(first, name, max(mine, theirs) if is_peak else mine + theirs)
+    return first
 
 
 def table(reports: Mapping[str, Report]) -> list[str]:
@@ -130,21 +145,17 @@ def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Mach
 def to_json(report: Report) -> dict[str, Any]:
     """A simulation's figures; times in seconds."""
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    found: dict[str, Any] = {
-        name: getattr(report, name)
-        for name in (
-            "wall",
-            "steps",
-            "requests",
-            "prompt_tokens",
-            "new_tokens",
-            "finished",
-            "most_waiting",
-            "preemptions",
-            "longest",
-            "beyond",
-        )
-    }
+    plain = (
+        "wall",
+        "steps",
+        "requests",
+        "prompt_tokens",
+        "new_tokens",
+        "finished",
+        "most_waiting",
+        "preemptions",
+    )
+    found: dict[str, Any] = {name: getattr(report, name) for name in (*plain, "longest", "beyond")}
     found |= {"tokens_per_second": report.tokens_per_second, "occupancy": report.occupancy}
     for name in ("queued", "first_token", "inter_token", "whole"):
         values = getattr(report, name)

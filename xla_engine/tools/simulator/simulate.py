@@ -156,7 +156,7 @@ class Simulation:
         self.report.longest = max(self.report.longest, length)
         self.report.beyond += length > self._machine.length
         if self._scheduler.never_fits(arrival.prompt_tokens, arrival.max_tokens) is not None:
-            self.report.finished[REFUSED] = self.report.finished.get(REFUSED, 0) + 1
+            self.report.finished[REFUSED] += 1
             return
         self._clock.submit()
         # Recorded arrivals count from the turn that accepts them; timed ones have waited since their time.
@@ -459,7 +459,7 @@ class Simulation:
         self._stops.end(name)
         self._irregular -= live.arrival.constrained + live.away
         self._base.pop(name, None)
-        self.report.finished[str(reason)] = self.report.finished.get(str(reason), 0) + 1
+        self.report.finished[str(reason)] += 1
         self._ended += 1
         if live.had_token:
             self.report.whole.add(self._clock.now - live.came)
