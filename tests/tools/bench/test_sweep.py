@@ -60,7 +60,7 @@ def test_real_widths_are_measured_and_what_does_not_fit_is_told() -> None:
     points = list(sweep.sweep(make, TINY_ENGINE, [8, 10**9], prompt_tokens=9, new_tokens=6, rounds=2))
     assert points[0].refusal is None and points[0].cache > 0
     for name in sweep.FIGURES:
-        spread = getattr(points[0], name)
+        spread = points[0].figures[name]
         assert len(spread.values) == 2 and min(spread.values) > 0, name
     assert points[1].refusal is not None and "1000000000 slots x" in points[1].refusal
     assert json.dumps([each.record() for each in points])
