@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_bits
@@ -16,8 +17,7 @@ from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class Credit(NamedTuple):
     """One token credited by a step. `end` is set on a request's last one."""
 
     request_id: str
@@ -118,11 +118,11 @@ class Recorder:
 
     def _credit(self, event: TokenEvent) -> Credit:
         logprob = event.sample.logprob
-        known = logprob is not None and self._wants_bits[event.request_id]
+        wants_bits = self._wants_bits[event.request_id]
         return Credit(
             request_id=event.request_id,
             token_id=event.sample.token_id,
-            bits=logprob_bits(logprob) if logprob is not None and known else None,
+            bits=logprob_bits(logprob) if logprob is not None and wants_bits else None,
             end=None if event.finish_reason is None else str(event.finish_reason),
         )
 
@@ -180,5 +180,4 @@ class RecordKeeper:
 
 
 def _hash(credits: Sequence[Credit]) -> str:
-    rows = [(credit.request_id, credit.token_id, credit.bits, credit.end) for credit in credits]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(credits).encode()).hexdigest()[:12]

@@ -10,9 +10,8 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import logprob_bits
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
@@ -191,17 +190,12 @@ def _pairs(output: CompletionOutput) -> list[tuple[Any, Any]]:
 
     Missing values are None, which also counts as a difference.
     """
-    bits = _bits(output.logprobs or ())
+    bits = list(map(logprob_bits, output.logprobs or ()))
     top = [
-        dict(zip(found, _bits([each.logprob for each in found.values()]), strict=True))
+        {token: logprob_bits(each.logprob) for token, each in found.items()}
         for found in output.top_logprobs or ({},) * len(bits)
     ]
     return list(zip_longest(output.token_ids, zip_longest(bits, top)))
-
-
-def _bits(logprobs: Sequence[float]) -> list[int]:
-    bits: list[int] = np.asarray(logprobs, np.float32).view(np.int32).tolist()
-    return bits
 
 
 def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:

@@ -97,6 +97,46 @@ class _Scores:
             self.kld[window, place] = divergence(base.log_probs, log_probs)
             self.same_top[window, place] = top == base.top
 
+    def run(
+        self, engine: XlaBatchEngine, begin: int | None, progress: Callable[[str], object] | None
+    ) -> None:
+        """Run all windows as requests, and abort those that are left if one fails."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=0,
+            logprobs_start=self._first + 1,
+        )
+        collector = OutputCollector(every_token=False)
+        left = set[str]()
+        try:
+            for name, window in self._names.items():
+                ids = self._tokens[window].tolist()
+                if begin is not None:
+                    ids[0] = begin
+                engine.submit(ids, params, request_id=name, collector=collector)
+                left.add(name)
+            while left:
+                if not collector:
+                    engine.advance()
+                if self.error is not None:
+                    raise self.error
+                with engine.lock:
+                    ended = [request.output() for request in collector.take() if request.finished]
+                for output in ended:
+                    left.remove(output.request_id)
+                    if output.error is not None:
+                        raise InvalidRequestError(f"window {self._names[output.request_id]}: {output.error}")
+                    if progress is not None:
+                        progress(output.request_id)
+        finally:
+            for name in left:
+                engine.abort(name)
+            if left:
+                engine.drain()
+
 
 def measure(
     engine: XlaBatchEngine,
@@ -123,17 +163,9 @@ def measure(
     file of something else, and OSError.
     """
     tokens, begin = windows_of(engine, text, ctx_size, chunks)
-    vocab_size, first = engine.checkpoint.config.vocab_size, ctx_size // 2
+    vocab_size = engine.checkpoint.config.vocab_size
     run = uuid.uuid4().hex
     names = {f"perplexity-{run}-{window}": window for window in range(len(tokens))}
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        ignore_eos=True,
-        detokenize=False,
-        prompt_logprobs=0,
-        logprobs_start=first + 1,
-    )
     with ExitStack() as stack:
         base = None
         if against is not None:
@@ -144,48 +176,9 @@ def measure(
             writer = stack.enter_context(LogitsWriter(save_logits, tokens, vocab_size))
         scores = _Scores(names, tokens, writer, base)
         with engine.runner.giving_logits(scores.take):
-            _run(engine, names, tokens, begin, params, scores, progress)
+            scores.run(engine, begin, progress)
         if writer is not None:
             writer.finish(scores.nll, scores.top)
     nll, *rest = (each.reshape(-1) for each in (scores.nll, scores.base_nll, scores.kld, scores.same_top))
     comparison = None if base is None else Comparison.of(nll, *rest)
     return PerplexityReport(tokens=tokens, perplexity=Perplexity.of(nll), comparison=comparison)
-
-
-def _run(
-    engine: XlaBatchEngine,
-    names: dict[str, int],
-    tokens: np.ndarray,
-    begin: int | None,
-    params: SamplingParams,
-    scores: _Scores,
-    progress: Callable[[str], object] | None,
-) -> None:
-    """Run all windows as requests, and abort those that are left if one fails."""
-    collector = OutputCollector(every_token=False)
-    left = set[str]()
-    try:
-        for name, window in names.items():
-            ids = tokens[window].tolist()
-            if begin is not None:
-                ids[0] = begin
-            engine.submit(ids, params, request_id=name, collector=collector)
-            left.add(name)
-        while left:
-            if not collector:
-                engine.advance()
-            if scores.error is not None:
-                raise scores.error
-            with engine.lock:
-                ended = [request.output() for request in collector.take() if request.finished]
-            for output in ended:
-                left.remove(output.request_id)
-                if output.error is not None:
-                    raise InvalidRequestError(f"window {names[output.request_id]}: {output.error}")
-                if progress is not None:
-                    progress(output.request_id)
-    finally:
-        for name in left:
-            engine.abort(name)
-        if left:
-            engine.drain()

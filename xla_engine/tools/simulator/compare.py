@@ -1,5 +1,6 @@
 """Compares a recorded run with its simulation: schedules and times."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xla_engine.observability.step_log import StepLog, parts_of
@@ -51,29 +52,21 @@ class Comparison:
         if self.first_difference is not None:
             same = f"step {self.first_difference} is the first that differs from the record"
         found = [f"schedule             {same}", f"{'':<20} {'measured':>12} {'predicted':>12} {'':>8}"]
-        for name, scale, unit in FIGURES:
-            was, said = (scale * figure(report, name) for report in (self.measured, self.predicted))
+        for name, scale, unit, figure in FIGURES:
+            was, said = (scale * figure(report) for report in (self.measured, self.predicted))
             apart = f"{100 * (said / was - 1):+.1f} %" if was else ""
             found.append(f"{name:<20} {was:>9.2f} {unit:<2} {said:>9.2f} {unit:<2} {apart:>8}")
         return found
 
 
-FIGURES = (
-    ("wall time", 1.0, "s"),
-    ("first token p50", 1e3, "ms"),
-    ("first token p99", 1e3, "ms"),
-    ("inter-token p50", 1e3, "ms"),
-    ("inter-token p99", 1e3, "ms"),
+# name, what seconds are multiplied with, unit, and how it is read
+FIGURES: tuple[tuple[str, float, str, Callable[[Report], float]], ...] = (
+    ("wall time", 1.0, "s", lambda report: report.wall),
+    ("first token p50", 1e3, "ms", lambda report: report.first_token.at(0.5)),
+    ("first token p99", 1e3, "ms", lambda report: report.first_token.at(0.99)),
+    ("inter-token p50", 1e3, "ms", lambda report: report.inter_token.at(0.5)),
+    ("inter-token p99", 1e3, "ms", lambda report: report.inter_token.at(0.99)),
 )
-
-
-def figure(report: Report, name: str) -> float:
-    """One of `FIGURES`, in seconds."""
-    if name == "wall time":
-        return report.wall
-    what, _, share = name.rpartition(" p")
-    found = report.first_token if what == "first token" else report.inter_token
-    return found.at(int(share) / 100)
 
 
 def compare(log: StepLog, cost: CostModel) -> Comparison:
@@ -82,14 +75,7 @@ def compare(log: StepLog, cost: CostModel) -> Comparison:
     reports = []
     difference: int | None = None
     for clock in (RecordedClock(cost, log), Clock(cost)):
-        simulation = Simulation(
-            config,
-            machine_of(log),
-            clock,
-            lag=int(log.engine["lag"]),
-            speculated=log.speculated,
-            recorded=log,
-        )
+        simulation = Simulation(config, machine_of(log), clock, lag=int(log.engine["lag"]), recorded=log)
         simulation.plans = []
         reports.append(simulation.run(of_step_log(log, by_time=False)))
         difference = first_difference(log, simulation.plans, simulation.reads)

@@ -1,7 +1,7 @@
 """Several machines behind one router, and the number of machines that a load needs."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xla_engine.data_parallel.routing import PrefixRouter
@@ -33,7 +33,7 @@ class Goal:
 
     @property
     def wanted(self) -> Mapping[str, float | None]:
-        return {"first_token": self.first_token, "inter_token": self.inter_token, "whole": self.whole}
+        return asdict(self)
 
     def is_met(self, report: Report) -> bool:
         """Whether a simulation meets it."""

@@ -7,10 +7,10 @@ number of tokens its trace says. Memory is bounded by the requests that are live
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from xla_engine.observability.step_log import LoggedStep, Moment, StepLog
+from xla_engine.observability.step_log import Moment, StepLog
 from xla_engine.observability.step_log_writer import StepLogWriter
 from xla_engine.scheduler import (
     Events,
@@ -27,7 +27,7 @@ from xla_engine.scheduler.fast_forward import Steady, next_deadline, skip_commit
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.tools.simulator.clock import Clock
-from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, Machine
+from xla_engine.tools.simulator.cost import DeviceWork, HostWork, Machine
 from xla_engine.tools.simulator.report import REFUSED, Report
 from xla_engine.tools.simulator.stops import STOPS, StopTokens
 from xla_engine.tools.simulator.trace import Arrival, distinct
@@ -57,9 +57,8 @@ class Simulation:
     machine: the programs that steps are made of.
     lag: as in `EngineConfig`.
     log: takes every step; none is skipped then.
-    speculated: the steps of a recorded run whose rows sampled several tokens; these plans are made again, and their
-        rows get as many tokens as they got there.
-    recorded: a run whose rows sit out steps as they did, where their masks were not there.
+    recorded: a run. If its rows sampled several tokens, these plans are made again, and rows get as many tokens as
+        they got there. Rows sit out steps as they did, where their masks were not there.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Simulation:
         *,
         lag: int = 1,
         log: StepLogWriter | None = None,
-        speculated: Sequence[LoggedStep] | None = None,
         recorded: StepLog | None = None,
     ) -> None:
         self.report = Report(config=config)
@@ -83,6 +81,7 @@ class Simulation:
         self._log = log
         self._live: dict[str, _LiveRequest] = {}
         self._irregular = 0  # running requests that do not get a token in every step
+        speculated = None if recorded is None else recorded.speculated
         self._widths = None if speculated is None else [step.width for step in speculated]
         verified = None if speculated is None else [step.verified for step in speculated]
         self._stops = StopTokens(config.max_num_seqs, apart=config.keeps_tokens, verified=verified)
@@ -246,14 +245,22 @@ class Simulation:
 
     def _seconds(self, steady: Steady, calls: tuple[int, ...]) -> Iterator[float]:
         """What the device takes for each of the steps."""
-        cost, step = self._clock.cost, self._next_step
-
-        def keys(later: int) -> int:
-            return self._keys(step + later)
-
+        cost, step, rows = self._clock.cost, self._next_step, len(steady.rows)
         if not steady.chunks:
-            return _decode_seconds(cost, len(steady.rows), keys)
-        return _prefill_seconds(cost, self._machine, steady, self._scheduler.config.chunk_size, calls, keys)
+            growth = cost.key * (self._keys(step + 1) - self._keys(step))
+            return itertools.count(cost.device(DeviceWork(rows=rows, keys=self._keys(step))), growth)
+        chunk_size = self._scheduler.config.chunk_size
+        tokens = steady.chunks * chunk_size
+        without_keys = cost.device(DeviceWork(calls=calls, rows=rows, prompt_tokens=tokens))
+
+        def prefills() -> Iterator[float]:
+            for later in range(steady.steps):
+                start = steady.start + later * tokens
+                ends = range(start + chunk_size, start + tokens + 1, chunk_size)
+                of_prompt = cost.prefill_key * self._machine.prefill_keys(ends)
+                yield without_keys + of_prompt + cost.key * self._keys(step + later)
+
+        return prefills()
 
     def _read_alike(
         self, steady: Steady, steps: int, until: float, calls: int, device: Iterator[float]
@@ -274,9 +281,8 @@ class Simulation:
         skip_plans(self._scheduler, taken, steady.chunks)
         skip_commits(self._scheduler, taken, rows)
         self._next_step += taken
-        for (
-            plan
-        ) in self._pipeline.in_flight:  # not shared, so not copied: a copy would cost as much as a turn
+        # Not shared, so not copied: a copy would cost as much as a turn.
+        for plan in self._pipeline.in_flight:
             object.__setattr__(plan, "step", plan.step + taken)
         self._tokens = rows
         return taken
@@ -465,26 +471,3 @@ class Simulation:
             self.report.whole.add(self._clock.now - live.came)
         if self._log is not None:
             self._log.ended(name, reason, self._clock.now)
-
-
-def _decode_seconds(cost: CostModel, rows: int, keys: Callable[[int], int]) -> Iterator[float]:
-    """Of steps that decode the same rows. keys: read by a step so much later than the first, evenly more each."""
-    growth = cost.key * (keys(1) - keys(0))
-    return itertools.count(cost.device(DeviceWork(rows=rows, keys=keys(0))), growth)
-
-
-def _prefill_seconds(
-    cost: CostModel,
-    machine: Machine,
-    prefill: Steady,
-    chunk_size: int,
-    calls: tuple[int, ...],
-    keys: Callable[[int], int],
-) -> Iterator[float]:
-    """Of the steps of `prefill`, each in these calls; keys: read by rows that decode, as in `_decode_seconds`."""
-    rows, tokens = len(prefill.rows), prefill.chunks * chunk_size
-    without_keys = cost.device(DeviceWork(calls=calls, rows=rows, prompt_tokens=tokens))
-    for later in range(prefill.steps):
-        start = prefill.start + later * tokens
-        ends = range(start + chunk_size, start + tokens + 1, chunk_size)
-        yield without_keys + cost.prefill_key * machine.prefill_keys(ends) + cost.key * keys(later)

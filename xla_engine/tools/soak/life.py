@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import logprob_bits
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
@@ -23,9 +22,7 @@ from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_reque
 ENDS = ("drain", "hang", "close", "lost")
 OWN_ENDS = ("stop", "length", "error")
 REQUESTS = 24  # of a round
-_COMPARED_SHARE = (
-    6  # one in this many of a round is compared, besides those that ended with an unplanted error
-)
+_COMPARED_SHARE = 6  # one in so many of a round is compared, and all that ended with an unplanted error
 
 
 @dataclass(slots=True)
@@ -376,5 +373,4 @@ def _bits_of(places: Iterable[dict[int, Logprob] | None] | None) -> list[object]
 
 
 def _bits(logprobs: Iterable[float]) -> list[int]:
-    bits: list[int] = np.asarray(list(logprobs), np.float32).view(np.int32).tolist()
-    return bits
+    return list(map(logprob_bits, logprobs))

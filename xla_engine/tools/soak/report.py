@@ -8,42 +8,30 @@ from xla_engine.tools.soak.http_rounds import HttpTally
 from xla_engine.tools.soak.life import Tally
 
 ALLOWED_GROWTH = 1024  # bytes a request
+PARTS = ("start", "rounds", "alone", "end")  # of an engine's wall time
 LEAST_ENGINES = 8  # whose memory tells growth from their different sizes
 
 
 @dataclass(slots=True)
 class KindTimes:
-    """The wall time of all engines of one kind, in seconds, and what they did in it.
+    """The wall time of all engines of one kind, and what they did in it.
 
-    starting_s: making engines. rounds_s: the requests of rounds together, and looking at their results.
-    alone_s: running requests alone. ending_s: closing engines, and looking for what is left of them.
+    seconds: by what for. "start": making engines. "rounds": the requests of rounds together, and looking at their
+    results. "alone": running requests alone. "end": closing engines, and looking for what is left of them.
     """
 
     lives: int = 0
     requests: int = 0
-    starting_s: float = 0.0
-    rounds_s: float = 0.0
-    alone_s: float = 0.0
-    ending_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.starting_s + self.rounds_s + self.alone_s + self.ending_s
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def line(self) -> str:
         """As text: requests a second of all the time, and where the time went."""
-        seconds = max(self.seconds, 1e-9)
-        shares = (
-            ("start", self.starting_s),
-            ("rounds", self.rounds_s),
-            ("alone", self.alone_s),
-            ("end", self.ending_s),
-        )
+        total = sum(self.seconds.values())
+        least = max(total, 1e-9)
         return (
-            f"{self.lives} engines, {self.requests} requests, {self.requests / seconds:.1f} a second; "
-            f"of {self.seconds:.0f} s: "
-            + ", ".join(f"{name} {100 * spent / seconds:.0f} %" for name, spent in shares)
+            f"{self.lives} engines, {self.requests} requests, {self.requests / least:.1f} a second; "
+            f"of {total:.0f} s: "
+            + ", ".join(f"{name} {100 * spent / least:.0f} %" for name, spent in self.seconds.items())
         )
 
 

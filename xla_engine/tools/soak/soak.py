@@ -18,7 +18,7 @@ from xla_engine.tools.soak.async_life import AsyncLife
 from xla_engine.tools.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
 from xla_engine.tools.soak.http_rounds import HttpServer
 from xla_engine.tools.soak.life import ENDS, REQUESTS, Life
-from xla_engine.tools.soak.report import KindTimes, SoakReport
+from xla_engine.tools.soak.report import PARTS, KindTimes, SoakReport
 
 ROUNDS = 40  # of a life
 EVERY = 3  # one in this many lives uses `AsyncLLM`
@@ -97,10 +97,9 @@ def soak(
             report.resident.append((report.tally.requests, memory.resident_bytes()))
         times.lives += 1
         times.requests += report.tally.requests - before
-        times.starting_s += runs - starts
-        times.rounds_s += ends - runs - alone_s
-        times.alone_s += alone_s
-        times.ending_s += time.monotonic() - ends
+        spent = (runs - starts, ends - runs - alone_s, alone_s, time.monotonic() - ends)
+        for part, seconds in zip(PARTS, spent, strict=True):
+            times.seconds[part] += seconds
         if http is not None:
             report.tally.problems += [f"{seed}/{number}, HTTP: {what}" for what in http.run(str(number))]
         report.seconds = time.monotonic() - began
