@@ -23,11 +23,10 @@ from tests.support.faults import (
 )
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.describe import describe
 from xla_engine.equivalence.record import Record, from_json, read_record, to_json, write_record
 from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.replay import replay
-from xla_engine.equivalence.shrink import Trials, ddmin, shrink
+from xla_engine.equivalence.shrink import Trials, ddmin, describe, shrink
 from xla_engine.equivalence.verify import verify
 
 items = st.integers(0, 24).map(lambda count: tuple(range(count)))

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.liar import Liar, LiarTarget, serving
 from xla_engine.same_bits import Answer, Ask, CallableTarget, Choice, HttpTarget, Report, TargetError, check
-from xla_engine.same_bits.differences import compare
-from xla_engine.same_bits.report import DifferenceFound
+from xla_engine.same_bits.report import DifferenceFound, compare
 
 # A fault, the checks that see it, and the cause or words that name it.
 NUMBERS: list[tuple[str, str, str]] = [

@@ -16,17 +16,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from xla_engine.same_bits.differences import (
+from xla_engine.same_bits.report import (
     LARGE,
     NOT_REPEATABLE,
     SEED_IGNORED,
     UNCLEAR,
     WORST_FIRST,
     Difference,
+    Finding,
+    Report,
+    Row,
     compare,
     digits,
 )
-from xla_engine.same_bits.report import Finding, Report, Row
 from xla_engine.same_bits.server import HttpTarget
 from xla_engine.same_bits.target import (
     TEXT,

@@ -23,7 +23,6 @@ from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, rand
 from xla_engine.tools.bench import limits
 from xla_engine.tools.bench.card import card, markdown_table, write
 from xla_engine.tools.bench.figures import Spread, complaints, figures, ratios, spread_of
-from xla_engine.tools.bench.judge import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
 from xla_engine.tools.bench.models import (
     SHAPES,
     BenchModel,
@@ -33,6 +32,7 @@ from xla_engine.tools.bench.models import (
     write_once,
 )
 from xla_engine.tools.bench.plot import lines_of, plot
+from xla_engine.tools.bench.rounds import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
 from xla_engine.tools.bench.workers.xla import Judge
 from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 

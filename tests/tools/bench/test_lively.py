@@ -11,8 +11,8 @@ import pytest
 from xla_engine.equivalence.reference import Reference
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
-from xla_engine.tools.bench.judge import NEAR_TIE, dull_reason, verdict, void_reason
 from xla_engine.tools.bench.models import lively_weights, write_checkpoint
+from xla_engine.tools.bench.rounds import NEAR_TIE, dull_reason, verdict, void_reason
 from xla_engine.tools.bench.workers.xla import Judge
 
 SMALL = ModelConfig(

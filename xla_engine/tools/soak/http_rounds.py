@@ -22,6 +22,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.tools.soak import memory
 from xla_engine.tools.soak.http_clients import (
     HONEST,
+    HORRORS,
     HOST,
     HOSTILE,
     TEMPLATE,
@@ -31,7 +32,6 @@ from xla_engine.tools.soak.http_clients import (
     answer_of,
     draw_bodies,
 )
-from xla_engine.tools.soak.http_horrors import HORRORS
 
 ALLOWED_RATIO = 1.2  # of the server's resident memory, to what it was after the warm-up
 WARM_ROUNDS = 3  # whose memory is not looked at
