@@ -178,14 +178,10 @@ def to_json(record: Record) -> str:
         },
         "engine": dict(record.identity.config),
         "platform": dict(record.identity.platform),
-        **({"made_on": dict(record.identity.made_on)} if record.identity.made_on else {}),
+        "made_on": dict(record.identity.made_on) or None,
         "fresh": record.fresh,
         "lag": schedule.lag,
-        **(
-            {}
-            if record.speculative_config is None
-            else {"speculative_config": dict(record.speculative_config)}
-        ),
+        "speculative_config": None if record.speculative_config is None else dict(record.speculative_config),
         "actions": [[action.turn, action.kind, number[action.request_id]] for action in schedule.actions],
     }
     steps: list[dict[str, Any]] = []
@@ -208,7 +204,7 @@ def to_json(record: Record) -> str:
             "hash": step.hash,
         }
         steps.append({name: value for name, value in row.items() if value != []})
-    parts = [f"{_dump(name)}: {_dump(value)}" for name, value in head.items()]
+    parts = [f"{_dump(name)}: {_dump(value)}" for name, value in head.items() if value is not None]
     for name, rows in (("requests", requests), ("steps", steps)):
         parts.append(f'"{name}": [\n' + ",\n".join(map(_dump, rows)) + "\n]")
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -113,22 +113,18 @@ class StepLogWriter:
         """Log a queued request. custom_id: the caller's name for it, if any."""
         self._numbers[request.request_id], self._tokens[request.request_id] = self._count, 0
         self._count += 1
-        line: dict[str, Any] = {
-            "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens]
+        most = request.max_cached_tokens
+        line = {
+            "submit": [request.request_id, len(request.prompt_token_ids), request.max_tokens],
+            "like": self._prefixes.add(self._count - 1, request.content, request.group),
+            "custom_id": custom_id,
+            "priority": request.priority or None,
+            "lockstep": request.constrained or None,
+            "reads_prefix_cache": False if most == 0 else None,  # the field's form since the first logs
+            "max_cached_tokens": most or None,
+            "at": self._at(now),
         }
-        if like := self._prefixes.add(self._count - 1, request.content, request.group):
-            line["like"] = like
-        if custom_id is not None:
-            line["custom_id"] = custom_id
-        if request.priority:
-            line["priority"] = request.priority
-        if request.constrained:
-            line["lockstep"] = True
-        if request.max_cached_tokens == 0:
-            line["reads_prefix_cache"] = False  # the field's form since the first logs
-        elif request.max_cached_tokens is not None:
-            line["max_cached_tokens"] = request.max_cached_tokens
-        self._write({**line, "at": self._at(now)})
+        self._write({name: value for name, value in line.items() if value is not None})
 
     def started(self, plan: Plan, now: float) -> None:
         """Log a dispatched step."""

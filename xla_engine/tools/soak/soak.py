@@ -62,7 +62,7 @@ def soak(
     Raises ConfigError where no engine can be.
     """
     report = SoakReport(seed, first_life, http=None if http is None else http.tally)
-    others, threads = memory.survivors(), len(memory.threads())
+    others, threads = memory.survivors(), memory.threads()
     began = time.monotonic()
 
     def is_over() -> bool:
@@ -159,11 +159,11 @@ def _begin(
 def _remains(others: Counter[str], threads: int) -> Iterator[str]:
     """What is left of a closed engine, besides `others` and `threads`, which existed before the soak."""
     until = time.monotonic() + _PATIENCE_S
-    while len(memory.threads()) > threads and time.monotonic() < until:
+    while memory.threads() > threads and time.monotonic() < until:
         time.sleep(0.01)  # a step that hung was let go, and still has to end
     if found := memory.survivors() - others:
         yield f"these live on: {dict(found)}"
-    if (waiting := len(memory.threads()) - threads) > 0:
+    if (waiting := memory.threads() - threads) > 0:
         yield f"{waiting} threads wait for steps"
 
 
