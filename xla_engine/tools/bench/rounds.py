@@ -3,10 +3,11 @@
 If streams are wrong, or could hide that they are, the engine's rate is void.
 """
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -119,17 +120,18 @@ def take_turns(
     if workload.name == "uniform":
         turns[BARE] = Turns()
     for side in timed:
-        _guard(side, turns, lambda side=side: _run(side, workload.head(batch, _WARM_UP_TOKENS)))  # type: ignore[misc]
+        with _guarded(side, turns):
+            _run(side, workload.head(batch, _WARM_UP_TOKENS))
     for turn in range(rounds):
         say(f"B = {batch}: {workload.name}, round {turn + 1} of {rounds}")
         for side in timed if turn % 2 == 0 else reversed(timed):
             if side.failed is None:
                 time.sleep(_REST)
-                _guard(side, turns, lambda side=side: _turn(side, workload, turns))  # type: ignore[misc]
-    ours = sides[0]
+                with _guarded(side, turns):
+                    _turn(side, workload, turns)
     if workload.name == "ragged":
         turns[STOPS] = Turns()
-        _guard(ours, turns, lambda: _run_with_stops(ours, workload, turns, positions))
+        _run_with_stops(sides[0], workload, turns, positions)
     return turns
 
 
@@ -138,11 +140,11 @@ def _can(side: Side, workload: Workload) -> bool:
     return side.failed is None and (not needs_arrivals or side.loaded["arrivals"])
 
 
-def _guard(side: Side, turns: dict[str, Turns], work: Callable[[], object]) -> None:
-    """Do work for a side. If a peer fails, it ends and its measurements are void; a failure of this engine is
-    raised."""
+@contextlib.contextmanager
+def _guarded(side: Side, turns: dict[str, Turns]) -> Iterator[None]:
+    """If a peer fails, it ends and its measurements are void; a failure of this engine is raised."""
     try:
-        work()
+        yield
     except PeerFailed as error:
         if side.name == OURS:
             raise
@@ -185,9 +187,7 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
         try:
             found = side.process.ask("bare", prompts=workload.prompts, max_tokens=workload.max_tokens)
             turns[BARE].figures.append(found)
-        except (
-            PeerFailed
-        ) as error:  # for example because requests are too short for a step that decodes them all
+        except PeerFailed as error:  # such as requests that are too short for a step that decodes them all
             turns[BARE].void = str(error)
 
 
