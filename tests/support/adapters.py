@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.model_loader.families.dense import LLAMA
 from xla_engine.model_loader.families.family import tensor_sources
-from xla_engine.model_loader.families.llama import LLAMA
 from xla_engine.model_loader.peft.request import LoRARequest
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

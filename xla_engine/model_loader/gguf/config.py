@@ -13,8 +13,8 @@ import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.model_loader.families import Family
-from xla_engine.model_loader.families.gpt_oss import GGUF_EXPERTS, GPT_OSS
+from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.families.experts import GGUF_EXPERTS, GPT_OSS
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.utils.shown import shown
@@ -26,7 +26,6 @@ class _Architecture:
 
     name: llama.cpp's.
     architecture: transformers' name of the class.
-    model_type: transformers' name of the configuration.
     interleaved: its files store rotary pairs adjacently; transformers stores them half a head apart.
     fields: fields of config.json that the metadata lack.
     words: names of fields that differ from `_FIELDS`.
@@ -35,7 +34,6 @@ class _Architecture:
 
     name: str
     architecture: str
-    model_type: str
     interleaved: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
@@ -44,20 +42,19 @@ class _Architecture:
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _KINDS = (
-    _Architecture(name="llama", architecture="LlamaForCausalLM", model_type="llama", interleaved=True),
-    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", model_type="smollm3", interleaved=True),
-    _Architecture(name="granite", architecture="GraniteForCausalLM", model_type="granite", interleaved=True),
-    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM", model_type="qwen2"),
-    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM", model_type="qwen3"),
-    _Architecture(name="phi3", architecture="Phi3ForCausalLM", model_type="phi3"),
-    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM", model_type="olmo2"),
-    _Architecture(name="gemma", architecture="GemmaForCausalLM", model_type="gemma", fields=_GEMMA),
-    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", model_type="gemma2", fields=_GEMMA),
-    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", model_type="gemma3_text", fields=_GEMMA),
+    _Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
+    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
+    _Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True),
+    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM"),
+    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
+    _Architecture(name="phi3", architecture="Phi3ForCausalLM"),
+    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM"),
+    _Architecture(name="gemma", architecture="GemmaForCausalLM", fields=_GEMMA),
+    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", fields=_GEMMA),
+    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", fields=_GEMMA),
     _Architecture(
         name="command-r",
         architecture="CohereForCausalLM",
-        model_type="cohere",
         words={"logits_scaling": "logit_scale"},
     ),
 )
@@ -65,7 +62,6 @@ _WITH_EXPERTS = (
     _Architecture(
         name="llama",  # in GGUF, Mixtral is a llama with experts
         architecture="MixtralForCausalLM",
-        model_type="mixtral",
         interleaved=True,
         words={"num_experts": "num_local_experts"},
         experts=True,
@@ -73,14 +69,12 @@ _WITH_EXPERTS = (
     _Architecture(
         name="qwen3moe",
         architecture="Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
         fields={"norm_topk_prob": True},
         experts=True,
     ),
     _Architecture(
         name="gpt-oss",
         architecture="GptOssForCausalLM",
-        model_type="gpt_oss",
         words={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         experts=True,
     ),
@@ -152,7 +146,7 @@ def config_fields(file: GgufReader) -> Fields:
     values: dict[str, Any] = {
         **kind.fields,
         "architectures": [kind.architecture],
-        "model_type": kind.model_type,
+        "model_type": FAMILIES[kind.architecture].model_type,
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }

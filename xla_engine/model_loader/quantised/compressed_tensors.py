@@ -15,14 +15,14 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.quantised.matrix import (
     REMEDY,
+    SCALE_TYPES,
     Indices,
     QuantisedMatrix,
     check_shape,
     checked,
-    even_groups,
+    groups_of,
     packed_kind,
     picked,
-    read_groups,
     stands_for,
     unpacked,
 )
@@ -99,16 +99,16 @@ def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:
             f"{info.file}: tensor {packed} has shape {list(info.shape)}, which holds {[features, width]} numbers "
             f"({shape}) neither in 4 nor in 8 bits. {REMEDY}"
         )
-    scale = checked(files, scales, ("F16", "BF16", "F32"))
+    scale = checked(files, scales, SCALE_TYPES)
     count = scale.shape[1]
     check_shape(scale, scales, (features, count))
     if not count or width % count:
         raise CheckpointError(
             f"{info.file}: tensor {scales} has {count} groups, which do not divide the {width} columns. {REMEDY}"
         )
-    groups = even_groups(width, count)
-    if order in files.tensors and files.tensors[order].shape != (0,):
-        groups = read_groups(files, order, width, count)
+    if order in files.tensors and files.tensors[order].shape == (0,):
+        order = ""  # none
+    groups = groups_of(files, order, width, count)
     if zeros in files.tensors:
         check_shape(checked(files, zeros, ("I32",)), zeros, (-(-features * bits // 32), count))
 

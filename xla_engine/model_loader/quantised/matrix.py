@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from xla_engine.errors import CheckpointError
-from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Rows = Callable[[Indices], Array]
 _BLOCK = 32  # columns
+SCALE_TYPES = ("F16", "BF16", "F32")
 WITH_ZEROS = ("A4", "A8")  # kinds of blocks
 REMEDY = "Download the checkpoint again, or use another one"
 
@@ -147,33 +147,11 @@ def check_shape(info: TensorInfo, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def group_size(fields: Fields, name: str = "group_size") -> int:
-    """How many columns share a scale; -1: all of them. Raises CheckpointError."""
-    size = fields.integer(name, low=-1, high=2**20, default=-1)
-    if size == 0:
-        fields.fail(name, "must be -1 or at least 1. Correct the file or download it again")
-    return size
-
-
-def group_count(info: TensorInfo, name: str, width: int, size: int) -> int:
-    """How many groups of `size` columns a matrix of this width has; -1 is one group. Raises CheckpointError."""
-    if size == -1:
-        return 1
-    if width % size:
-        raise CheckpointError(
-            f"{info.file}: tensor {name} has {width} columns, which groups of {size} do not divide. Correct "
-            "group_size in config.json, or download both again"
-        )
-    return width // size
-
-
-def even_groups(width: int, count: int) -> Indices:
-    """The group of each column, for groups of equal size; the last may be smaller."""
-    return np.arange(width) // math.ceil(width / count)
-
-
-def read_groups(files: TensorFiles, name: str, width: int, count: int) -> Indices:
-    """The group of each column, as a tensor gives it, in any order. Raises CheckpointError."""
+def groups_of(files: TensorFiles, name: str, width: int, count: int) -> Indices:
+    """The group of each column: as the tensor `name` gives it, in any order, or without it of equal size, where the
+    last may be smaller. Raises CheckpointError."""
+    if name not in files.tensors:
+        return np.arange(width) // math.ceil(width / count)
     info = checked(files, name, ("I32", "I64"), 1)
     check_shape(info, name, (width,))
     groups = files.read(name).astype(np.int64)

@@ -8,12 +8,11 @@ from dataclasses import replace
 from xla_engine.config import STORED_AS, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.json_fields import Fields
-from xla_engine.model_loader.mxfp4 import is_mxfp4_scale, read_mxfp4
-from xla_engine.model_loader.quantised.awq import read_awq
 from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
-from xla_engine.model_loader.quantised.fp8 import read_fp8
-from xla_engine.model_loader.quantised.gptq import read_gptq
 from xla_engine.model_loader.quantised.matrix import QuantisedMatrix
+from xla_engine.model_loader.quantised.mxfp4 import is_mxfp4_scale, read_mxfp4
+from xla_engine.model_loader.quantised.packed import read_awq, read_gptq
+from xla_engine.model_loader.quantised.scaled import read_fp8
 from xla_engine.model_loader.tensor_files import TensorFiles
 
 MXFP4 = "mxfp4"  # of gpt-oss, whose family reads it
