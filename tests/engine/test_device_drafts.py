@@ -31,8 +31,7 @@ from xla_engine.graphs.steps.draft_sampling import proposed
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.runner.drafting.head import DraftHead
-from xla_engine.runner.drafting.mtp import joining_shapes, load_mtp, mtp_config
+from xla_engine.runner.drafting.proposers import joining_shapes, load_mtp, mtp_config
 from xla_engine.sampling_params import SamplingParams
 
 TAPS = (1, 0, 2)  # layers before which a head sees the model; it has two
@@ -178,10 +177,10 @@ def sees_every_position(engine: XlaBatchEngine) -> None:
 
 
 def keys_and_values(engine: XlaBatchEngine) -> tuple[np.ndarray, np.ndarray]:
-    device_proposer: Any = engine.runner._device_proposer
-    assert isinstance(device_proposer, DraftHead)
-    *_, state = device_proposer.takes
-    ((keys, values),) = to_host(device_proposer._form.layer, state.cache)
+    proposer: Any = engine.runner._device_proposer
+    *_, state = proposer.takes
+    (form,) = proposer._step.args
+    ((keys, values),) = to_host(form.layer, state.cache)
     return keys, values
 
 

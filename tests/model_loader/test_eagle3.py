@@ -15,7 +15,7 @@ from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.model_loader.eagle3 import load_eagle3
-from xla_engine.runner.drafting.make import device_proposer_of
+from xla_engine.runner.drafting.proposers import device_proposer_of
 
 SEVEN = replace(TINY, num_hidden_layers=7)
 SEEN = 3 * TINY.hidden_size

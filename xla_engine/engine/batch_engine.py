@@ -49,7 +49,7 @@ from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.runner.devices import start_profile, stop_profile
-from xla_engine.runner.drafting.make import device_proposer_of
+from xla_engine.runner.drafting.proposers import device_proposer_of
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck

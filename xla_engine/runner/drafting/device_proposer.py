@@ -1,56 +1,90 @@
-"""The interface of a proposer that drafts on the device, inside verify steps."""
+"""A proposer that drafts on the device, inside verify steps: its weights, its state, and its functions of programs."""
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.runner.memory import Beside
 
+# Loads weights, given those of the engine's model by name on the device. Returns them as the graph takes them, and
+# those arrays that are not the engine's.
+Place = Callable[[Mapping[str, jax.Array]], tuple[Any, list[jax.Array]]]
 
-class DeviceProposer(Protocol):
+
+class DeviceProposer:
     """Owns the weights and state that verify programs take after their own arguments.
 
     beside: its memory on the device.
     reads_prompts: whether it has a program that reads prefill's hidden states, see `read`.
     taps: the layers of the model before which it reads the residual stream, concatenated; empty: after the last.
-    takes: additional arguments of its programs. The last is the state, which is donated; `keep` gets the new one.
     """
 
-    beside: Beside
-    reads_prompts: bool
+    def __init__(
+        self,
+        config: ModelConfig,
+        context_length: int,
+        beside: Beside,
+        *,
+        place: Place,
+        make_state: Callable[[int, int], Any],
+        step: Callable[..., Any],
+        read: Callable[..., Callable[..., Any]] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """config: its own, for the rotary tables. make_state: called with the arguments of `load`. step, read: as the
+        methods."""
+        self.beside, self.taps, self.reads_prompts = beside, taps, read is not None
+        self._config, self._context_length = config, context_length
+        self._place, self._make_state, self._step, self._read = place, make_state, step, read
+        self._size = (0, 0)
+        self._weights: Any = None
+        self._own: list[jax.Array] = []
+        self._rope: jax.Array | None = None
+        self._state: Any = None
 
     @property
-    def taps(self) -> tuple[int, ...]: ...
+    def takes(self) -> tuple[Any, ...]:
+        """Additional arguments of its programs. The last is the state, which is donated; `keep` gets the new one."""
+        return self._weights, self._rope, self._state
 
-    @property
-    def takes(self) -> tuple[Any, ...]: ...
-
-    def keep(self, state: Any) -> None: ...
+    def keep(self, state: Any) -> None:
+        self._state = state
 
     def load(self, weights: Mapping[str, jax.Array], rows: int, length: int) -> None:
         """Load weights, and make state for `rows` slots of `length` positions, a multiple of the span.
 
         weights: those of the engine's model, by name, on the device.
         """
-        ...
+        self._size = rows, length
+        self._weights, self._own = self._place(weights)
+        self._rope = jax.device_put(rope_tables(self._config, self._context_length))
+        self._state = self._make_state(rows, length)
 
     def step(self, spec: ModelSpec, key_length: int, width: int, *, processed: bool) -> Callable[..., Any]:
         """The function of a verify program for the engine's model `spec`: `verify_step` with the further arguments
         `takes`, and the state as a further result."""
-        ...
+        return functools.partial(self._step, spec, key_length, width, processed_logprobs=processed)
 
     def read(self, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
         """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that runs
         after each prefill call. lanes: those of a call without work. rows: abstract."""
-        ...
+        assert self._read is not None
+        return self._read(spec, key_length, lanes, rows)
 
     def blank(self) -> None:
         """Reset the state as at start-up, even if the old one was lost."""
-        ...
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+        self._state = self._make_state(*self._size)
 
     def delete(self) -> None:
         """Free the device memory."""
-        ...
+        for leaf in jax.tree.leaves((self._own, self._rope, self._state)):
+            leaf.delete()
+        self._own, self._weights, self._rope, self._state = [], None, None, None
