@@ -23,8 +23,8 @@ from xla_engine.graphs.delta_net.layer import DeltaState
 from xla_engine.graphs.kv_cache.footprint import tree_bytes
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner import dispatch
+from xla_engine.runner.kv_moves import StateMoves
 from xla_engine.runner.memory import plan_memory
-from xla_engine.runner.state_moves import StateMoves
 from xla_engine.sampling_params import SamplingParams
 
 MODEL = replace(  # whole tiles throughout, so that every C++ operation serves where it can
@@ -186,11 +186,11 @@ def test_what_saved_states_cannot_serve_is_refused(model: Any, options: dict[str
 
 
 def states_are_not_saved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StateMoves, "save", lambda self, saves: None)
+    patch.setattr(StateMoves, "save", lambda self, slot, place: None)
 
 
 def states_are_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StateMoves, "restore", lambda self, reuse: None)
+    patch.setattr(StateMoves, "restore", lambda self, slot, place: None)
 
 
 def states_are_saved_a_chunk_late(patch: pytest.MonkeyPatch) -> None:

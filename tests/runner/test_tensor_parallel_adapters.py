@@ -16,7 +16,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.lora.form import LoraForm
-from xla_engine.runner.weights.adapters import lora_form
+from xla_engine.runner.adapters import lora_form
 
 Result = dict[int, dict[str, Any]]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xla_engine.runner.dispatch import prefill_calls
 from xla_engine.runner.features import FeatureBuffer
-from xla_engine.runner.state_moves import prefill_calls
 from xla_engine.scheduler import (
     Decoded,
     Encode,

@@ -16,7 +16,7 @@ from xla_engine.errors import AdaptersBusyError, CheckpointError, InvalidRequest
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.runner.weights.adapters import lora_form
+from xla_engine.runner.adapters import lora_form
 
 Key = Callable[[LoRARequest], str]
 

@@ -21,10 +21,10 @@ from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.graphs.ops.int8 import GROUP
+from xla_engine.runner.adapters import lora_form
 from xla_engine.runner.native_library.build import ATTENTION, NativeBuildError, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.portable import with_portable_isa
-from xla_engine.runner.weights.adapters import lora_form
 
 _log = logging.getLogger("xla_engine")
 

@@ -18,11 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import StoredWeights, read_rows
+from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
 from xla_engine.utils.startup import StartupProgress, StartupStep
@@ -210,6 +211,47 @@ class Devices:
         assert leaf.cut is not None and self._mesh is not None
         sharding = NamedSharding(self._mesh, PartitionSpec(*[None] * leaf.cut.axis, AXIS))
         return jax.make_array_from_single_device_arrays(leaf.on_devices(len(parts)).shape, sharding, parts)
+
+
+class HeldWeights:
+    """Owns the leaves of a model on its devices. Adapters and the model's own weights may change between two steps;
+    steps in flight keep the leaves with which they were started.
+
+    leaves: in the order of `ModelSpec.leaves`; programs take this list.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, devices: Devices, inventory: Inventory, leaves: list[jax.Array]
+    ) -> None:
+        self.leaves = leaves
+        self._spec, self._devices, self._inventory = spec, devices, inventory
+
+    @property
+    def nbytes(self) -> int:
+        return weights_bytes(self._spec)
+
+    def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
+        """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
+        new = self._devices.adapter(self._spec, no_adapter(self._spec) if leaves is None else leaves)
+        places = [self._spec.leaves.names.index(name) for name in self._spec.leaves.adapters]
+        held, place = [self.leaves[at] for at in places], self._devices.put(np.int32(slot - 1))
+        (written,) = self._inventory(WRITE_ADAPTER, held, place, new)
+        for at, leaf in zip(places, written, strict=True):
+            self.leaves[at] = leaf
+
+    def replace(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Replace leaves by those of a checkpoint, by name. Nothing may be in flight.
+
+        Old and new ones are on the device together for a while. If one cannot be loaded, nothing changes.
+        """
+        fresh: dict[str, jax.Array] = {}
+        for name in weights:
+            fresh |= self._devices.leaf(self._spec, weights, name)
+        jax.block_until_ready(fresh)
+        for name, leaf in fresh.items():
+            place = self._spec.leaves.names.index(name)
+            self.leaves[place].delete()
+            self.leaves[place] = leaf
 
 
 def _specs(shardings: Any) -> Any:

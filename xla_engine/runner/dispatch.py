@@ -1,6 +1,6 @@
 """Dispatch: from a plan to the calls of compiled programs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +16,11 @@ from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
-from xla_engine.runner.pooling.pooled import Pooling
+from xla_engine.runner.kv_moves import StateMoves
+from xla_engine.runner.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
 from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, read_name, verify_name
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.state_moves import StateMoves, prefill_calls
 from xla_engine.runner.verify_inputs import NO_DRAFT, Draft, make_drafts, no_drafts
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
 
@@ -186,7 +186,8 @@ class Dispatch:
         joined = () if self._features is None else self._features.joined(chunks)
         for call, due in prefill_calls(chunks, lane_choices[-1], saves, joined):
             found.append(self._prefill(call, settings, lane_choices, key_choices))
-            self._state_moves.save(due)
+            for each in due:
+                self._state_moves.save(each.slot.index, each.place)
         return tuple(found)
 
     def _prefill(
@@ -323,6 +324,30 @@ class Dispatch:
                 if row.mask is not None and row.mask.constrained
             ),
         )
+
+
+def prefill_calls(
+    chunks: Sequence[Chunk], most: int, saves: Sequence[SavedState], joined: Collection[int] = ()
+) -> Iterator[tuple[Sequence[Chunk], list[SavedState]]]:
+    """The chunks of each prefill call, at most `most`, and the states to save after it.
+
+    A state exists at the end of a call alone, so a prompt's next chunk after a saved state is in another call.
+    joined: indices of chunks that run in the call of the chunk before.
+    """
+    wanted = {(each.slot.index, each.length): each for each in saves}
+    begin, due = 0, list[SavedState]()
+    for at, chunk in enumerate(chunks):
+        follows = any(each.slot == chunk.slot for each in due)
+        if at - begin == most or follows:
+            while at in joined:
+                at -= 1
+            assert at > begin, "a call has too few lanes for a picture"
+            yield chunks[begin:at], due
+            begin, due = at, []
+        if (save := wanted.get((chunk.slot.index, chunk.start + len(chunk.tokens)))) is not None:
+            due.append(save)
+    if begin < len(chunks):
+        yield chunks[begin:], due
 
 
 def _asked(chunk: Chunk, settings: Mapping[str, RowSettings]) -> tuple[int, ...]:

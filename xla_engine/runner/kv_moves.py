@@ -1,4 +1,4 @@
-"""Moves KV entries and row state: between slots, between blocks, to the host and back."""
+"""Moves KV entries and row state: between slots, between blocks, to the host and back; and saves recurrent states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,22 @@ import numpy as np
 from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.kv_cache.block_io import blocks_per_call
+from xla_engine.graphs.kv_cache.recurrent_states import states_of, with_states
 from xla_engine.graphs.kv_cache.slot_io import num_spans
 from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.row_state.rows import RowState
-from xla_engine.runner.programs import COPY, COPY_BLOCKS, LOAD_BLOCKS, READ, READ_BLOCKS, WRITE, WRITE_BLOCKS
+from xla_engine.runner.device_state import DeviceState
+from xla_engine.runner.programs import (
+    COPY,
+    COPY_BLOCKS,
+    LOAD_BLOCKS,
+    READ,
+    READ_BLOCKS,
+    RESTORE_STATE,
+    SAVE_STATE,
+    WRITE,
+    WRITE_BLOCKS,
+)
 from xla_engine.runner.stored_blocks import BlockContent, stacked
 from xla_engine.scheduler import BlockCopy, Reuse, StoredBlock, Swap
 
@@ -242,3 +254,31 @@ class BlockMoves:
         padded = np.zeros(self._many, np.int32)
         padded[: len(blocks)] = blocks
         return self._transfers.whole(padded)
+
+
+class StateMoves:
+    """Moves recurrent states between slots and the places of `state.saved`. What is written is donated and returned.
+
+    put: copies host arrays to the devices.
+    """
+
+    def __init__(self, inventory: Inventory, state: DeviceState, put: Callable[..., Any]) -> None:
+        self._inventory = inventory
+        self._state = state
+        self._put = put
+
+    def save(self, slot: int, place: int) -> None:
+        """Save the state of a slot."""
+        state, scalars = self._state, self._put([np.int32(place), np.int32(slot)])
+        (state.saved,) = self._inventory(SAVE_STATE, state.saved, states_of(state.cache), *scalars)
+
+    def restore(self, slot: int, place: int) -> None:
+        """Give a slot the state saved at the end of the prefix that it reuses."""
+        state, scalars = self._state, self._put([np.int32(slot), np.int32(place)])
+        (states,) = self._inventory(RESTORE_STATE, states_of(state.cache), state.saved, *scalars)
+        state.cache = with_states(state.cache, states)
+
+    def warm_up(self) -> None:
+        """Run both programs once, before any row is live."""
+        self.save(0, 0)
+        self.restore(0, 0)

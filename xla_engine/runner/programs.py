@@ -28,10 +28,10 @@ from xla_engine.graphs.steps.pooling import pool_chunk
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.graphs.steps.prompt_logprobs import prompt_logits, prompt_logprobs
 from xla_engine.graphs.steps.verify import verify_step
+from xla_engine.runner.adapters import writing
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.prefill_inputs import idle_lanes
 from xla_engine.runner.verify_inputs import no_drafts
-from xla_engine.runner.weights.adapters import writing
 
 COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"

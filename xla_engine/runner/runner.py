@@ -32,7 +32,7 @@ from xla_engine.runner import memory
 from xla_engine.runner.backends import library_of, make_spec, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.devices import Devices
+from xla_engine.runner.devices import Devices, HeldWeights
 from xla_engine.runner.dispatch import Dispatch
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
@@ -44,23 +44,27 @@ from xla_engine.runner.in_flight import (
     fetch_prompt_scores,
     fetch_samples,
 )
-from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, Transfers
-from xla_engine.runner.pooling.pooled import PooledChunk, Pooling, fetch_pooled
+from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, StateMoves, Transfers
+from xla_engine.runner.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.portable import audit
+from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.program_store import program_store
-from xla_engine.runner.programs import CONTINUE, logits_programs, make_programs
-from xla_engine.runner.prompt_logits import PromptLogits, TakeLogits
+from xla_engine.runner.programs import CONTINUE, logits_name, logits_programs, make_programs
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
-from xla_engine.runner.state_moves import StateMoves
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.verify_inputs import Draft
 from xla_engine.runner.vision_tower import VisionTower
-from xla_engine.runner.weights.held import HeldWeights
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.resident import release_free_memory
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
+
+TakeLogits = Callable[[str, int, np.ndarray], None]
+"""Called with a request's id, a position of its prompt, and the logits f32 `[n, V]` from this position on.
+
+After a preemption, positions may come again, with the same logits. The engine treats an exception as a device fault.
+"""
 
 
 class Runner:
@@ -166,7 +170,7 @@ class Runner:
         jax.block_until_ready((self.weights.leaves, state.held))
         release_free_memory()  # what reading the weights has freed, before programs raise the peak
         self.load_seconds = time.perf_counter() - began
-        self._prompt_logits: PromptLogits | None = None
+        self._gives_logits = False  # whether the programs are compiled
         self._take_logits: TakeLogits | None = None
         self._copies_ahead = jax.default_backend() != "cpu"  # if host and device have separate memory
         self._pooling = None
@@ -289,8 +293,8 @@ class Runner:
     def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
         """Fetch a started step's results about prompts: log-probabilities of their tokens, and pooled vectors."""
         scores = fetch_prompt_scores(step, self.config.chunk_size)
-        if self._take_logits is not None and self._prompt_logits is not None:
-            self._prompt_logits.give(step, self.weights.leaves, self._take_logits)
+        if self._take_logits is not None:
+            self._give_logits(step, self._take_logits)
         return [*scores, *(fetch_pooled(step) if self._pooling is not None else ())]
 
     @contextmanager
@@ -300,19 +304,34 @@ class Runner:
 
         Compiles its programs at the first use. Nothing may be in flight before and after.
         """
-        if self._prompt_logits is None:
+        if not self._gives_logits:
             make = functools.partial(logits_programs, self.spec, self.config, self.config.prefill_lanes)
             programs = make(self.weights.leaves)
             if not self._devices.is_one:
                 programs = list(self._devices.programs(make(list(self.spec.leaves)), programs))
             self._inventory.compile(programs)
-            self._prompt_logits = PromptLogits(self._inventory, self._devices.put, self.config.chunk_size)
+            self._gives_logits = True
             self.compiles.mark_warm()
         self._take_logits = take
         try:
             yield
         finally:
             self._take_logits = None
+
+    def _give_logits(self, step: InFlight, take: TakeLogits) -> None:
+        """Call `take` with the logits at all prompt positions of a step for which log-probabilities were requested."""
+        size = self.config.chunk_size
+        for call in (call for call in step.first if call.prompt is not None):
+            lanes = call.hidden.shape[0] // size
+            asked = [(lane, chunk, prompt_targets(chunk, row)) for lane, chunk, row in call.prompt[1]]
+            target = np.full((lanes, size), -1, np.int32)
+            for lane, _, tokens in asked:
+                target[lane, : len(tokens)] = tokens
+            placed = self._devices.put(target.reshape(-1))
+            packed = self._inventory(logits_name(lanes), self.weights.leaves, call.hidden, placed)
+            logits = np.asarray(packed).reshape(lanes, size, -1)
+            for lane, chunk, tokens in asked:
+                take(chunk.request_id, chunk.start, logits[lane, : len(tokens)])
 
     def reset(self) -> None:
         """Reset row state, counters and parked states as at start-up; the cache keeps its content."""
@@ -491,4 +510,4 @@ class Runner:
         for reuse in () if paged else plan.reuses:
             state.held = self._slot_moves.reuse(state.held, reuse)
             if reuse.place >= 0:
-                self._state_moves.restore(reuse)
+                self._state_moves.restore(reuse.slot.index, reuse.place)

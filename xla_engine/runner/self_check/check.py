@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from xla_engine.runner.adapters import random_adapter
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
 from xla_engine.runner.vision_tower import VisionTower
-from xla_engine.runner.weights.adapters import random_adapter
 from xla_engine.scheduler import Sample
 
 _logger = logging.getLogger("xla_engine.self_check")

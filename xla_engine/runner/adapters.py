@@ -10,12 +10,12 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.lora.form import RANKS, TARGETS, LoraForm, part_ends
 from xla_engine.graphs.model.decoder import ModelSpec
 
-WRITE = "write_adapter"
+WRITE_ADAPTER = "write_adapter"
 _WHOLE_RANK, _WHOLE_WIDTH = 4, 16  # of the C++ operation
 
 
@@ -64,20 +64,7 @@ def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:
     held = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in every]
     new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in held]
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return [Program(name=WRITE, function=write, arguments=(held, scalar, new), donate=(0,))]
-
-
-def write_adapter(
-    inventory: Inventory, spec: ModelSpec, weights: list[jax.Array], slot: jax.Array, new: list[jax.Array]
-) -> None:
-    """Write an adapter to a slot, from 0: its part of each of `spec.leaves.adapters`, on the devices.
-
-    weights: of the model, in the order of programs; changed in place. Steps that were started have the old ones.
-    """
-    places = [spec.leaves.names.index(name) for name in spec.leaves.adapters]
-    (written,) = inventory(WRITE, [weights[place] for place in places], slot, new)
-    for place, leaf in zip(places, written, strict=True):
-        weights[place] = leaf
+    return [Program(name=WRITE_ADAPTER, function=write, arguments=(held, scalar, new), donate=(0,))]
 
 
 def no_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:

@@ -1,1 +1,0 @@
-"""Pooling: starting its program and fetching its results."""

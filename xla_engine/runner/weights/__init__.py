@@ -1,1 +1,0 @@
-"""The weights on the device, which may change while an engine runs."""
