@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.recurrent_states import States, make_states
@@ -32,30 +33,24 @@ class DeviceState:
     def __init__(
         self,
         spec: ModelSpec,
-        slots: int,
+        config: EngineConfig,
         positions: int,
         context_length: int,
         pool: Pool | None,
         devices: Devices,
         *,
-        drafts: int = 0,
-        dry: bool = False,
-        lora: bool = False,
-        states: int = 0,
-        turns: bool = False,
+        turns: bool,
     ) -> None:
         """positions: of a slot, a multiple of the span. context_length: how many of them are used.
         pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
-        drafts: the most drafts of a row. dry: rows have the parameters of DRY. lora: rows may have adapters.
-        states: how many states of recurrent layers can be saved. turns: rows have `Rows.turn`."""
-        self._dry, self._lora, self._turns = dry, lora, turns
-        self._spec, self._slots, self._pool, self._devices = spec, slots, pool, devices
-        self._positions, self._context_length = positions, context_length
-        self._states = states
+        turns: rows have `Rows.turn`."""
+        self._spec, self._config, self._pool, self._devices = spec, config, pool, devices
+        self._positions, self._context_length, self._turns = positions, context_length, turns
         self.cache, self.saved = self._empty_cache(), self._no_states()
         self.rows = self.idle_rows()
         max_blocks = None if pool is None else pool.max_blocks
-        self.host = HostTables(slots, spec.config.vocab_size, max_blocks, drafts=drafts)
+        drafts = max((width for _, width in config.verify_shapes), default=1) - 1
+        self.host = HostTables(config.device_rows, spec.config.vocab_size, max_blocks, drafts=drafts)
         self.tables = Tables(**devices.put(self.host.take_stale()))
 
     @property
@@ -97,9 +92,9 @@ class DeviceState:
 
     def make_rows(self) -> Rows:
         """Inactive rows, unpacked."""
-        positions = self._context_length
-        asked = {"dry": self._dry, "lora": self._lora, "turns": self._turns}
-        return make_rows(self._slots, MAX_STOP_TOKEN_IDS, positions, self._pool, **asked)
+        config, positions = self._config, self._context_length
+        asked = {"dry": config.enable_dry, "lora": config.enable_lora, "turns": self._turns}
+        return make_rows(config.device_rows, MAX_STOP_TOKEN_IDS, positions, self._pool, **asked)
 
     def idle_rows(self) -> RowState:
         """Inactive rows, packed, on the device."""
@@ -124,7 +119,7 @@ class DeviceState:
         return self._devices.zeros(self.local_states(), jax.eval_shape(lambda: self._make_states(across)))
 
     def _make_states(self, config: ModelConfig) -> States:
-        return make_states(config, self._states) if self._states else []
+        return make_states(config, states) if (states := self._config.saved_states) else []
 
     def _empty_cache(self) -> KVCache:
         if self._devices.is_one:
@@ -133,7 +128,9 @@ class DeviceState:
         return self._devices.zeros(self.local_cache(), whole)
 
     def _make_cache(self, config: ModelConfig | None = None) -> KVCache:
-        spec, slots, pool = self._spec, self._slots, self._pool
+        spec, pool = self._spec, self._pool
         if pool is None:
-            return make_cache(spec, slots, self._positions, config=config)
-        return make_cache(spec, slots, pool.block_size, num_blocks=pool.num_blocks, config=config)
+            return make_cache(spec, self._config.device_rows, self._positions, config=config)
+        return make_cache(
+            spec, self._config.device_rows, pool.block_size, num_blocks=pool.num_blocks, config=config
+        )

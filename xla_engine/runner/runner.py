@@ -153,15 +153,11 @@ class Runner:
         self._rope = devices.put(rope_tables(model, self.context_length))
         self._state = state = DeviceState(
             self.spec,
-            config.device_rows,
+            config,
             self.buckets[-1],
             self.context_length,
             pool,
             devices,
-            drafts=max((width for _, width in config.verify_shapes), default=1) - 1,
-            dry=config.enable_dry,
-            lora=config.enable_lora,
-            states=config.saved_states,
             turns=bool(self._axes),
         )
         if self._device_proposer is not None:
