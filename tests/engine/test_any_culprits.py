@@ -12,7 +12,7 @@ from tests.support.engine_faults import bits, ends, poison, submit_all
 from tests.support.failing_device import Culprit, FailingEngine, token
 from tests.support.profiles import examples
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.engine.recovery import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case
 from xla_engine.errors import EngineClosedError
 from xla_engine.observability.observer import Observer

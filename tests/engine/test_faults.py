@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, submit_all
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.engine.recovery import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case
 from xla_engine.errors import EngineClosedError
 from xla_engine.outputs import RequestOutput

@@ -12,7 +12,7 @@ from tests.support.device import edit_cache
 from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, poison, submit_all
 from tests.support.models import BOTH_LANES, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.faults import Faults
+from xla_engine.engine.recovery import Faults
 from xla_engine.equivalence.cases import Case
 from xla_engine.graphs.row_state import rows
 from xla_engine.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from tests.support.faults import sampling_by
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.proposer import Recorded
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.sampling import sampler as sampling

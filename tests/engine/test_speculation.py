@@ -17,11 +17,9 @@ from tests.support.faults import sampling_by
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.speculation.proposer import Proposal, Proposer
-from xla_engine.engine.speculation.recorded import Recorded
-from xla_engine.engine.speculation.speculator import Speculator
+from xla_engine.engine.speculation.proposer import Proposal, Proposer, Recorded
+from xla_engine.engine.speculation.speculator import Speculator, WidthChooser
 from xla_engine.engine.speculation.suffix import SuffixProposer
-from xla_engine.engine.speculation.width import WidthChooser
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.sampling import sampler as sampling

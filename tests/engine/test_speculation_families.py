@@ -18,8 +18,7 @@ from tests.support.device import edit_cache
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.proposer import Proposer
-from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.proposer import Proposer, Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.graphs.config import FULL, SLIDING

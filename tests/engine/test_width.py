@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_engine.engine.speculation.proposer import CERTAIN
-from xla_engine.engine.speculation.width import PATIENCE, PROBE, Acceptance, WidthChooser
+from xla_engine.engine.speculation.speculator import PATIENCE, PROBE, Acceptance, WidthChooser
 from xla_engine.runner.step_costs import StepCosts
 
 COSTS = StepCosts(decode={1: 1.0, 8: 1.4}, verify={(1, 8): 1.3, (8, 2): 1.7, (8, 4): 2.4})

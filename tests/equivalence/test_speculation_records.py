@@ -11,7 +11,7 @@ import pytest
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
 from tests.support.simulation import COST
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.proposer import Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record import from_json, to_json

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.faults import FAULTS_IN_A_ROW
+from xla_engine.engine.recovery import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.errors import InvalidRequestError

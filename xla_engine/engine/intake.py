@@ -8,10 +8,9 @@ from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.pending import PendingRequest
 from xla_engine.engine.requests.seeds import noise_key
 from xla_engine.engine.requests.validation import RequestValidator, check_takes
-from xla_engine.engine.state import EngineState
+from xla_engine.engine.state import EngineState, PendingRequest
 from xla_engine.engine.waiter import Waiter
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest

@@ -12,10 +12,9 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from xla_engine.engine.canary import Canary
 from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.intake import Intake
-from xla_engine.engine.recovery import Recovery
+from xla_engine.engine.recovery import Canary, Recovery
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.turn import Turn, Wait
 from xla_engine.errors import DeviceLostError, EngineClosedError, InvalidRequestError

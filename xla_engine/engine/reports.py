@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
-from xla_engine.engine.faults import Faults
 from xla_engine.engine.identity import EngineIdentity
+from xla_engine.engine.recovery import Faults
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics

@@ -8,7 +8,6 @@ from threading import Condition, Event
 from typing import Any, NamedTuple
 
 from xla_engine.engine.requests.masks import MaskMaker
-from xla_engine.engine.requests.pending import PendingRequest
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.shadow import ShadowProbe
@@ -21,11 +20,37 @@ from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.scheduler import Request, Scheduler
+from xla_engine.scheduler import FinishReason, Request, RequestView, Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
+from xla_engine.text.token_mask import TokenMask
 
 NO_THREAD = 0  # the value of `TurnState.thread` once the driver has returned before its step was read
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingRequest:
+    """A request that is queued once its constraint is compiled; until then snapshots show it as `view`.
+
+    sequences: how many sequences it will have.
+    mask: the call that compiles the constraint.
+    open: enters the request into the table, with its mask.
+    on_refused: called with the error if the constraint is invalid.
+    adapter: as in `RowSettings`.
+    expires: (time, reason) of its deadlines, earliest first.
+    """
+
+    view: RequestView
+    sequences: int
+    mask: Pending[TokenMask | None]
+    open: Callable[..., list[Request]]
+    on_refused: Callable[[Exception], object]
+    adapter: int
+    expires: list[tuple[float, FinishReason]]
+
+    def expired(self, now: float) -> FinishReason | None:
+        """The reason of a deadline that has passed; None if there is none."""
+        return self.expires[0][1] if self.expires and self.expires[0][0] <= now else None
 
 
 class SavedSequence(NamedTuple):

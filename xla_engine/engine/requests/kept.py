@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.sequence_group import SequenceGroup
+from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import FinishReason
 

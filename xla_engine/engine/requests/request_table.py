@@ -10,8 +10,7 @@ from xla_engine.engine.requests.kept import KeptRequests
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.seeds import sequence_ids, sequence_seed
-from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.sequence_group import SequenceGroup
+from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup
 from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm

@@ -1,17 +1,17 @@
-"""The host side of one sequence: its tokens, text and times."""
+"""The host side of one sequence: its tokens, text and times; and of the n sequences of one request."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Generic, TypeVar, overload
 
-from xla_engine.engine.requests.logprobs import MadeWhenRead, Score, by_id
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Readable, Seen
 from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
-from xla_engine.errors import ReplayError
+from xla_engine.errors import InvalidRequestError, ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -19,6 +19,53 @@ from xla_engine.scheduler import FinishReason, Sample, Times
 from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
+
+S = TypeVar("S")
+T = TypeVar("T")
+# A token, its log-probability, and the most likely tokens at its position.
+Score = tuple[int, float, TopLogprobs]
+
+
+class MadeWhenRead(Sequence[T], Generic[S, T]):
+    """A lazy sequence: applies `make` to a source each time the item is read.
+
+    The dicts of `by_id` take three times the memory of their scores and twenty times as many objects, which slow
+    garbage collection down.
+    """
+
+    def __init__(self, sources: Sequence[S], make: Callable[[S], T]) -> None:
+        self._sources = sources
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> MadeWhenRead[S, T]: ...
+    def __getitem__(self, place: int | slice) -> T | MadeWhenRead[S, T]:
+        if isinstance(place, slice):
+            return MadeWhenRead(self._sources[place], self._make)
+        return self._make(self._sources[place])
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._make, self._sources)
+
+
+def by_id(token_id: int, logprob: float, top: TopLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """`Logprob`s by token id: the sampled token first, then the most likely ones."""
+
+    def decode(token_id: int) -> str | None:
+        try:
+            return None if tokenizer is None else tokenizer.token_string(token_id)
+        except InvalidRequestError:  # the tokenizer cannot decode this token alone
+            return None
+
+    found = {token_id: Logprob(logprob, top.rank, decode(token_id))}
+    for rank, (other, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1):
+        found.setdefault(other, Logprob(value, rank, decode(other)))
+    return found
 
 
 class LiveSequence:
@@ -408,4 +455,62 @@ class LiveSequence:
             top_logprobs=MadeWhenRead(self._tops[new], self._by_id) if self._params.logprobs else None,
             finish_reason=None if self._finish_reason is None else str(self._finish_reason),
             stop_reason=self._stop_string or (last if own_stop else None),
+        )
+
+
+class SequenceGroup:
+    """The sequences of a request with n above 1, in order: the scheduler runs them as separate requests.
+
+    Their collector receives the group in their place.
+    """
+
+    def __init__(self, request_id: str, parts: tuple[LiveSequence, ...]) -> None:
+        self.request_id = request_id
+        self.parts = parts
+        for part in parts:
+            part.reader = self
+
+    @property
+    def finished(self) -> bool:
+        return all(part.finished for part in self.parts)
+
+    def news(self, seen: AllSeen, *, only_ended: bool = False) -> RequestOutput:
+        """See `Readable`."""
+        parts = [
+            part.new_part(index, seen[index], only_ended=only_ended) for index, part in enumerate(self.parts)
+        ]
+        ends = [part.finished_time or 0.0 for part in self.parts]
+        return replace(
+            self.parts[0].result(tuple(part for part in parts if part is not None)),
+            request_id=self.request_id,
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=self.parts[0].arrival_time, finished_time=max(ends) if self.finished else None
+            ),
+            error=next((part.error for part in self.parts if part.error is not None), None),
+        )
+
+    def output(self) -> RequestOutput:
+        """The cumulative output of all sequences.
+
+        Times: the first admission, the first token, the end of the last sequence; token times are those of all.
+        """
+        outputs = [part.output() for part in self.parts]
+        metrics = [output.metrics for output in outputs if output.metrics is not None]
+        admitted = [each.admitted_time for each in metrics if each.admitted_time is not None]
+        token_times = sorted(time for each in metrics for time in each.token_times)
+        return replace(
+            outputs[0],
+            request_id=self.request_id,
+            outputs=tuple(replace(output.outputs[0], index=index) for index, output in enumerate(outputs)),
+            finished=self.finished,
+            metrics=RequestMetrics(
+                arrival_time=metrics[0].arrival_time,
+                admitted_time=min(admitted, default=None),
+                first_token_time=token_times[0] if token_times else None,
+                finished_time=max(each.finished_time or 0.0 for each in metrics) if self.finished else None,
+                token_times=tuple(token_times),
+                sequence_token_times=tuple(each.token_times for each in metrics),
+            ),
+            error=next((output.error for output in outputs if output.error is not None), None),
         )

@@ -11,8 +11,7 @@ import numpy as np
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.sequence_group import SequenceGroup
+from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.kv_moves import ParkedState
