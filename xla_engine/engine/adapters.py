@@ -41,9 +41,11 @@ class Adapters:
     def ids(self) -> set[int]:
         return set(self._loaded)
 
-    @property
-    def names(self) -> list[str]:
-        return [each.request.lora_name for each in self._loaded.values() if each.request is not None]
+    def add(self, request: LoRARequest) -> bool:
+        """As `XlaBatchEngine.add_lora`."""
+        known = request.lora_int_id in self._loaded
+        self.of(request)
+        return not known
 
     def of(self, request: LoRARequest | None) -> LoadedAdapter:
         """The adapter of a request, loaded if necessary.
@@ -68,8 +70,15 @@ class Adapters:
         return next((each.request for each in self._loaded.values() if each.slot == slot), None)
 
     def named(self, name: str | None) -> LoRARequest | None:
-        found = (each.request for each in self._loaded.values() if each.request is not None)
-        return next((request for request in found if request.lora_name == name), None)
+        """As `XlaBatchEngine.adapter_named`."""
+        if name is None or not self._loaded:
+            return None
+        loaded = [each.request for each in self._loaded.values() if each.request is not None]
+        found = next((request for request in loaded if request.lora_name == name), None)
+        if found is None and name != (own := self._checkpoint.path.name):
+            names = ", ".join((own, *(request.lora_name for request in loaded)))
+            raise InvalidRequestError(f"no model {name!r}; here are {names}")
+        return found
 
     @property
     def pinned(self) -> dict[str, str]:

@@ -174,8 +174,8 @@ class XlaBatchEngine:
         self._loop = Loop(state, delivery, self._recovery, self._intake, parks=config.parks)
         self._driver = Driver(state, self._loop)
         self._continuations = Continuations(state, self._intake, self.validator, self.adapters)
-        self._weights = WeightUpdates(state, runner, config, checkpoint, self.adapters, self._continuations)
-        self._reports = Reports(state, runner, config, self._recovery.faults, self._weights)
+        self._weights = WeightUpdates(state, runner, config, checkpoint, self._continuations)
+        self._reports = Reports(state, runner, config, self._recovery.faults, self.adapters, self._weights)
         runner.count_padding(table.token_buffer.histograms.prefill_padding)
         release_free_memory()
         self._log_progress()
@@ -408,10 +408,9 @@ class XlaBatchEngine:
         Raises what `submit` raises.
         """
         with self.lock:
-            forked = self._continuations.forked(
+            prompt, params, options = self._continuations.forked(
                 source, suffix, params, seed=seed, index=index, options=options
             )
-        prompt, params, options = forked
         return self.submit(prompt, params, request_id=request_id, collector=collector, **options)
 
     @locked
@@ -706,7 +705,7 @@ class XlaBatchEngine:
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before a request needs it; False if it is loaded already. Raises InvalidRequestError."""
         self._intake.check_open()
-        return self._weights.add_lora(lora_request)
+        return self.adapters.add(lora_request)
 
     @locked
     def remove_lora(self, lora_id: int) -> bool:
@@ -729,7 +728,7 @@ class XlaBatchEngine:
 
         Raises InvalidRequestError if adapters are loaded and the name is neither an adapter's nor the model's.
         """
-        return self._weights.adapter_named(name)
+        return self.adapters.named(name)
 
     @locked
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
@@ -746,18 +745,19 @@ class XlaBatchEngine:
         token to its last: drain or abort them first. Raises CheckpointError for an unknown name, a wrong shape or a
         bad value; then nothing is changed.
         """
-        self._intake.check_open()
-        self._driver.finish_steps()
-        self._driver.finish_idle_steps()
+        self._finish_to_update()
         self._weights.update(weights)
 
     @locked
     def update_leaves(self, leaves: Mapping[str, Any]) -> None:
         """As `update_weights`, with leaves by the names, shapes and dtypes of `checkpoint.weights`."""
+        self._finish_to_update()
+        self._weights.update_leaves(leaves)
+
+    def _finish_to_update(self) -> None:
         self._intake.check_open()
         self._driver.finish_steps()
         self._driver.finish_idle_steps()
-        self._weights.update_leaves(leaves)
 
     def _reader(self, collector: OutputCollector | None) -> OutputCollector:
         return self._collector if collector is None else collector

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.intake import Intake
@@ -21,14 +20,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request
 from xla_engine.scheduler.continuation import go_on, request_of
 from xla_engine.text.token_mask import TokenMask
-
-
-class ForkedPrompt(NamedTuple):
-    """The arguments of `submit` for a fork."""
-
-    prompt: list[int]
-    params: SamplingParams
-    options: RequestOptions
 
 
 class Continuations:
@@ -51,7 +42,7 @@ class Continuations:
         self._check_options(options)
         parts: list[tuple[LiveSequence, RowSettings]] = []
         requests: list[Request] = []
-        for part, row in kept.parts:
+        for part, row in kept:
             if part.finish_reason not in FINAL:
                 part, row = self._longer(part, row, max_tokens, collector, part.request_id)
                 before = request_of(self._state.scheduler, part.request_id)
@@ -142,7 +133,8 @@ class Continuations:
         seed: int | None,
         index: int,
         options: RequestOptions,
-    ) -> ForkedPrompt:
+    ) -> tuple[list[int], SamplingParams, RequestOptions]:
+        """The prompt, parameters and options with which to submit a fork."""
         found = self._state.saved.get(source)
         parts = self._known(source) if found is None else [(part, row) for part, row, _ in found]
         if not isinstance(index, int) or not 0 <= index < len(parts):
@@ -165,12 +157,12 @@ class Continuations:
             options.setdefault("cache_salt", request.cache_salt)
         options.setdefault("lora_request", self._adapters.in_slot(row.adapter))
         prompt = [*part.prompt_token_ids, *part.tokens_from(0), *suffix]
-        return ForkedPrompt(prompt, params, options)
+        return prompt, params, options
 
     def _known(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
         """The sequences of a live or kept request. Raises InvalidRequestError."""
         if not self._state.table.taken(request_id):
-            return list(self._kept(request_id).parts)
+            return list(self._kept(request_id))
         return self._state.table.parts(request_id)
 
     def _kept(self, request_id: str) -> KeptRequest:
@@ -187,7 +179,7 @@ class Continuations:
                 f"error, or it was dropped, because only the last {kept.most} are kept (keep_finished); submit it "
                 f"again"
             )
-        self._state.table.check_free(request_id, len(found.parts))
+        self._state.table.check_free(request_id, len(found))
         return found
 
     def _check_options(self, options: RequestOptions) -> None:

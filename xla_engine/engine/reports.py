@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
+from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.recovery import Faults
 from xla_engine.engine.state import EngineState
@@ -21,12 +22,19 @@ class Reports:
     """Makes the reports. Nothing here touches the device."""
 
     def __init__(
-        self, state: EngineState, runner: Runner, config: EngineConfig, faults: Faults, weights: WeightUpdates
+        self,
+        state: EngineState,
+        runner: Runner,
+        config: EngineConfig,
+        faults: Faults,
+        adapters: Adapters,
+        weights: WeightUpdates,
     ) -> None:
         self._state = state
         self._runner = runner
         self._config = config
         self._faults = faults
+        self._adapters = adapters
         self._weights = weights
 
     def snapshot(self) -> Snapshot:
@@ -105,7 +113,7 @@ class Reports:
     def identity(self) -> EngineIdentity:
         """As `XlaBatchEngine.identity`."""
         options = json.loads(json.dumps(self._config.bit_options()))
-        if pinned := self._weights.adapters.pinned:  # results may name them as their model
+        if pinned := self._adapters.pinned:  # results may name them as their model
             options["adapters"] = pinned
         return EngineIdentity(
             model=self._weights.checkpoint.fingerprint,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.runner.in_flight import DecodeSamples, FirstSamples, InFlight
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Plan, Row, Sample, Slot
@@ -108,7 +108,7 @@ class ShadowProbe:
         self._unread.clear()
 
     def _advance(self) -> bool:
-        while self._unread and all(_is_ready(part.samples) for part in _parts(self._unread[0])):
+        while self._unread and _is_ready(self._unread[0]):
             self._read(self._unread.popleft())
         if self._case is None:
             if not self._waiting:
@@ -191,10 +191,7 @@ def _difference(case: _Case, place: int, sample: Sample) -> str | None:
     )
 
 
-def _is_ready(samples: Any) -> bool:
-    """Whether an array can be read without waiting."""
-    return bool(samples.is_ready())
-
-
-def _parts(step: InFlight) -> tuple[FirstSamples | DecodeSamples, ...]:
-    return (*step.first, *([] if step.decode is None else [step.decode]))
+def _is_ready(step: InFlight) -> bool:
+    """Whether a step can be read without waiting."""
+    parts: tuple[Any, ...] = (*step.first, *([] if step.decode is None else [step.decode]))
+    return all(part.samples.is_ready() for part in parts)

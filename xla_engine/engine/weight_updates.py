@@ -1,4 +1,4 @@
-"""Changes of weights between two steps: LoRA adapters, and the model's own weights."""
+"""Changes of the model's weights between two steps."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from xla_engine.config import KEPT, EngineConfig
-from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.state import EngineState
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint, check_leaves, given_weights
-from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.tensor_files import GivenTensors
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.continuation import forget_slots
@@ -31,28 +29,13 @@ class WeightUpdates:
         runner: Runner,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        adapters: Adapters,
         continuations: Continuations,
     ) -> None:
         self.checkpoint = checkpoint
-        self.adapters = adapters
         self._state = state
         self._runner = runner
         self._config = config
         self._continuations = continuations
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        known = lora_request.lora_int_id in self.adapters.ids
-        self.adapters.of(lora_request)
-        return not known
-
-    def adapter_named(self, name: str | None) -> LoRARequest | None:
-        if name is None or not self.adapters.ids:
-            return None
-        found, own = self.adapters.named(name), self.checkpoint.path.name
-        if found is None and name != own:
-            raise InvalidRequestError(f"no model {name!r}; here are {', '.join((own, *self.adapters.names))}")
-        return found
 
     def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """As `XlaBatchEngine.update_weights`; no step may be in flight."""

@@ -1,7 +1,5 @@
 """Finished requests that are kept, so that they can be extended."""
 
-from typing import NamedTuple
-
 from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import FinishReason
@@ -10,15 +8,8 @@ from xla_engine.scheduler import FinishReason
 FINAL = frozenset({FinishReason.STOP, FinishReason.ERROR})
 
 
-class KeptRequest(NamedTuple):
-    """The sequences of a request, in order, with their row settings."""
-
-    parts: tuple[tuple[LiveSequence, RowSettings], ...]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether any sequence can be extended."""
-        return any(part.finish_reason not in FINAL for part, _ in self.parts)
+# The sequences of a request, in order, with their row settings.
+KeptRequest = tuple[tuple[LiveSequence, RowSettings], ...]
 
 
 class KeptRequests:
@@ -46,15 +37,15 @@ class KeptRequests:
             return
         sequences = reader.parts if isinstance(reader, SequenceGroup) else (sequence,)
         parts = tuple((part, self.settings.pop(part.request_id)) for part in sequences)
-        self.put(reader.request_id, KeptRequest(parts))
+        self.put(reader.request_id, parts)
 
     def put(self, request_id: str, request: KeptRequest) -> None:
         """Keep a request if it can be extended, and evict the oldest beyond `most`."""
         self.forget(request_id)
         self._requests[request_id] = request
-        own = {part.request_id for part, _ in request.parts}
+        own = {part.request_id for part, _ in request}
         self._forgotten = [name for name in self._forgotten if name not in own]
-        if not request.goes_on:
+        if all(part.finish_reason in FINAL for part, _ in request):
             self.forget(request_id)
         while len(self._requests) > self.most:
             self.forget(next(iter(self._requests)))
@@ -70,7 +61,7 @@ class KeptRequests:
     def forget(self, request_id: str) -> None:
         """Remove a request, if it is kept, and note its sequences for `take_forgotten`."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._forgotten += (part.request_id for part, _ in request.parts)
+            self._forgotten += (part.request_id for part, _ in request)
 
     def clear(self) -> None:
         for name in list(self._requests):
@@ -78,7 +69,7 @@ class KeptRequests:
 
     def every_setting(self) -> list[RowSettings]:
         """The row settings of all kept sequences."""
-        parts = (part for request in self._requests.values() for part in request.parts)
+        parts = (part for request in self._requests.values() for part in request)
         return [*self.settings.values(), *(row for _, row in parts)]
 
     def take_forgotten(self) -> list[str]:
