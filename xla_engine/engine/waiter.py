@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from xla_engine.errors import DeviceLostError, EngineClosedError
-from xla_engine.runner.in_flight import InFlight, PromptScores
-from xla_engine.runner.pooled import PooledChunk
+from xla_engine.runner.in_flight import InFlight, PooledChunk, PromptScores
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.verify_inputs import Draft
 from xla_engine.scheduler import Plan, StepResult

@@ -9,17 +9,25 @@ import jax
 import numpy as np
 
 from xla_engine.config import EngineConfig
+from xla_engine.graphs.config import MEAN
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.observability.histogram import Histogram
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
 from xla_engine.runner.kv_moves import StateMoves
-from xla_engine.runner.pooled import Pooling
 from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
-from xla_engine.runner.programs import decode_name, prefill_name, prompt_name, read_name, verify_name
+from xla_engine.runner.programs import (
+    decode_name,
+    pool_name,
+    prefill_name,
+    prompt_name,
+    read_name,
+    verify_name,
+)
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.verify_inputs import NO_DRAFT, Draft, make_drafts, no_drafts
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
@@ -65,7 +73,7 @@ class Dispatch:
         state_moves: StateMoves,
         *,
         device_proposer: DeviceProposer | None = None,
-        pooling: Pooling | None = None,
+        pooling: str | None = None,
         features: FeatureBuffer | None = None,
         takes_host_arrays: bool = False,
     ) -> None:
@@ -73,7 +81,8 @@ class Dispatch:
         takes_host_arrays: programs may be given host arrays as they are, which takes a sixth of the time of a copy and
             a call.
         state_moves: saves states of recurrent layers.
-        device_proposer: drafts in verify programs. pooling: pools prompts. features: None without a vision tower.
+        device_proposer: drafts in verify programs. pooling: one of
+            `graphs.config.POOLING_TYPES`; None: prompts are not pooled. features: None without a vision tower.
         """
         self._features = features
         self._turns = features is not None and bool(features.tower.config.axes)
@@ -112,7 +121,7 @@ class Dispatch:
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
             if self._pooling is not None:
-                self._pooling.run(lanes, hidden, np.zeros(lanes, np.int32))
+                self.pool(lanes, hidden, np.zeros(lanes, np.int32))
         for bucket in buckets:
             for few in (None, *few_choices):
                 idle = self.put(decode_work(np.arange(0), config.device_rows, few))
@@ -154,6 +163,10 @@ class Dispatch:
     def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
         """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
+
+    def pool(self, lanes: int, hidden: jax.Array, count: np.ndarray) -> jax.Array:
+        """Run `graphs.steps.pooling.pool_chunk` on a prefill call. count: tokens of each lane."""
+        return self._inventory(pool_name(lanes), self._weights, hidden, self.put(count))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
         """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
@@ -203,7 +216,8 @@ class Dispatch:
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
             self.fill_tables(chunks[lane].slot.index, row)
-        armed = last if self._pooling is None else self._pooling.without(last)
+        # Pooled lanes sample nothing and activate no row.
+        armed = {lane: row for lane, row in last.items() if not isinstance(row.params, PoolingParams)}
         adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
         whole = None if self.reads_all else [bool(_asked(chunk, settings)) for chunk in chunks]
         feature = (
@@ -238,7 +252,7 @@ class Dispatch:
             top=top if any(wanted) else None,
             prompt=self._prompt_logprobs(chunks, settings, lanes, hidden),
             hidden=hidden,
-            pooled=None if self._pooling is None else self._pooling.start(chunks, settings, lanes, hidden),
+            pooled=None if self._pooling is None else self._pooled(chunks, settings, lanes, hidden),
         )
 
     def _prompt_logprobs(
@@ -253,6 +267,23 @@ class Dispatch:
         if not asked:
             return None
         return self.prompt_logprobs(lanes, hidden, target.reshape(-1)), tuple(asked)
+
+    def _pooled(
+        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
+    ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
+        """Pool the chunks of pooling requests; returns `FirstSamples.pooled`, None if there are none."""
+        asked = tuple(
+            (lane, chunk, settings[chunk.request_id])
+            for lane, chunk in enumerate(chunks)
+            if isinstance(settings[chunk.request_id].params, PoolingParams)
+            and (chunk.is_last or self._pooling == MEAN)
+        )
+        if not asked:
+            return None
+        count = np.zeros(lanes, np.int32)
+        for lane, chunk, _ in asked:
+            count[lane] = len(chunk.tokens)
+        return self.pool(lanes, hidden, count), asked
 
     def decode(
         self,

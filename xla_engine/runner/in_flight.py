@@ -67,6 +67,16 @@ class PromptScores:
     scores: tuple[tuple[float, TopLogprobs], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledChunk:
+    """The result of `graphs.steps.pooling` for a chunk: `vectors` f32 `[G, D]`. Other fields as in `PromptScores`."""
+
+    request_id: str
+    settings: RowSettings
+    start: int
+    vectors: np.ndarray
+
+
 def fetch_samples(step: InFlight) -> StepResult:
     first: list[Sample] = []
     for call in step.first:
@@ -142,6 +152,22 @@ def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
             scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))
             found.append(
                 PromptScores(request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores)
+            )
+    return found
+
+
+def fetch_pooled(step: InFlight) -> list[PooledChunk]:
+    """Fetch the vectors that a started step pooled."""
+    found = []
+    for call in step.first:
+        if call.pooled is None:
+            continue
+        vectors = np.asarray(call.pooled[0])
+        for lane, chunk, row in call.pooled[1]:
+            found.append(
+                PooledChunk(
+                    request_id=chunk.request_id, settings=row, start=chunk.start, vectors=vectors[lane]
+                )
             )
     return found
 

@@ -40,12 +40,13 @@ from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
     InFlight,
+    PooledChunk,
     PromptScores,
+    fetch_pooled,
     fetch_prompt_scores,
     fetch_samples,
 )
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, StateMoves, Transfers
-from xla_engine.runner.pooled import PooledChunk, Pooling, fetch_pooled
 from xla_engine.runner.portable import audit
 from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.program_store import program_store
@@ -169,9 +170,7 @@ class Runner:
         self._gives_logits = False  # whether the programs are compiled
         self._take_logits: TakeLogits | None = None
         self._copies_ahead = jax.default_backend() != "cpu"  # if host and device have separate memory
-        self._pooling = None
-        if pooling is not None:
-            self._pooling = Pooling(pooling, self._inventory, self.weights.leaves, devices.put)
+        self._pooling = pooling
         self._state_moves = StateMoves(self._inventory, state, devices.put)
         self._dispatch = Dispatch(
             self._inventory,
@@ -183,7 +182,7 @@ class Runner:
             self.context_length,
             self._state_moves,
             device_proposer=self._device_proposer,
-            pooling=self._pooling,
+            pooling=pooling,
             features=self.features,
             takes_host_arrays=devices.read_host_memory,
         )
@@ -291,7 +290,7 @@ class Runner:
         scores = fetch_prompt_scores(step, self.config.chunk_size)
         if self._take_logits is not None:
             self._give_logits(step, self._take_logits)
-        return [*scores, *(fetch_pooled(step) if self._pooling is not None else ())]
+        return [*scores, *fetch_pooled(step)]
 
     @contextmanager
     def giving_logits(self, take: TakeLogits) -> Iterator[None]:
@@ -471,7 +470,7 @@ class Runner:
         state, devices, put = self._state, self._devices, self._devices.put
         same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
         same["device_proposer"] = self._device_proposer
-        same["pooling"] = None if self._pooling is None else self._pooling.kind
+        same["pooling"] = self._pooling
         same["axes"] = self._axes
         same["features"] = None if self.features is None else self.features.rows
         same["group"] = None if self.features is None else self.features.group

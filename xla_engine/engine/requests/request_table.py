@@ -15,8 +15,7 @@ from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
-from xla_engine.runner.in_flight import PromptScores
-from xla_engine.runner.pooled import PooledChunk
+from xla_engine.runner.in_flight import PooledChunk, PromptScores
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import FinishReason, PromptImage, Request

@@ -1,25 +1,331 @@
-"""A model in one GGUF file."""
+"""A model in one GGUF file: its metadata as config.json, so that one reader checks both, and its tensors by our names.
 
-from collections.abc import Iterable
+Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is rejected by name, like
+an unsupported field of config.json.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tokenizers
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
-from xla_engine.model_loader.families import Family
-from xla_engine.model_loader.gguf import config as gguf_config
-from xla_engine.model_loader.gguf.reader import GgufReader, GgufWeights
+from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.families.experts import GGUF_EXPERTS, GPT_OSS
+from xla_engine.model_loader.gguf.reader import GgufReader, GgufWeights, library
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tokenizer_json import raising, read_tokenizer
+from xla_engine.utils.shown import shown
 
 SUFFIX = ".gguf"
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """The translation of a llama.cpp architecture to transformers.
+
+    name: llama.cpp's.
+    architecture: transformers' name of the class.
+    interleaved: its files store rotary pairs adjacently; transformers stores them half a head apart.
+    fields: fields of config.json that the metadata lack.
+    words: names of fields that differ from `_FIELDS`.
+    experts: whether some layers have experts.
+    """
+
+    name: str
+    architecture: str
+    interleaved: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    experts: bool = False
+
+
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+_KINDS = (
+    _Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
+    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
+    _Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True),
+    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM"),
+    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
+    _Architecture(name="phi3", architecture="Phi3ForCausalLM"),
+    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM"),
+    _Architecture(name="gemma", architecture="GemmaForCausalLM", fields=_GEMMA),
+    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", fields=_GEMMA),
+    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", fields=_GEMMA),
+    _Architecture(
+        name="command-r",
+        architecture="CohereForCausalLM",
+        words={"logits_scaling": "logit_scale"},
+    ),
+)
+_WITH_EXPERTS = (
+    _Architecture(
+        name="llama",  # in GGUF, Mixtral is a llama with experts
+        architecture="MixtralForCausalLM",
+        interleaved=True,
+        words={"num_experts": "num_local_experts"},
+        experts=True,
+    ),
+    _Architecture(
+        name="qwen3moe",
+        architecture="Qwen3MoeForCausalLM",
+        fields={"norm_topk_prob": True},
+        experts=True,
+    ),
+    _Architecture(
+        name="gpt-oss",
+        architecture="GptOssForCausalLM",
+        words={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        experts=True,
+    ),
+)
+_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in (*_KINDS, *_WITH_EXPERTS)}
+_FIELDS = {
+    "{arch}.context_length": "max_position_embeddings",
+    "{arch}.embedding_length": "hidden_size",
+    "{arch}.block_count": "num_hidden_layers",
+    "{arch}.feed_forward_length": "intermediate_size",
+    "{arch}.attention.head_count": "num_attention_heads",
+    "{arch}.attention.head_count_kv": "num_key_value_heads",
+    "{arch}.attention.key_length": "head_dim",
+    "{arch}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{arch}.attention.layer_norm_epsilon": "layer_norm_eps",
+    "{arch}.attention.sliding_window": "sliding_window",
+    "{arch}.attention.scale": "attention_multiplier",
+    "{arch}.attn_logit_softcapping": "attn_logit_softcapping",
+    "{arch}.final_logit_softcapping": "final_logit_softcapping",
+    "{arch}.rope.freq_base": "rope_theta",
+    "{arch}.rope.freq_base_swa": "rope_local_base_freq",
+    "{arch}.embedding_scale": "embedding_multiplier",
+    "{arch}.residual_scale": "residual_multiplier",
+    "{arch}.logit_scale": "logits_scaling",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+}
+_EXPERT_FIELDS = {
+    "{arch}.expert_count": "num_experts",
+    "{arch}.expert_used_count": "num_experts_per_tok",
+    "{arch}.expert_feed_forward_length": "moe_intermediate_size",
+}
+_ROPE = "{arch}.rope.scaling."
+_HANDLED = {  # below
+    "{arch}.vocab_size",
+    "{arch}.attention.value_length",
+    "{arch}.rope.dimension_count",
+    *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
+    *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
+    "{arch}.tensor_data_layout",
+}
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture(file: GgufReader) -> _Architecture:
+    """The architecture of a file. Raises CheckpointError for unsupported ones."""
+    name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
+    for known in ((name, experts), (name, False)):
+        if known in _ARCHITECTURES:
+            return _ARCHITECTURES[known]
+    names = ", ".join(dict.fromkeys(name for name, _ in _ARCHITECTURES))
+    raise CheckpointError(
+        f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {names}"
+    )
+
+
+def config_fields(file: GgufReader) -> Fields:
+    """The metadata as fields of config.json. Raises CheckpointError naming an unsupported key."""
+    kind = architecture(file)
+    prefix = f"{file.get('general.architecture')}."
+    words = {**_FIELDS, **(_EXPERT_FIELDS if kind.experts else {})}
+    known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
+    for key, value in file.metadata.items():
+        if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
+            raise CheckpointError(
+                f"{file.path}: {key} = {value!r}: not supported. Use another file of the model"
+            )
+    values: dict[str, Any] = {
+        **kind.fields,
+        "architectures": [kind.architecture],
+        "model_type": FAMILIES[kind.architecture].model_type,
+        "vocab_size": _vocabulary(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    for key, word in words.items():
+        value = _number(file, key)
+        if value is not None and (word, value) != ("sliding_window", 0):
+            values[kind.words.get(word, word)] = value
+    # ends of text, turn and message
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    values["eos_token_id"] = [number for number in ends if number is not None]
+    for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
+        if tensor in file.tensors:
+            values[word] = True
+    if (scaling := _rope_scaling(file, values)) is not None:
+        values["rope_scaling"] = scaling
+        if scaling["rope_type"] == "longrope":  # Phi's files repeat it in the outer object
+            values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    _read_widths(file, values)
+    if kind.name in ("gemma2", "gemma3"):
+        values["query_pre_attn_scalar"] = _gemma_scale(values)
+    return Fields(file.path, values)
+
+
+def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
+    """Adapt to how a GGUF file stores the model: rotary pairs may be adjacent, and norms include their offset."""
+    if family.architecture == GPT_OSS.architecture:
+        family = replace(family, tensors={**family.tensors, **GGUF_EXPERTS})
+    interleaved = architecture(file).interleaved or config.rope_interleaved
+    return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
+
+
+def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
+    """Map transformers' names in `wanted` to the file's; an expert's tensor maps to the stacked one and its index."""
+    gguf = library()
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    layers = _number(file, "{arch}.block_count")
+    names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
+    found = {}
+    for name in wanted:
+        expert = _EXPERT.fullmatch(name)
+        known = name
+        if expert is not None:
+            layer, place, part, suffix = expert.groups()
+            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
+        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if theirs is not None and theirs not in file.tensors and f"{theirs}.weight" in file.tensors:
+            theirs = f"{theirs}.weight"  # attention sinks
+        if theirs is not None:
+            found[name] = theirs, None if expert is None else int(place)
+    return found
+
+
+def _vocabulary(file: GgufReader) -> int | None:
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
+
+
+def _number(file: GgufReader, key: str) -> Any:
+    """A number, or None. If the file has a list with one number for each layer, they must be equal."""
+    value = file.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            raise CheckpointError(
+                f"{file.path}: {key} = {shown(value)}: not a number. Download the file again"
+            )
+    if isinstance(value, list) and len(set(values)) != 1:
+        raise CheckpointError(
+            f"{file.path}: {key} = {shown(value)}: layers that differ in it are not supported. Use another model"
+        )
+    return values[0] if values else None
+
+
+def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read head widths. Value heads must be as wide as key heads; the rotary part may be narrower."""
+    if not values.get("hidden_size") or not values.get("num_attention_heads"):
+        return  # the reader of the fields rejects them
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    valued = file.get("{arch}.attention.value_length")
+    if valued not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
+            "model"
+        )
+    rotated = _number(file, "{arch}.rope.dimension_count")
+    if rotated is not None and 0 < rotated < width:
+        values["partial_rotary_factor"] = rotated / width
+    elif rotated not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: rope.dimension_count = {rotated}: not supported beside heads of {width}. Use another model"
+        )
+
+
+def _gemma_scale(values: Mapping[str, Any]) -> Any:
+    """The attention scale, which is not in the metadata: like llama.cpp, detect the largest model by its layers."""
+    largest = {"gemma2": 46, "gemma3_text": 62}[values["model_type"]]
+    if values.get("num_hidden_layers") == largest and values.get("num_attention_heads"):
+        return values.get("hidden_size", 0) // values["num_attention_heads"]
+    return values.get("head_dim")
+
+
+def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _from_divisors(file, values)
+    kind = file.get(_ROPE + "type")
+    if kind in (None, "none"):
+        factors = {
+            f"{length}_factor": file.tensors.get(f"rope_factors_{length}.weight")
+            for length in ("short", "long")
+        }
+        if None in factors.values():
+            return None
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+            "attention_factor": file.get(_ROPE + "attn_factor"),
+            **{name: _vector(file, f"rope_factors_{name.split('_')[0]}.weight") for name in factors},
+        }
+    scaling = {
+        "rope_type": kind,
+        "factor": file.get(_ROPE + "factor"),
+        "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
+    }
+    if kind == "yarn":
+        names = {
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "attn_factor",
+        }
+        scaling |= {ours: file.get(_ROPE + theirs) for ours, theirs in names.items()}
+        if values["model_type"] == GPT_OSS.model_type:
+            scaling["truncate"] = False  # as the model was trained
+    elif kind == "linear":
+        del scaling["original_max_position_embeddings"]
+    return scaling
+
+
+def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope scaling from divisors of frequencies, which llama.cpp stores for Llama 3's scaling.
+
+    If Llama 3's usual parameters give the same divisors, use the parameters, so that the table has the bits of the
+    original model; else use the divisors.
+    """
+    divisors = np.array(_vector(file, "rope_freqs.weight"))
+    scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
+    base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    with np.errstate(all="ignore"):  # for any file content; a value that is not finite matches nothing
+        wavelengths = 2 * np.pi * base ** (np.arange(count) / count)
+        kept = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+        usual = np.allclose(divisors, 1 / (kept + (1 - kept) / scaling["factor"]), rtol=1e-4)
+    if usual:
+        return {"rope_type": "llama3", **scaling}
+    context = values.get("max_position_embeddings")
+    factors = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": context,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
+
+
+def _vector(file: GgufReader, name: str) -> list[float]:
+    vector: list[float] = file.weights({}).read(name).astype(np.float64).reshape(-1).tolist()
+    return vector
 
 
 class GgufFile:
@@ -37,7 +343,7 @@ class GgufFile:
         return GgufReader(self.path)
 
     def config_fields(self) -> Fields:
-        return gguf_config.config_fields(self.reader)
+        return config_fields(self.reader)
 
     def generation_config(self) -> Fields:
         """llama.cpp's sampling defaults in the metadata, as fields of generation_config.json."""
@@ -46,10 +352,10 @@ class GgufFile:
 
     def tensors(self, names: Iterable[str] = ()) -> GgufWeights:
         wanted = list(names)
-        return self.reader.weights(gguf_config.tensor_names(self.reader, wanted) if wanted else {})
+        return self.reader.weights(tensor_names(self.reader, wanted) if wanted else {})
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-        return gguf_config.as_stored(self.reader, config, family)
+        return as_stored(self.reader, config, family)
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
         found = read_tokenizer(self.path.parent)
