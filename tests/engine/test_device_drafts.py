@@ -179,7 +179,7 @@ def sees_every_position(engine: XlaBatchEngine) -> None:
 def keys_and_values(engine: XlaBatchEngine) -> tuple[np.ndarray, np.ndarray]:
     proposer: Any = engine.runner._device_proposer
     *_, state = proposer.takes
-    (form,) = proposer._step.args
+    (form,) = proposer.verify.args
     ((keys, values),) = to_host(form.layer, state.cache)
     return keys, values
 

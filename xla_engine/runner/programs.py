@@ -74,75 +74,56 @@ def make_programs(
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
     wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
-    proposer_state, taps = (
-        ((), ()) if device_proposer is None else (_abstract(device_proposer.takes), device_proposer.taps)
-    )
+    proposer = device_proposer
+    taps = () if proposer is None else proposer.taps
+    verify = verify_step if proposer is None else proposer.verify
+    proposer_state = () if proposer is None else _abstract(proposer.takes)
     programs: list[Program] = []
 
-    def add(name: str, function: Callable[..., Any], work: Any, idle: Any = None, *more: Any) -> None:
-        """Add a step. work: its abstract input. idle: for prefill, an input without work, which defines its layout.
-        more: further abstract inputs."""
-        run, given = _on_packed(function, rows, idle), (*state, work, wide, *more)
-        programs.append(Program(name=name, function=run, arguments=given, donate=(2, 3)))
+    def add(
+        name: str,
+        function: Callable[..., Any],
+        work: Any,
+        idle: Any = None,
+        more: tuple[Any, ...] = (),
+        donate: tuple[int, ...] = (2, 3),
+    ) -> None:
+        """Add a step. work: its abstract input; None: that of `idle`, an input without work, which defines the layout
+        of packed ones. more: further abstract inputs."""
+        run = _on_packed(functools.partial(function, processed_logprobs=processed), rows, idle)
+        arguments = (*state, _abstract(pack(idle)) if work is None else work, wide, *more)
+        programs.append(Program(name=name, function=run, arguments=arguments, donate=donate))
 
     for bucket in buckets:
-        decode = functools.partial(decode_step, spec, bucket, processed_logprobs=processed)
-        add(decode_name(bucket), decode, scheduled)
-        prefill = functools.partial(
-            prefill_chunk,
-            spec,
-            bucket,
-            config.head_rows,
-            processed_logprobs=processed,
-            taps=taps,
-            group=group,
-        )
+        add(decode_name(bucket), functools.partial(decode_step, spec, bucket), scheduled)
+        prefill = functools.partial(prefill_chunk, spec, bucket, config.head_rows, taps=taps, group=group)
         prefill = functools.partial(prefill, axes=axes) if axes else prefill
+        more = () if features is None else (_abstract(features),)
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes, turns=bool(axes))
-            more = () if features is None else (_abstract(features),)
-            add(prefill_name(lanes, bucket), prefill, _abstract(pack(idle)), idle, *more)
+            add(prefill_name(lanes, bucket), prefill, None, idle, more)
+        donate = (2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3)
         for lanes, width in config.verify_shapes:
-            none = no_drafts(lanes, width)
-            verify = _on_packed(
-                _verifying(device_proposer, spec, bucket, width, processed=processed), rows, none
-            )
-            programs.append(
-                Program(
-                    name=verify_name(lanes, width, bucket),
-                    function=verify,
-                    arguments=(*state, _abstract(pack(none)), wide, *proposer_state),
-                    donate=(2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3),
-                )
-            )
-        few_rows = functools.partial(decode_few_rows, spec, bucket, processed_logprobs=processed)
+            name, checks = verify_name(lanes, width, bucket), functools.partial(verify, spec, bucket, width)
+            add(name, checks, None, no_drafts(lanes, width), proposer_state, donate)
         for width in few:
+            few_rows = functools.partial(decode_few_rows, spec, bucket)
             add(decode_name(bucket, width), few_rows, jax.ShapeDtypeStruct((width,), jnp.int32))
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
-        hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
-        programs.append(
-            Program(
-                name=prompt_name(lanes),
-                function=functools.partial(prompt_logprobs, spec, config.head_rows),
-                arguments=(state[0], hidden, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
-            )
-        )
+        logprobs = functools.partial(prompt_logprobs, spec, config.head_rows)
+        programs.append(_of_hidden(prompt_name(lanes), logprobs, spec, state[0], tokens, tokens))
         if pooling is not None:
-            programs.append(
-                Program(
-                    name=pool_name(lanes),
-                    function=functools.partial(pool_chunk, spec, pooling, config.chunk_size),
-                    arguments=(state[0], hidden, jax.ShapeDtypeStruct((lanes,), jnp.int32)),
-                )
-            )
-        if device_proposer is not None and device_proposer.reads_prompts:
+            pool = functools.partial(pool_chunk, spec, pooling, config.chunk_size)
+            programs.append(_of_hidden(pool_name(lanes), pool, spec, state[0], tokens, lanes))
+        if proposer is not None and proposer.reads_prompts:
             idle = idle_lanes(config, lanes)
-            seen = jax.ShapeDtypeStruct((tokens, hidden.shape[1] * max(1, len(taps))), hidden.dtype)
+            width = spec.config.hidden_size * max(1, len(taps))
+            seen = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
             programs.append(
                 Program(
                     name=read_name(lanes),
-                    function=device_proposer.read(spec, buckets[-1], idle, rows),
+                    function=proposer.read(spec, buckets[-1], idle, rows),
                     arguments=(*state[:2], seen, _abstract(pack(idle)), *proposer_state),
                     donate=(3 + len(proposer_state),),
                 )
@@ -157,18 +138,21 @@ def logits_programs(
     spec: ModelSpec, config: EngineConfig, lane_choices: Sequence[int], weights: list[Any]
 ) -> list[Program]:
     """Programs that return the logits of prompt positions. They are compiled on demand by `Runner.giving_logits`."""
-    programs = []
-    for lanes in lane_choices:
-        tokens = lanes * config.chunk_size
-        hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
-        target = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-        function = functools.partial(prompt_logits, spec, config.head_rows)
-        programs.append(
-            Program(
-                name=logits_name(lanes), function=function, arguments=(_abstract(weights), hidden, target)
-            )
-        )
-    return programs
+    function = functools.partial(prompt_logits, spec, config.head_rows)
+    sizes = {lanes: lanes * config.chunk_size for lanes in lane_choices}
+    return [
+        _of_hidden(logits_name(lanes), function, spec, _abstract(weights), tokens, tokens)
+        for lanes, tokens in sizes.items()
+    ]
+
+
+def _of_hidden(
+    name: str, function: Callable[..., Any], spec: ModelSpec, weights: Any, tokens: int, count: int
+) -> Program:
+    """A program of weights, the hidden states of a prefill call of `tokens` positions, and `count` integers."""
+    hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
+    asked = jax.ShapeDtypeStruct((count,), jnp.int32)
+    return Program(name=name, function=function, arguments=(weights, hidden, asked))
 
 
 def _continue(rows: Rows, held: RowState) -> Program:
@@ -179,14 +163,6 @@ def _continue(rows: Rows, held: RowState) -> Program:
 
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     return Program(name=CONTINUE, function=run, arguments=(held, scalar, scalar), donate=(0,))
-
-
-def _verifying(
-    device_proposer: DeviceProposer | None, spec: ModelSpec, key_length: int, width: int, *, processed: bool
-) -> Callable[..., Any]:
-    if device_proposer is not None:
-        return device_proposer.step(spec, key_length, width, processed=processed)
-    return functools.partial(verify_step, spec, key_length, width, processed_logprobs=processed)
 
 
 def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:

@@ -316,7 +316,9 @@ class Runner:
     def _give_logits(self, step: InFlight, take: TakeLogits) -> None:
         """Call `take` with the logits at all prompt positions of a step for which log-probabilities were requested."""
         size = self.config.chunk_size
-        for call in (call for call in step.first if call.prompt is not None):
+        for call in step.first:
+            if call.prompt is None:
+                continue
             lanes = call.hidden.shape[0] // size
             asked = [(lane, chunk, prompt_targets(chunk, row)) for lane, chunk, row in call.prompt[1]]
             target = np.full((lanes, size), -1, np.int32)

@@ -1,6 +1,5 @@
 """A proposer that drafts on the device, inside verify steps: its weights, its state, and its functions of programs."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ class DeviceProposer:
 
     beside: its memory on the device.
     reads_prompts: whether it has a program that reads prefill's hidden states, see `read`.
+    verify: `verify_step` with the further arguments `takes`, and the state as a further result.
     taps: the layers of the model before which it reads the residual stream, concatenated; empty: after the last.
     """
 
@@ -33,15 +33,16 @@ class DeviceProposer:
         *,
         place: Place,
         make_state: Callable[[int, int], Any],
-        step: Callable[..., Any],
+        verify: Callable[..., Any],
         read: Callable[..., Callable[..., Any]] | None = None,
         taps: tuple[int, ...] = (),
     ) -> None:
-        """config: its own, for the rotary tables. make_state: called with the arguments of `load`. step, read: as the
-        methods."""
+        """config: its own, for the rotary tables. make_state: called with the arguments of `load`. verify: as the
+        attribute. read: as the method."""
         self.beside, self.taps, self.reads_prompts = beside, taps, read is not None
+        self.verify = verify
         self._config, self._context_length = config, context_length
-        self._place, self._make_state, self._step, self._read = place, make_state, step, read
+        self._place, self._make_state, self._read = place, make_state, read
         self._size = (0, 0)
         self._weights: Any = None
         self._own: list[jax.Array] = []
@@ -65,11 +66,6 @@ class DeviceProposer:
         self._weights, self._own = self._place(weights)
         self._rope = jax.device_put(rope_tables(self._config, self._context_length))
         self._state = self._make_state(rows, length)
-
-    def step(self, spec: ModelSpec, key_length: int, width: int, *, processed: bool) -> Callable[..., Any]:
-        """The function of a verify program for the engine's model `spec`: `verify_step` with the further arguments
-        `takes`, and the state as a further result."""
-        return functools.partial(self._step, spec, key_length, width, processed_logprobs=processed)
 
     def read(self, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
         """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that runs

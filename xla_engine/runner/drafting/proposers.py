@@ -126,7 +126,7 @@ def draft_model(
         memory.Beside(memory.weights_bytes(spec), slot),
         place=place,
         make_state=functools.partial(make_draft_state, spec),
-        step=functools.partial(draft_and_verify, spec, reach),
+        verify=functools.partial(draft_and_verify, spec, reach),
     )
 
 
@@ -147,7 +147,7 @@ def _head(
         memory.Beside(num_bytes, slot),
         place=place,
         make_state=lambda rows, length: make_head_state(layer, rows, length, width),
-        step=functools.partial(guess_and_verify, form),
+        verify=functools.partial(guess_and_verify, form),
         read=functools.partial(_reading, form),
         taps=form.taps,
     )
