@@ -21,8 +21,6 @@ INHERITS = {
     # one contract, two forms of the code behind it
     "GgufWeights": "tensors of another file format behind TensorFiles' lookups",
     "GivenTensors": "tensors of a mapping behind TensorFiles' lookups",
-    "Eagle3": "a draft head: DraftHead is what both heads do",
-    "Mtp": "the same",
     "RecordedClock": "a Clock that is told instead of computing",
     "AsyncLife": "a life in an event loop: its rounds are those of Life",
     "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
