@@ -1,7 +1,7 @@
 """Read the rotary fields of config.json: base and scaling, in transformers' old and new format."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xla_engine.graphs.config import FULL, SLIDING, RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
@@ -130,32 +130,24 @@ def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
     if kind == "default":
         return None
     original = _original(kind, rope, config)
+    found: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": original}
     if kind == "longrope":
-        return _longrope(rope, config, original)
-    factor = rope.number("factor", high=1e6)
+        return RopeScaling(**found, **_longrope(rope, config, original))
+    found["factor"] = rope.number("factor", high=1e6)
     if kind == "llama3":
         low = rope.number("low_freq_factor", high=1e6)
         high = rope.number("high_freq_factor", high=1e6)
         if high <= low:
             rope.fail("high_freq_factor", f"must be above low_freq_factor = {low:g}. Correct the file")
-        return RopeScaling(
-            rope_type=kind,
-            factor=factor,
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_position_embeddings=original,
-        )
-    if kind != "yarn":
-        return RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=original)
-    return RopeScaling(
-        rope_type=kind,
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=rope.number("beta_fast", high=1e6, default=32.0),
-        beta_slow=rope.number("beta_slow", high=1e6, default=1.0),
-        truncate=rope.flag("truncate", default=True),
-        attention_factor=_yarn_attention(rope, factor),
-    )
+        found |= {"low_freq_factor": low, "high_freq_factor": high}
+    elif kind == "yarn":
+        found |= {
+            "beta_fast": rope.number("beta_fast", high=1e6, default=32.0),
+            "beta_slow": rope.number("beta_slow", high=1e6, default=1.0),
+            "truncate": rope.flag("truncate", default=True),
+            "attention_factor": _yarn_attention(rope, found["factor"]),
+        }
+    return RopeScaling(**found)
 
 
 def _original(kind: str, rope: Fields, config: Fields) -> int:
@@ -185,18 +177,12 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     return temperature(1.0)
 
 
-def _longrope(rope: Fields, config: Fields, original: int) -> RopeScaling:
+def _longrope(rope: Fields, config: Fields, original: int) -> dict[str, Any]:
     longest = config.integer("max_position_embeddings", high=_LARGEST, default=2048)
     factor = rope.number("factor", high=1e6, default=longest / original)
     if rope.values.get("attention_factor") is not None:
         attention = rope.number("attention_factor", high=1e6)
     else:
         attention = math.sqrt(1 + natural_log(factor) / natural_log(original)) if factor > 1 else 1.0
-    return RopeScaling(
-        rope_type="longrope",
-        factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=attention,
-        short_factor=rope.numbers("short_factor", high=1e6),
-        long_factor=rope.numbers("long_factor", high=1e6),
-    )
+    lists = {name: rope.numbers(name, high=1e6) for name in ("short_factor", "long_factor")}
+    return {"factor": factor, "attention_factor": attention, **lists}
