@@ -136,11 +136,6 @@ def _problems(report: Inspection) -> Iterator[None]:
             report.problems.append(str(error))
 
 
-def _serving(found: dict[str, str]) -> str:
-    isa = "" if found["isa"] == "none" else f" ({found['isa']}; C++ {found['library']})"
-    return f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
-
-
 def _stored(tensors: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for info in tensors:
@@ -260,8 +255,10 @@ def report_lines(report: Inspection) -> list[str]:
     lines.append(_row("tokenizer", tokenizer + (", chat template" if report.chat_template else "")))
     if report.backends is not None and report.memory is not None:
         found, account = report.backends, report.memory
+        isa = "" if found["isa"] == "none" else f" ({found['isa']}; C++ {found['library']})"
+        by = f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
         lines += [
-            _row("serves", _serving(found)),
+            _row("serves", by),
             _row("engine dtype", str(report.dtype)),
             _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),

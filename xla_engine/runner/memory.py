@@ -87,7 +87,8 @@ def available_bytes(device: Any) -> int | None:
         if "bytes_limit" not in stats:
             return None
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    found = [size for size in (_available_on_host(), *_left_in_groups()) if size is not None]
+    left = (limit - in_use for limit, in_use in _groups())
+    found = [size for size in (_available_on_host(), *left) if size is not None]
     return min(found, default=None)
 
 
@@ -260,10 +261,6 @@ def _size_of_host() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
-
-
-def _left_in_groups() -> list[int]:
-    return [limit - in_use for limit, in_use in _groups()]
 
 
 def _groups() -> list[tuple[int, int]]:

@@ -63,12 +63,16 @@ def cores() -> int:
 
 def platform_key() -> str:
     """A digest of all that a compiled program depends on besides code and function: versions, options, the machine."""
-    options = {name: repr(getattr(jax.config, name, None)) for name in jax.config.values}
+    options = {
+        name: repr(getattr(jax.config, name, None))
+        for name in jax.config.values
+        if not any(word in name for word in _IRRELEVANT)
+    }
     versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
     parts = (
         *versions,
         sys.version,
-        *(f"{name}={options[name]}" for name in sorted(options) if not _is_irrelevant(name)),
+        *(f"{name}={options[name]}" for name in sorted(options)),
         *(f"{each.id} {each.device_kind}" for each in jax.devices()),
         xla_flags(),
         processor(),
@@ -87,10 +91,6 @@ def program_key(program: Program, *keys: str) -> str:
     digest = hashlib.sha256("\0".join(keys).encode())
     _Description(digest).add((program.name, program.function, program.arguments, program.donate))
     return digest.hexdigest()
-
-
-def _is_irrelevant(name: str) -> bool:
-    return any(word in name for word in _IRRELEVANT)
 
 
 def _module_state() -> Iterable[str]:

@@ -66,12 +66,15 @@ def measure(
     Rows and cache are arbitrary afterwards; the caller must blank them.
     """
     host: Any = jax.tree.map(np.asarray, state.make_rows())
-    count = len(host.token)
+    count, tables = len(host.token), host.block_tables
+    if tables is not None:  # slots share no block, if there are at least as many blocks as slots
+        own = np.arange(count, dtype=np.int32) % len(host.history)
+        tables = np.repeat(own[:, None], tables.shape[1], axis=1)
     rows = replace(
         host,
         length=np.full(count, min(_LENGTH, keys // 2), np.int32),
         remaining=np.full(count, keys, np.int32),
-        block_tables=None if host.block_tables is None else _own_blocks(host),
+        block_tables=tables,
     )
 
     def begin(run: int) -> None:
@@ -101,9 +104,3 @@ def measure(
             jax.block_until_ready(start(name, work))
             found[key] = min(found[key], time.perf_counter() - began)
     return StepCosts.of(found)
-
-
-def _own_blocks(rows: Any) -> np.ndarray:
-    """Block tables in which slots share no block, if there are at least as many blocks as slots."""
-    own = np.arange(len(rows.token), dtype=np.int32) % len(rows.history)
-    return np.repeat(own[:, None], rows.block_tables.shape[1], axis=1)

@@ -134,7 +134,7 @@ class RequestTable:
         Returns the sequences as requests for the scheduler.
         """
         names, hashes = sequence_ids(request_id, params.n), _hashes(images)
-        parts = []
+        parts, pooler = [], self._pooler
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
         first = params if params.n == 1 else replace(params, n=1)  # a copy would be checked again
         others = first if params.n == 1 else replace(first, prompt_logprobs=None, logprobs_start=0)
@@ -164,7 +164,7 @@ class RequestTable:
                 token_buffer=self.token_buffer,
                 collector=collector,
                 now=now,
-                pooling=self._pooling(part),
+                pooling=PooledPrompt(pooler, part) if pooler and isinstance(part, PoolingParams) else None,
                 images_sha256=hashes,
             )
             parts.append(self._live[name])
@@ -190,11 +190,6 @@ class RequestTable:
             )
             for part in parts
         ]
-
-    def _pooling(self, params: SamplingParams) -> PooledPrompt | None:
-        if self._pooler is None or not isinstance(params, PoolingParams):
-            return None
-        return PooledPrompt(self._pooler, params)
 
     def add_of_prompt(self, part: PromptScores | PooledChunk) -> None:
         """Give a sequence its prompt log-probabilities or pooled chunk, unless its id was reused since the step."""

@@ -155,7 +155,7 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
             prefix = family.layer.format(index=index)
         names = family.tensors[kind]
         if callable(names):
-            sources[leaf] = tuple(_below(prefix, part) for part in names(config, shape))
+            sources[leaf] = tuple(replace(part, name=prefix + part.name) for part in names(config, shape))
             continue
         parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
         sources[leaf] = tuple(
@@ -180,10 +180,6 @@ def turned_rows(config: ModelConfig, heads: int) -> np.ndarray[Any, Any] | None:
     begins = np.arange(heads)[:, None] * config.head_dim
     turned: np.ndarray[Any, Any] = (begins + rotary_order(config)).reshape(-1)
     return turned
-
-
-def _below(prefix: str, part: Source) -> Source:
-    return replace(part, name=prefix + part.name)
 
 
 def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -42,10 +42,11 @@ def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck |
 
 def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
     """All that the answer depends on."""
+    tower = None if runner.features is None else runner.features.tower
     parts = {
         "code": package_digest(),
         "programs": [each.digest for each in runner.reports],
-        "tower": _tower(runner),
+        "tower": [tower.fingerprint, *(each.digest for each in tower.reports)] if tower else [],
         "library": None if runner.isa is None else library_digest(runner.isa),
         "platform": runner.platform,
         "flags": xla_flags(),
@@ -57,14 +58,6 @@ def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:
         "checkpoint": fingerprint,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _tower(runner: Runner) -> list[str]:
-    """The vision tower, if there is one, and its programs."""
-    if runner.features is None:
-        return []
-    tower = runner.features.tower
-    return [tower.fingerprint, *(each.digest for each in tower.reports)]
 
 
 def _read(path: Path) -> SelfCheck | None:
