@@ -31,8 +31,7 @@ from xla_engine.model_loader.vision import load_vision, read_vision, vision_sour
 from xla_engine.prompts import PicturedPrompt
 from xla_engine.runner import dispatch
 from xla_engine.runner.row_settings import RowSettings, grid_positions
-from xla_engine.runner.tower_slices import TowerSlices
-from xla_engine.runner.vision_tower import VisionTower
+from xla_engine.runner.vision_tower import TowerSlices, VisionTower
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage, Request
 

@@ -26,9 +26,9 @@ from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
+from xla_engine.runner.inputs import make_lanes
 from xla_engine.runner.kv_moves import BlockMoves, Parked, State, Transfers
 from xla_engine.runner.native_library.build import register
-from xla_engine.runner.prefill_inputs import make_lanes
 from xla_engine.runner.programs import COPY_BLOCKS, LOAD_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
 from xla_engine.runner.row_settings import HostTables, RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams

@@ -38,8 +38,7 @@ from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import Picture
 from xla_engine.runner.self_check.check import tile_differences
-from xla_engine.runner.tower_slices import TowerSlices
-from xla_engine.runner.vision_tower import VisionTower, patches_of
+from xla_engine.runner.vision_tower import TowerSlices, VisionTower, patches_of
 
 MODEL = GOLDEN / "families" / "qwen3_vl"
 TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)

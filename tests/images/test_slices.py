@@ -19,8 +19,7 @@ from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.graphs.vision.layers import HEADS, LAYER, Config
 from xla_engine.graphs.vision.patch_config import PatchConfig
 from xla_engine.graphs.vision.programs import leaf_shapes
-from xla_engine.runner.tower_slices import TowerSlices, operations, slice_operations
-from xla_engine.runner.vision_tower import VisionTower
+from xla_engine.runner.vision_tower import TowerSlices, VisionTower, operations, slice_operations
 
 SIZES = {
     "hidden_size": 32,

@@ -8,8 +8,8 @@ from itertools import count
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.intake import Intake
 from xla_engine.engine.protocol import RequestOptions
-from xla_engine.engine.requests.kept import FINAL, KeptRequest
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.request_table import FINAL, KeptRequest
 from xla_engine.engine.requests.seeds import sequence_ids
 from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.requests.validation import RequestValidator

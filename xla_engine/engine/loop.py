@@ -20,8 +20,8 @@ from xla_engine.engine.turn import Turn, Wait
 from xla_engine.errors import DeviceLostError, EngineClosedError, InvalidRequestError
 from xla_engine.observability.log import LOG_STEPS, engine_log
 from xla_engine.runner.in_flight import InFlight
+from xla_engine.runner.inputs import Draft
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import Draft
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 

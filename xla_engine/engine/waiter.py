@@ -10,8 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from xla_engine.errors import DeviceLostError, EngineClosedError
 from xla_engine.runner.in_flight import InFlight, PooledChunk, PromptScores
+from xla_engine.runner.inputs import Draft
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import Draft
 from xla_engine.scheduler import Plan, StepResult
 
 T = TypeVar("T")

@@ -18,8 +18,16 @@ from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
+from xla_engine.runner.inputs import (
+    NO_DRAFT,
+    Draft,
+    idle_lanes,
+    make_drafts,
+    make_lanes,
+    no_drafts,
+    prompt_targets,
+)
 from xla_engine.runner.kv_moves import StateMoves
-from xla_engine.runner.prefill_inputs import idle_lanes, make_lanes, prompt_targets
 from xla_engine.runner.programs import (
     decode_name,
     pool_name,
@@ -29,7 +37,6 @@ from xla_engine.runner.programs import (
     verify_name,
 )
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import NO_DRAFT, Draft, make_drafts, no_drafts
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
 
 

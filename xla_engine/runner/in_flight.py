@@ -10,9 +10,8 @@ import numpy as np
 from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
 from xla_engine.graphs.sampling.sampled import unpack_samples
 from xla_engine.graphs.steps.prompt_logprobs import unpack_prompt_logprobs
-from xla_engine.runner.prefill_inputs import prompt_targets
+from xla_engine.runner.inputs import kept, prompt_targets
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.verify_inputs import kept
 from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepResult
 
 

@@ -30,8 +30,7 @@ from xla_engine.graphs.steps.prompt_logprobs import prompt_logits, prompt_logpro
 from xla_engine.graphs.steps.verify import verify_step
 from xla_engine.runner.adapters import writing
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
-from xla_engine.runner.prefill_inputs import idle_lanes
-from xla_engine.runner.verify_inputs import no_drafts
+from xla_engine.runner.inputs import idle_lanes, no_drafts
 
 COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"

@@ -46,16 +46,15 @@ from xla_engine.runner.in_flight import (
     fetch_prompt_scores,
     fetch_samples,
 )
+from xla_engine.runner.inputs import Draft, prompt_targets
 from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, StateMoves, Transfers
 from xla_engine.runner.portable import audit
-from xla_engine.runner.prefill_inputs import prompt_targets
 from xla_engine.runner.program_store import program_store
 from xla_engine.runner.programs import CONTINUE, logits_name, logits_programs, make_programs
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
-from xla_engine.runner.verify_inputs import Draft
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.scheduler import Plan, StepResult
 from xla_engine.utils.resident import release_free_memory

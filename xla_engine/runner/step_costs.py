@@ -14,8 +14,8 @@ import numpy as np
 from xla_engine.graphs.row_state.packing import pack
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.dispatch import Dispatch, decode_work
+from xla_engine.runner.inputs import no_drafts
 from xla_engine.runner.programs import decode_name, verify_name
-from xla_engine.runner.verify_inputs import no_drafts
 
 _LENGTH = 128  # positions of a row that is timed
 _RUNS = 5

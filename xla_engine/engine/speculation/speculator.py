@@ -13,10 +13,10 @@ from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.engine.speculation.proposer import CERTAIN, NoProposer, Proposal, Proposer
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.errors import ConfigError
+from xla_engine.runner.inputs import HELD, Draft
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.step_costs import StepCosts
-from xla_engine.runner.verify_inputs import HELD, Draft
 from xla_engine.scheduler import Plan, Request, Scheduler, Speculation, StepResult
 from xla_engine.speculative_config import ON_DEVICE
 
