@@ -115,7 +115,7 @@ def make_programs(
         if pooling is not None:
             pool = functools.partial(pool_chunk, spec, pooling, config.chunk_size)
             programs.append(_of_hidden(pool_name(lanes), pool, spec, state[0], tokens, lanes))
-        if proposer is not None and proposer.reads_prompts:
+        if proposer is not None and proposer.read is not None:
             idle = idle_lanes(config, lanes)
             width = spec.config.hidden_size * max(1, len(taps))
             seen = jax.ShapeDtypeStruct((tokens, width), jnp.float32)

@@ -6,9 +6,7 @@ from typing import Any
 import jax
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.runner.memory import Beside
 
 # Loads weights, given those of the engine's model by name on the device. Returns them as the graph takes them, and
@@ -20,8 +18,10 @@ class DeviceProposer:
     """Owns the weights and state that verify programs take after their own arguments.
 
     beside: its memory on the device.
-    reads_prompts: whether it has a program that reads prefill's hidden states, see `read`.
     verify: `verify_step` with the further arguments `takes`, and the state as a further result.
+    read: called with the engine's `ModelSpec`, a key length, the lanes of a call without work, and abstract rows;
+        returns the function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that
+        runs after each prefill call. None: it does not read prefill's hidden states.
     taps: the layers of the model before which it reads the residual stream, concatenated; empty: after the last.
     """
 
@@ -37,12 +37,11 @@ class DeviceProposer:
         read: Callable[..., Callable[..., Any]] | None = None,
         taps: tuple[int, ...] = (),
     ) -> None:
-        """config: its own, for the rotary tables. make_state: called with the arguments of `load`. verify: as the
-        attribute. read: as the method."""
-        self.beside, self.taps, self.reads_prompts = beside, taps, read is not None
-        self.verify = verify
+        """config: its own, for the rotary tables. make_state: called with the arguments of `load`. verify, read: as
+        the attributes."""
+        self.beside, self.taps, self.verify, self.read = beside, taps, verify, read
         self._config, self._context_length = config, context_length
-        self._place, self._make_state, self._read = place, make_state, read
+        self._place, self._make_state = place, make_state
         self._size = (0, 0)
         self._weights: Any = None
         self._own: list[jax.Array] = []
@@ -53,6 +52,10 @@ class DeviceProposer:
     def takes(self) -> tuple[Any, ...]:
         """Additional arguments of its programs. The last is the state, which is donated; `keep` gets the new one."""
         return self._weights, self._rope, self._state
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.read is not None
 
     def keep(self, state: Any) -> None:
         self._state = state
@@ -66,12 +69,6 @@ class DeviceProposer:
         self._weights, self._own = self._place(weights)
         self._rope = jax.device_put(rope_tables(self._config, self._context_length))
         self._state = self._make_state(rows, length)
-
-    def read(self, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
-        """The function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that runs
-        after each prefill call. lanes: those of a call without work. rows: abstract."""
-        assert self._read is not None
-        return self._read(spec, key_length, lanes, rows)
 
     def blank(self) -> None:
         """Reset the state as at start-up, even if the old one was lost."""

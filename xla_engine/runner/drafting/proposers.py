@@ -154,7 +154,7 @@ def _head(
 
 
 def _reading(form: HeadForm, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
-    """`DeviceProposer.read` of a head."""
+    """What `DeviceProposer.read` of a head returns."""
 
     def run(
         weights: list[jax.Array], rope: jax.Array, seen: jax.Array, work: jax.Array, *own: Any
