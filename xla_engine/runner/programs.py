@@ -30,6 +30,7 @@ from xla_engine.graphs.steps.prompt_logprobs import prompt_logits, prompt_logpro
 from xla_engine.graphs.steps.verify import verify_step
 from xla_engine.runner.adapters import writing
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
+from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.inputs import idle_lanes, no_drafts
 
 COPY, READ, WRITE = "copy_span", "read_span", "write_span"
@@ -53,17 +54,14 @@ def make_programs(
     tables: Tables,
     device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
-    features: jax.Array | None = None,
-    group: int | None = None,
-    axes: tuple[int, ...] = (),
+    features: FeatureBuffer | None = None,
 ) -> list[Program]:
     """All programs of one engine. Only the shapes of the arrays matter.
 
     buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
-    features: the feature buffer, which prefill reads; None without a vision tower. group: see `FeatureBuffer`.
-    axes: of a tower whose pictures have positions on three axes, see `prefill_chunk`; empty: of others.
+    features: which prefill reads; None without a vision tower.
     saved: the room for saved states of recurrent layers; empty: none are saved.
 
     Row state and lanes are packed (`graphs.row_state.packing`) between programs.
@@ -77,6 +75,8 @@ def make_programs(
     taps = () if proposer is None else proposer.taps
     verify = verify_step if proposer is None else proposer.verify
     proposer_state = () if proposer is None else _abstract(proposer.takes)
+    group, axes = (None, ()) if features is None else (features.group, features.tower.config.axes)
+    more = () if features is None else (_abstract(features.rows),)
     programs: list[Program] = []
 
     def add(
@@ -97,7 +97,6 @@ def make_programs(
         add(decode_name(bucket), functools.partial(decode_step, spec, bucket), scheduled)
         prefill = functools.partial(prefill_chunk, spec, bucket, config.head_rows, taps=taps, group=group)
         prefill = functools.partial(prefill, axes=axes) if axes else prefill
-        more = () if features is None else (_abstract(features),)
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes, turns=bool(axes))
             add(prefill_name(lanes, bucket), prefill, None, idle, more)

@@ -97,7 +97,6 @@ class Runner:
             if (why := too_few_lanes(tower.config, config)) is not None:
                 raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
-        self._axes = () if tower is None else tower.config.axes
         # As resolved, it tells whether there is a buffer.
         kept = None if self.features is None else self.features.rows.nbytes
         config = replace(config, image_cache_bytes=kept)
@@ -158,7 +157,7 @@ class Runner:
             self.context_length,
             pool,
             devices,
-            turns=bool(self._axes),
+            turns=tower is not None and bool(tower.config.axes),
         )
         if self._device_proposer is not None:
             on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
@@ -469,18 +468,24 @@ class Runner:
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
         state, devices, put = self._state, self._devices, self._devices.put
-        same = {"rope": self._rope, "rows": jax.eval_shape(state.make_rows), "tables": state.tables}
-        same["device_proposer"] = self._device_proposer
-        same["pooling"] = self._pooling
-        same["axes"] = self._axes
-        same["features"] = None if self.features is None else self.features.rows
-        same["group"] = None if self.features is None else self.features.group
-        make = functools.partial(make_programs, self.spec, self.config, self.buckets, self.few_choices)
-        whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved, **same)
+        make = functools.partial(
+            make_programs,
+            self.spec,
+            self.config,
+            self.buckets,
+            self.few_choices,
+            rope=self._rope,
+            rows=jax.eval_shape(state.make_rows),
+            tables=state.tables,
+            device_proposer=self._device_proposer,
+            pooling=self._pooling,
+            features=self.features,
+        )
+        whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved)
         if devices.is_one:
             return whole, Transfers(whole=put, pieces=put)
         mine, saved = state.local_cache(), state.local_states()
-        local = make(weights=self.spec.leaves.on_device(), cache=mine, saved=saved, **same)
+        local = make(weights=self.spec.leaves.on_device(), cache=mine, saved=saved)
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
