@@ -1,6 +1,8 @@
 """The device state that persists between calls: KV cache, row state and tables."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,31 +108,31 @@ class DeviceState:
 
     def local_cache(self) -> KVCache:
         """The abstract cache of one device."""
-        return jax.eval_shape(self._make_cache)
+        return jax.eval_shape(lambda: self._make_cache(self._spec.local))
 
     def local_states(self) -> States:
         """The abstract saved states of one device."""
         return jax.eval_shape(lambda: self._make_states(self._spec.local))
 
+    def _empty_cache(self) -> KVCache:
+        if self._devices.is_one:
+            return self._make_cache(self._spec.local)
+        return self._sharded(self.local_cache(), self._make_cache)
+
     def _no_states(self) -> States:
         if self._devices.is_one:
             return self._make_states(self._spec.local)
-        across = self._spec.sharding.across
-        return self._devices.zeros(self.local_states(), jax.eval_shape(lambda: self._make_states(across)))
+        return self._sharded(self.local_states(), self._make_states)
+
+    def _sharded(self, local: Any, make: Callable[[ModelConfig], Any]) -> Any:
+        """Zeros over the devices. local: of one device."""
+        return self._devices.zeros(local, jax.eval_shape(lambda: make(self._spec.sharding.across)))
 
     def _make_states(self, config: ModelConfig) -> States:
         return make_states(config, states) if (states := self._config.saved_states) else []
 
-    def _empty_cache(self) -> KVCache:
-        if self._devices.is_one:
-            return self._make_cache()
-        whole = jax.eval_shape(lambda: self._make_cache(self._spec.sharding.across))
-        return self._devices.zeros(self.local_cache(), whole)
-
-    def _make_cache(self, config: ModelConfig | None = None) -> KVCache:
-        spec, pool = self._spec, self._pool
+    def _make_cache(self, config: ModelConfig) -> KVCache:
+        rows, pool = self._config.device_rows, self._pool
         if pool is None:
-            return make_cache(spec, self._config.device_rows, self._positions, config=config)
-        return make_cache(
-            spec, self._config.device_rows, pool.block_size, num_blocks=pool.num_blocks, config=config
-        )
+            return make_cache(self._spec, rows, self._positions, config=config)
+        return make_cache(self._spec, rows, pool.block_size, num_blocks=pool.num_blocks, config=config)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -88,34 +87,25 @@ def fetch_samples(step: InFlight) -> StepResult:
             Sample(int(token[lane]), float(logprob[lane]), most_likely)
             for lane, most_likely in zip(call.lanes, top, strict=True)
         )
-    decode, verified = Decoded(), _Verified()
+    decode = Decoded()
+    verify: Sequence[Sequence[Sample]] = ()
+    drafted: Sequence[int] = ()
     if step.decode is not None and step.plan.width > 1:
-        verified = _verified(step.decode, step.plan)
+        verify, drafted = _verified(step.decode, step.plan)
     elif step.decode is not None:
         columns = unpack_samples(np.asarray(step.decode.samples))
         extra = _top_by_slot(step.decode, step.plan)
         # Every token is read, but few log-probabilities are: these stay in a buffer until they are accessed.
         decode = Decoded(tokens=columns["token"].tolist(), logprobs=columns["logprob"].data, extra=extra)
-        verified = _decoded_singly(decode, step.plan)
-    return StepResult(first=first, decode=decode, verify=verified.samples, drafted=verified.drafted)
+        if step.plan.verify:  # in a step of width 1, which decodes one token for each row
+            singles = [decode.sample(row.slot.index) for row in step.plan.verify]
+            verify = [() if sample.token_id == NO_TOKEN else (sample,) for sample in singles]
+            drafted = [0] * len(singles)
+    return StepResult(first=first, decode=decode, verify=verify, drafted=drafted)
 
 
-class _Verified(NamedTuple):
+def _verified(samples: DecodeSamples, plan: Plan) -> tuple[list[list[Sample]], list[int]]:
     """The samples of each row of a plan's `verify`, and how many drafts it had."""
-
-    samples: Sequence[Sequence[Sample]] = ()
-    drafted: Sequence[int] = ()
-
-
-def _decoded_singly(decode: Decoded, plan: Plan) -> _Verified:
-    """The samples of `verify` rows in a step of width 1, which decodes one token for each."""
-    found = [decode.sample(row.slot.index) for row in plan.verify]
-    return _Verified(
-        [() if sample.token_id == NO_TOKEN else (sample,) for sample in found], [0] * len(plan.verify)
-    )
-
-
-def _verified(samples: DecodeSamples, plan: Plan) -> _Verified:
     columns = unpack_samples(np.asarray(samples.samples))
     tokens, logprobs = columns["token"], columns["logprob"]
     top = None if samples.top is None else np.asarray(samples.top)
@@ -135,7 +125,7 @@ def _verified(samples: DecodeSamples, plan: Plan) -> _Verified:
             ]
         )
         drafted.append(drafts)
-    return _Verified(found, drafted)
+    return found, drafted
 
 
 def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:

@@ -169,18 +169,16 @@ def tile_differences(tower: VisionTower) -> list[str]:
 def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple[int, ...]) -> None:
     if check.ok:
         return
-    causes = []
-    if not check.row_invariant:
-        causes.append("rows are not invariant")
-    if not check.tile_invariant:
-        causes.append("a tile's features are not invariant")
-    if not check.few_invariant:
-        causes.append("every decode step runs all rows, as programs of few rows change bits")
-    if not check.lane_invariant:
-        causes.append(f"prefill always runs {lane_choices[-1]} lanes, as other lane counts change bits")
-    if not check.bucket_invariant:
-        causes.append(f"attention always covers {bucket_choices[-1]} keys, as other key buckets change bits")
-    _logger.warning("self-check: %s; %s. %s", "; ".join(causes), check.promise, check.differences[0])
+    lanes, keys = lane_choices[-1], bucket_choices[-1]
+    causes = (
+        (check.row_invariant, "rows are not invariant"),
+        (check.tile_invariant, "a tile's features are not invariant"),
+        (check.few_invariant, "every decode step runs all rows, as programs of few rows change bits"),
+        (check.lane_invariant, f"prefill always runs {lanes} lanes, as other lane counts change bits"),
+        (check.bucket_invariant, f"attention always covers {keys} keys, as other key buckets change bits"),
+    )
+    found = "; ".join(cause for holds, cause in causes if not holds)
+    _logger.warning("self-check: %s; %s. %s", found, check.promise, check.differences[0])
 
 
 @dataclass(slots=True)
