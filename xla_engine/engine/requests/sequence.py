@@ -71,6 +71,7 @@ def by_id(token_id: int, logprob: float, top: TopLogprobs, tokenizer: Tokenizer 
 class LiveSequence:
     """Accumulates the sampled tokens of one sequence until it ends.
 
+    mask: of its next token; None if any token is allowed.
     collector: receives its output. reader: the object that is put there, the sequence itself or its group.
     host_stop_ids: the stop ids that only the host checks, because the device has room for `MAX_STOP_TOKEN_IDS`.
     pooling: collects its vector if the model pools. Such a request ends with one token, which is not shown.
@@ -110,7 +111,7 @@ class LiveSequence:
         self._prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
-        self._mask = mask
+        self.mask = mask
         self._text = self._no_text()
         self._stop_ids = stop_ids
         self._host_stop_ids = host_stop_ids
@@ -130,7 +131,7 @@ class LiveSequence:
         self._failure: Exception | None = (
             None  # the error of a buffered take, raised again in the engine's turn
         )
-        self._finish_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
         self.error: str | None = None
 
     def successor(
@@ -139,9 +140,9 @@ class LiveSequence:
         """A live copy that continues where this sequence ended; this one does not change."""
         other = copy.copy(self)
         other.request_id, other.collector, other.reader = request_id, collector, other
-        other._params, other._mask = params, mask
+        other._params, other.mask = params, mask
         other.faults = other.passes = 0
-        other._finish_reason = other.finished_time = other.error = None
+        other.finish_reason = other.finished_time = other.error = None
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
         for name in (*lists, "_top_logprobs", "_prompt_logprobs"):
             setattr(other, name, list(getattr(self, name)))
@@ -165,16 +166,12 @@ class LiveSequence:
 
     @property
     def finished(self) -> bool:
-        return self._finish_reason is not None
+        return self.finish_reason is not None
 
     @property
     def received(self) -> Sequence[int]:
         """The tokens since it last started: all that it has, unless it runs again."""
         return self._token_ids[: self._received]
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self._finish_reason
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +191,7 @@ class LiveSequence:
     @property
     def constrained(self) -> bool:
         """Whether the allowed next tokens depend on the tokens so far."""
-        return self._mask is not None and self._mask.constrained
+        return self.mask is not None and self.mask.constrained
 
     @property
     def immediate(self) -> bool:
@@ -229,8 +226,8 @@ class LiveSequence:
                 self.take()
         self._token_buffer.end(self)
         self._received = 0
-        if self._mask is not None:
-            self._mask.reset()
+        if self.mask is not None:
+            self.mask.reset()
 
     def take(self) -> bool:
         """Take its tokens from the token buffer; True if one ends the request. Raises what `add` raises."""
@@ -270,11 +267,6 @@ class LiveSequence:
         """`tokens_from` without taking tokens from the buffer, so no text is decoded."""
         return self._token_ids[place:] + self._token_buffer.waiting(self, place - len(self._token_ids))
 
-    @property
-    def mask(self) -> TokenMask | None:
-        """The mask of its next token; None if any token is allowed."""
-        return self._mask
-
     def known_tokens(self, most: int) -> list[int]:
         """Up to `most` of the next tokens of a sequence that runs again."""
         return self._token_ids[self._received : self._received + most]
@@ -307,8 +299,8 @@ class LiveSequence:
         A stop token counts as a token but adds no text, unless the request sets `include_stop_str_in_output`. Raises
         ReplayError if the sequence runs again and the token differs from before.
         """
-        if self._mask is not None and sample.token_id not in self._stop_ids:
-            self._mask.take(sample.token_id)
+        if self.mask is not None and sample.token_id not in self._stop_ids:
+            self.mask.take(sample.token_id)
         if self.is_repeating:
             self._repeat(sample)
             return False
@@ -367,7 +359,7 @@ class LiveSequence:
             given = error if reason is FinishReason.ERROR else None
             reason, error = FinishReason.ERROR, given or str(failure)
         self._token_buffer.end(self)
-        self._finish_reason, self.finished_time, self.error = reason, now, error
+        self.finish_reason, self.finished_time, self.error = reason, now, error
         self._histograms.count_end(now - self.arrival_time, self._token_times, self.preemptions, self.faults)
         return reason
 
@@ -446,14 +438,14 @@ class LiveSequence:
         """The output after the tokens and characters that were seen."""
         new = slice(since.tokens, None)
         last = self._token_ids[-1] if self._token_ids else None
-        own_stop = self._finish_reason == FinishReason.STOP and last not in self._eos_ids
+        own_stop = self.finish_reason == FinishReason.STOP and last not in self._eos_ids
         return CompletionOutput(
             index=index,
             text="" if self._text is None else self._text.text[since.characters :],
             token_ids=tuple(self._token_ids[new]) if self.pooling is None else (),
             logprobs=tuple(self._logprobs[new]) if self._params.logprobs is not None else None,
             top_logprobs=MadeWhenRead(self._tops[new], self._by_id) if self._params.logprobs else None,
-            finish_reason=None if self._finish_reason is None else str(self._finish_reason),
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self._stop_string or (last if own_stop else None),
         )
 
