@@ -54,7 +54,7 @@ def quantised_kinds(gguf: ModuleType) -> tuple[str, ...]:
 class GgufReader:
     """An open GGUF file.
 
-    metadata: strings, numbers and lists by key. tensors: by the file's names.
+    mapped: its bytes. metadata: strings, numbers and lists by key. tensors: by the file's names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,8 +62,8 @@ class GgufReader:
         self.path = path
         try:
             with path.open("rb") as stream:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self.tensors = _Header(self._map, path, library()).read()
+                self.mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self.metadata, self.tensors = _Header(self.mapped, path, library()).read()
         except CheckpointError:
             raise
         except (OSError, ValueError) as error:  # ValueError: an empty file, bad UTF-8
@@ -97,10 +97,6 @@ class GgufReader:
             elif place is not None and theirs in stacked:
                 tensors[name] = self.tensors[theirs].part(place)
         return GgufWeights(self, tensors)
-
-    @property
-    def mapped(self) -> mmap.mmap:
-        return self._map
 
 
 class GgufWeights(TensorFiles):
