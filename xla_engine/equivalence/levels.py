@@ -17,8 +17,7 @@ from pathlib import Path
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.speculation.proposer import NoProposer, Proposer
-from xla_engine.engine.speculation.recorded import Recorded
+from xla_engine.engine.speculation.proposer import NoProposer, Proposer, Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.reference import Reference, logit_gap
