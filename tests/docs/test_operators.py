@@ -8,7 +8,7 @@ from pathlib import Path
 from xla_engine.observability.metrics import CACHE_CONFIG, METRICS, EngineFacts, engine_metrics
 from xla_engine.observability.phases import PhaseTimes
 from xla_engine.observability.stats import EngineStats
-from xla_engine.server.metrics import SERVER_METRICS
+from xla_engine.server.info import SERVER_METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 ROW = re.compile(r"^\| `((?:vllm:|xla_engine_|process_)\w+)` \| (\w+) \| (\S.*?) \|.*\|$", re.MULTILINE)

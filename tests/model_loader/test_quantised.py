@@ -17,7 +17,6 @@ from tests.support.instruction_sets import NAMES
 from tests.support.models import TINY_ENGINE
 from tests.support.quantised import CONFIG, FORMS, packed_words, write_plain, write_quantised
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.cli import _help
 from xla_engine.config import STORED_AS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
@@ -181,7 +180,7 @@ def test_a_dry_run_names_the_method(plain: Path, tmp_path: Path) -> None:
 
 def test_vllms_name_of_a_method_is_checked_and_changes_nothing(plain: Path, tmp_path: Path) -> None:
     """As vLLM's users write it: `LLM(model, quantization="awq")`."""
-    assert {*METHODS, MXFP4} == set(STORED_AS) == set(_help.STORED_AS)
+    assert {*METHODS, MXFP4} == set(STORED_AS)
     quantised = {
         form: write_quantised(plain, tmp_path, form)[0] for form in ("awq", "gptq", "int8", "fp8_blocks")
     }

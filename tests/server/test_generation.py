@@ -13,7 +13,7 @@ import pytest
 from tests.server.bodies import BODIES, CHAT, TEXT
 from tests.server.conftest import Running
 from xla_engine.observability.metrics import CACHE_CONFIG, METRICS
-from xla_engine.server.metrics import SERVER_METRICS
+from xla_engine.server.info import SERVER_METRICS
 
 
 def post(http: httpx.Client, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from xla_engine.batch.lines import Line
 from xla_engine.batch.pooling import pooling_body
 from xla_engine.batch.requests import LineError, LineRequest, line_error
 from xla_engine.batch.responses import MessageLogprobs, ResponseBuilder
@@ -43,6 +44,25 @@ def line_digest(raw: bytes | None, size: int, salt: bytes = b"") -> int:
 def salt_of(defaults: Mapping[str, Any] | None) -> bytes:
     """The salt of `line_digest` for the given sampling defaults."""
     return blake2b(dump_line(dict(defaults or {})), digest_size=16).digest()
+
+
+class DigestedLines:
+    """Passes input lines through, and keeps a digest of them and of the sampling defaults. size: of it, in bytes."""
+
+    def __init__(self, lines: Iterable[Line], defaults: Mapping[str, Any] | None, *, size: int = 16) -> None:
+        self._lines = lines
+        self._salt = salt_of(defaults)
+        self._digest = blake2b(digest_size=size)
+
+    def __iter__(self) -> Iterator[Line]:
+        for line in self._lines:
+            self._digest.update(line_digest(line.raw, line.size, self._salt).to_bytes(8, "big"))
+            yield line
+
+    @property
+    def digest(self) -> str:
+        """Of all lines so far."""
+        return self._digest.hexdigest()
 
 
 def record_id(line: int, digest: int) -> str:

@@ -322,12 +322,6 @@ class ResultsInOrder:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> ResultsInOrder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _unpacked(path: Path) -> BinaryIO:
     file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by its owner)

@@ -21,7 +21,7 @@ from typing import Any
 from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode
 from xla_engine.batch.requests import custom_id_of
-from xla_engine.batch.results import line_digest, salt_of
+from xla_engine.batch.results import DigestedLines
 from xla_engine.batch.resume import FileSystem, FinishedLines, ResultsInOrder, Sink, is_packed
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import ConfigError, OutputError
@@ -60,27 +60,19 @@ class Shard:
 class ShardLines:
     """Selects the lines of one shard from all lines of the input.
 
-    input_lines: lines of the whole input so far. own_lines: lines of this shard so far.
+    all: of the whole input. input_lines: their number so far. own_lines: lines of this shard so far.
     """
 
     def __init__(self, lines: Iterable[Line], shard: Shard, defaults: Mapping[str, Any] | None) -> None:
-        self._lines, self._shard = lines, shard
-        self._salt = salt_of(defaults)
-        self._digest = blake2b(digest_size=8)
+        self.all, self._shard = DigestedLines(lines, defaults, size=8), shard
         self.input_lines = self.own_lines = 0
 
     def __iter__(self) -> Iterator[Line]:
-        for line in self._lines:
+        for line in self.all:
             self.input_lines += 1
-            self._digest.update(line_digest(line.raw, line.size, self._salt).to_bytes(8, "big"))
             if self._shard.owns(custom_id_of(line.raw, line.number)):
                 self.own_lines += 1
                 yield line
-
-    @property
-    def input_digest(self) -> str:
-        """Digest of all lines so far and the sampling defaults."""
-        return self._digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +181,7 @@ class ShardOutput:
                 lines=counts[state.holds],
                 own_lines=self._lines.own_lines,
                 input_lines=self._lines.input_lines,
-                input=self._lines.input_digest,
+                input=self._lines.all.digest,
                 system_fingerprint=system_fingerprint,
             ).write(name)
 
@@ -223,7 +215,7 @@ def merge(
     with contextlib.ExitStack() as stack:
         errors = [0]
         sources = [
-            stack.enter_context(opened)
+            stack.enter_context(contextlib.closing(opened))
             for path, state in zip(paths, states, strict=True)
             if (opened := _open(path, state, errors)) is not None
         ]

@@ -8,14 +8,13 @@ from typing import Any
 
 import click
 
-from xla_engine.config import CHOICES, EngineConfig
+from xla_engine.config import CHOICES, STORED_AS, EngineConfig
 from xla_engine.scheduler.user_policy import find_policy
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 SHARE = click.FloatRange(0, 1, min_open=True)
 DTYPE = click.Choice(["auto", "bfloat16", "float32"])
-STORED_AS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")  # as `config.STORED_AS`
 QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8", *STORED_AS])
 SECTIONS = {  # sections of help: titles, and the options in each
     "Model": """

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import click
 
 from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_table, is_url, kind_of
-from xla_engine.batch.datasets.output import DigestedLines, Finished, digest_of, kept_columns, publish
+from xla_engine.batch.datasets.output import Finished, digest_of, kept_columns, publish
 from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
 from xla_engine.batch.datasets.tables import Table
 from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.output_file import Mode
 from xla_engine.batch.requests import LineRequest, parse_line
+from xla_engine.batch.results import DigestedLines
 from xla_engine.batch.resume import is_packed
 from xla_engine.batch.shards import Shard, state_path
 from xla_engine.batch.submit import reads_pictures

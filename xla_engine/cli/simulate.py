@@ -234,27 +234,22 @@ def simulate(
             plot_path=plot_path,
             title=title,
         )
-        _write_json(json_path, found)
-        return
-    reports: dict[str, Report] = {}
-    for name, config in configs.items():
+    else:
+        reports: dict[str, Report] = {}
+        for name, config in configs.items():
+            with _common.startup_errors():
+                began = time.monotonic()
+                reports[name] = report = _simulate(config, source, cost, arrivals(), step_log_path)
+            took = time.monotonic() - began
+            click.echo(f"{name}: {report.requests} requests, {report.steps} steps in {took:.1f} s", err=True)
+        click.echo("\n" + "\n".join([*table(reports), *extrapolations(reports, cost, machine_of(source))]))
         with _common.startup_errors():
-            began = time.monotonic()
-            reports[name] = report = _simulate(config, source, cost, arrivals(), step_log_path)
-        took = time.monotonic() - began
-        click.echo(f"{name}: {report.requests} requests, {report.steps} steps in {took:.1f} s", err=True)
-    click.echo("\n" + "\n".join([*table(reports), *extrapolations(reports, cost, machine_of(source))]))
+            if plot_path is not None:
+                plot(reports, plot_path, title)
+        found["simulations"] = {name: to_json(report) for name, report in reports.items()}
     with _common.startup_errors():
-        if plot_path is not None:
-            plot(reports, plot_path, title)
-    found["simulations"] = {name: to_json(report) for name, report in reports.items()}
-    _write_json(json_path, found)
-
-
-def _write_json(path: str | None, found: dict[str, Any]) -> None:
-    with _common.startup_errors():
-        if path is not None:
-            Path(path).write_text(json.dumps(found, indent=1) + "\n")
+        if json_path is not None:
+            Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _fit(memory: str, source: StepLog | StatedMachine, what: str, each: int) -> int:

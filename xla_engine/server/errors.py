@@ -17,6 +17,7 @@ _FIELDS = frozenset(
     {entry.name for entry in fields(SamplingParams)}
     | {"prompt", "messages", "priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt"}
 )
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _STATUS_OF_END = {"deadline": 408, "queue_timeout": 503, "aborted": 499}
 
 
@@ -46,17 +47,7 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         """OpenAI's name for the class of error (`type`)."""
-        match self.status:
-            case 401:
-                return "authentication_error"
-            case 404:
-                return "not_found_error"
-            case 429:
-                return "rate_limit_error"
-            case status if status >= 500:
-                return "server_error"
-            case _:
-                return "invalid_request_error"
+        return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
         """The error as JSON values."""

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -16,17 +16,17 @@ from starlette.types import Receive, Scope, Send
 
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
-from xla_engine.observability.metrics import CONTENT_TYPE
+from xla_engine.observability.metrics import CONTENT_TYPE, Family, counter, gauge, text_of
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.server.generation import send_whole
-from xla_engine.server.metrics import metrics_text
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import LONG_TEXT, Service
 from xla_engine.server.turns import Turns
 from xla_engine.server.wire import check_model, typed_body
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.resident import resident_bytes
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -37,6 +37,7 @@ MAX_TEXT = 1 << 20  # characters to tokenise, or ids to detokenise
 QUEUED = 16 * MAX_TEXT  # limit on both over all unsent answers; half of it per key
 PIECE_TOKENS = 512  # tokens encoded together, in less than a millisecond
 SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
+_Values = list[tuple[float, dict[str, str]]]
 
 
 class JsonResponse(Response):
@@ -295,3 +296,66 @@ def _moment(text: str) -> float:
     if not math.isfinite(moment):
         raise invalid("since must be a number of seconds", "since")
     return moment
+
+
+class ServerMetric(NamedTuple):
+    """A metric of the server. make: `gauge` or `counter`. read: returns its values with their labels."""
+
+    name: str
+    make: Callable[[str, str, _Values], Family]
+    about: str
+    read: Callable[[Service], _Values]
+
+
+SERVER_METRICS = (
+    ServerMetric(
+        "xla_engine_interactive_live",
+        gauge,
+        "Sequences of accepted HTTP requests.",
+        lambda service: [(service.live, _model(service))],
+    ),
+    ServerMetric(
+        "xla_engine_draining",
+        gauge,
+        "1 while the server drains.",
+        lambda service: [(float(service.draining), _model(service))],
+    ),
+    ServerMetric(
+        "xla_engine_refused_total",
+        counter,
+        "Requests refused because the queue was full.",
+        lambda service: [(service.times.refused, _model(service))],
+    ),
+    ServerMetric(
+        "xla_engine_http_responses_total",
+        counter,
+        "Answers by path and status.",
+        lambda service: [
+            (count, {"path": path, "status": status})
+            for (path, status), count in service.times.responses.items()
+        ],
+    ),
+    ServerMetric(
+        "process_resident_memory_bytes",
+        gauge,
+        "Memory of the server's process, weights included.",
+        lambda _: [(size, {}) for size in (resident_bytes(),) if size is not None],
+    ),
+    ServerMetric(
+        "xla_engine_info",
+        gauge,
+        "Version and fingerprint of this server.",
+        lambda service: [(1, {"version": __version__, "fingerprint": service.fingerprint})],
+    ),
+)
+
+
+def metrics_text(service: Service) -> str:
+    """All metrics. Those of the engine have the model's name as a label, as in vLLM."""
+    engine = service.engine.metrics(service.settings.model_names[0])
+    own = (metric.make(metric.name, metric.about, metric.read(service)) for metric in SERVER_METRICS)
+    return text_of((*engine, *own))
+
+
+def _model(service: Service) -> dict[str, str]:
+    return {"model_name": service.settings.model_names[0]}

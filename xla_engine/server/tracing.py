@@ -89,12 +89,8 @@ class Tracing:
         }
         for field in ("temperature", "top_p", "top_k", "max_tokens", "n", "seed"):
             found[f"gen_ai.request.{field}"] = getattr(params, field, None)
-        arrival, admitted, first, end = (
-            metrics.arrival_time,
-            metrics.admitted_time,
-            metrics.first_token_time,
-            metrics.finished_time,
-        )
+        arrival, admitted = metrics.arrival_time, metrics.admitted_time
+        first, end = metrics.first_token_time, metrics.finished_time
         for latency, begin, until in (
             ("e2e", arrival, end),
             ("time_in_queue", arrival, admitted),

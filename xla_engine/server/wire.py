@@ -74,17 +74,14 @@ def parse_call(
     stream = _flag(rest, "stream")
     token_ids = _flag(rest, "return_token_ids")
     options = rest.pop("stream_options", None)
-    if options is not None:
-        options = _stream_options(options, stream)
+    usage = {} if options is None else _stream_options(options, stream)
     if "best_of" in rest and rest["best_of"] == (rest.get("n") or 1):
         del rest["best_of"]
-    request = _parsed(rest, url, defaults)
-    options = options or {}
     return Call(
-        request=request,
+        request=_parsed(rest, url, defaults),
         stream=stream,
-        include_usage=options.get("include_usage", False),
-        continuous_usage=options.get("continuous_usage_stats", False),
+        include_usage=usage.get("include_usage", False),
+        continuous_usage=usage.get("continuous_usage_stats", False),
         return_token_ids=token_ids,
     )
 

@@ -8,7 +8,7 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, cast
 from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_url, kind_of, opened, put
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.batch.datasets.tables import Table, arrow
-from xla_engine.batch.lines import Line
-from xla_engine.batch.results import line_digest, salt_of
 from xla_engine.batch.resume import ResultsInOrder
 from xla_engine.errors import ConfigError, OutputError
 from xla_engine.utils.json_line import dump_line
@@ -97,7 +95,7 @@ def publish(
     The bytes depend only on the results, not on how often the run was resumed. Raises OutputError, ConfigError and
     OSError.
     """
-    with ResultsInOrder(journal) as results, _published(journal, out) as file:
+    with contextlib.closing(ResultsInOrder(journal)) as results, _published(journal, out) as file:
         if (kind := kind_of(out)) in OUTPUTS:
             named = result_columns(pictures=pictures)
             _write(_joined(results, table, columns, named), file, kind, named, packed=out.endswith(".gz"))
@@ -225,24 +223,6 @@ class _CsvWriter:
 
 def _cell(value: Any) -> Any:
     return json.dumps(value, default=str) if isinstance(value, list | dict) else value
-
-
-class DigestedLines:
-    """Passes lines through, and keeps a digest of them and of the sampling defaults."""
-
-    def __init__(self, lines: Iterable[Line], defaults: Mapping[str, Any]) -> None:
-        self._lines = lines
-        self._salt = salt_of(defaults)
-        self._digest = blake2b(digest_size=16)
-
-    def __iter__(self) -> Iterator[Line]:
-        for line in self._lines:
-            self._digest.update(line_digest(line.raw, line.size, self._salt).to_bytes(8, "big"))
-            yield line
-
-    @property
-    def digest(self) -> str:
-        return self._digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

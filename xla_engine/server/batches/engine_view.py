@@ -114,7 +114,9 @@ class EngineView:
                 continue
             while not self._ended.empty():
                 ended.append(self._ended.get())
-            outputs = [replace(output, request_id=self._outer(output.request_id)) for output in ended]
+            outputs = [
+                replace(each, request_id=each.request_id.removeprefix(self._inner(""))) for each in ended
+            ]
             self._open.difference_update(output.request_id for output in outputs)
             if self._engine.closed_because is not None:
                 break  # the requests ended with the engine
@@ -135,9 +137,6 @@ class EngineView:
 
     def _inner(self, request_id: str) -> str:
         return f"{self._name}/{request_id}"
-
-    def _outer(self, request_id: str) -> str:
-        return request_id.removeprefix(f"{self._name}/")
 
     def _in_loop(self, work: Callable[[], T], *, patient: bool = False) -> T:
         """Run a function in the engine's thread and wait for it. Unless patient, stop waiting when halted."""
