@@ -149,15 +149,7 @@ def _read_results(path: Path | str) -> tuple[dict[str, _Result], dict[str, None]
             raise CompareError(f"{path} line {number}: a second result for custom_id {custom_id!r}")
         try:
             results[custom_id] = _result(record)
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            OverflowError,
-            struct.error,
-        ) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error) as error:
             message = f"neither a result nor an error of xla-engine run ({type(error).__name__}: {error})"
             raise CompareError(f"{path} line {number}: {message}") from error
     if not number:

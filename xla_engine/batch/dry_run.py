@@ -132,7 +132,14 @@ class DryRun:
         params = request.params
         try:
             placed = [self._placed(prompt) for prompt in request.prompts]
-            lengths = [len(self._token_ids(each, request)) for each in placed]
+            lengths = [
+                len(
+                    self._validator.token_ids(
+                        prompt_parts(prompt).content, params, add_special_tokens=special
+                    )
+                )
+                for prompt, special in placed
+            ]
             self._validator.token_mask(params, self._validator.stop_token_ids(params))
             self._validator.check_options(**request.options)
             self._validator.dry_breakers(params)
@@ -157,8 +164,3 @@ class DryRun:
             template = chosen_template(self._template, options.pop("chat_template", None))
             prompt = chat_prompt(partial(render_chat, template=template), prompt.messages, **options)
         return self._validator.placed(prompt, add_special_tokens=not is_chat), not is_chat
-
-    def _token_ids(self, placed: tuple[prompts.Prompt, bool], request: LineRequest) -> tuple[int, ...]:
-        prompt, add_special_tokens = placed
-        content = prompt_parts(prompt).content
-        return self._validator.token_ids(content, request.params, add_special_tokens=add_special_tokens)

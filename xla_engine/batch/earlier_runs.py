@@ -42,10 +42,7 @@ def recall(digest: str | None) -> EngineIdentity | None:
 def elsewhere(digest: str | None, here: EngineIdentity) -> EngineIdentity | None:
     """The identity of an engine that ran on another kind of machine, found by its digest: `here` with other C++
     kernels, and maybe another default length. None if it differs in something else."""
-    isas = (
-        None,
-        *(isa for isa in ISAS if isa not in (AUTO, "none", "amx")),
-    )  # AMX and pure JAX are not named
+    isas = (None, *(isa for isa in ISAS if isa not in (AUTO, "none", "amx")))  # these are not named
     lengths = (here.config.get("max_model_len"), *(1 << power for power in range(8, 19)), None)
     plain = {name: word for name, word in here.platform.items() if name != "isa"}
     for isa, (attention, linear), length in itertools.product(isas, _BACKENDS, lengths):

@@ -236,27 +236,21 @@ def _page(request: Request, records: Sequence[FileRecord | BatchRecord], limit: 
 
 
 def _expiry(form: Any) -> int | None:
-    seconds = form.get("expires_after[seconds]")
-    if seconds is None:
+    given = form.get("expires_after[seconds]")
+    if given is None:
         return None
-    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit()):
-        raise _no_expiry("expires_after")
-    return int(time.time()) + _checked_seconds(int(seconds[:9]), "expires_after")
+    is_number = isinstance(given, str) and given.isascii() and given.isdigit()
+    return int(time.time()) + _lifetime(int(given[:9]) if is_number else None, "expires_after")
 
 
 def _output_expiry(fields: dict[str, Any] | None) -> int | None:
     if fields is None:
         return None
-    if fields.get("anchor") != "created_at" or type(seconds := fields.get("seconds")) is not int:
-        raise _no_expiry("output_expires_after")
-    return _checked_seconds(seconds, "output_expires_after")
+    is_anchored = fields.get("anchor") == "created_at"
+    return _lifetime(fields.get("seconds") if is_anchored else None, "output_expires_after")
 
 
-def _checked_seconds(seconds: int, param: str) -> int:
-    if not 3600 <= seconds <= 2_592_000:
-        raise _no_expiry(param)
+def _lifetime(seconds: Any, param: str) -> int:
+    if type(seconds) is not int or not 3600 <= seconds <= 2_592_000:
+        raise invalid(f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds', param)
     return seconds
-
-
-def _no_expiry(param: str) -> ApiError:
-    return invalid(f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds', param)

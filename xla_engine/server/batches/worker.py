@@ -43,7 +43,7 @@ class Job:
         self.view = view
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
-        self._saved = time.monotonic()
+        self.saved = time.monotonic()  # when the counts were last written
 
     def lines(self, source: Iterable[Line]) -> Iterator[Line]:
         """The lines to run, until the job is stopped; `BatchRun` then finishes the lines in flight."""
@@ -57,15 +57,6 @@ class Job:
         counts = self.record.request_counts
         counts.completed = before[0] + totals.ok
         counts.failed = before[1] + totals.failed.total()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to write the counts again."""
-        now = time.monotonic()
-        if now - self._saved < SAVE_S:
-            return False
-        self._saved = now
-        return True
 
 
 class _CountedSink:
@@ -277,7 +268,8 @@ class Batches:
 
     def _show(self, job: Job, totals: RunTotals, before: tuple[int, int]) -> None:
         job.count(totals, before)
-        if job.is_due:
+        if time.monotonic() - job.saved >= SAVE_S:
+            job.saved = time.monotonic()
             self.store.save_batch(job.record)
 
     def _finalize(self, job: Job) -> None:
