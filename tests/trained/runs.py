@@ -24,7 +24,7 @@ CONFIGURATIONS = [
     pytest.param({"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}}, id="S"),
     *(
         pytest.param({"isa": isa, "max_num_seqs": 7, "chunk_size": 64}, id=isa, marks=marks(isa))
-        for isa in NAMES
+        for isa in NAMES[1:]  # the others have the best one
     ),
 ]
 Outputs = dict[str, CompletionOutput]

@@ -65,7 +65,7 @@ def test_alone_and_together(engine: XlaBatchEngine, expected: Outputs) -> None:
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
 def test_other_configurations(engine: XlaBatchEngine, expected: Outputs, options: dict[str, Any]) -> None:
-    """Laws B and S, and every instruction set of this machine."""
+    """Laws B and S, and other instruction sets of this machine."""
     check_configuration(engine, expected, options)
 
 

@@ -99,7 +99,7 @@ def test_alone_and_together(engine: XlaBatchEngine, expected: Outputs) -> None:
 
 @pytest.mark.parametrize("options", CONFIGURATIONS)
 def test_other_configurations(engine: XlaBatchEngine, expected: Outputs, options: dict[str, Any]) -> None:
-    """Law B (widths, chunks, blocks, no cache), law S (speculation), and every instruction set of this machine."""
+    """Law B (widths, chunks, blocks, no cache), law S (speculation), and other instruction sets."""
     check_configuration(engine, expected, options)
 
 
