@@ -48,12 +48,12 @@ class Generation:
             try:
                 async with _watching(receive) as gone:
                     submission = await self._submit(scope, call, name)
-                    gone.add_done_callback(lambda _: submission.news.set())
+                    submission.end_with(gone)
                     try:
                         if call.stream:
-                            await self._stream(send, call, name, submission, gone)
+                            await self._stream(send, call, name, submission)
                         else:
-                            await self._answer(send, call, name, submission, gone)
+                            await self._answer(send, call, name, submission)
                     finally:
                         submission.close()
             except ClientGone:
@@ -81,11 +81,9 @@ class Generation:
         except Exception as error:
             raise api_error(error) from error
 
-    async def _answer(
-        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
-    ) -> None:
+    async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
         """Wait until all prompts have ended, and send one answer."""
-        whole, service = await self._whole(call, submission, gone), self._service
+        whole, service = await self._whole(call, submission), self._service
         header = service.header()
         if call.request.pooling is not None:
             body = result_body(call.request, whole, name, header)
@@ -93,14 +91,12 @@ class Generation:
             return
         await send_whole(send, service.turns, answer_pieces(call, whole, name, header))
 
-    async def _whole(
-        self, call: Call, submission: Submission, gone: asyncio.Task[None]
-    ) -> list[RequestOutput]:
+    async def _whole(self, call: Call, submission: Submission) -> list[RequestOutput]:
         """The outputs of all prompts. Raises ApiError when the first of them fails."""
         parts: list[dict[int, CompletionOutput]] = [{} for _ in call.request.prompts]
         last: list[RequestOutput | None] = [None] * len(parts)
         while not submission.finished:
-            await next_news(submission, gone)
+            await submission.next_news()
             for index, output in submission.take():
                 if (error := output_error(call.request, output)) is not None:
                     raise ended(error)
@@ -112,16 +108,14 @@ class Generation:
             if output is not None
         ]
 
-    async def _stream(
-        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
-    ) -> None:
+    async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
         """Send new text whenever the socket accepts more."""
         turns = self._service.turns
         writer = ChunkWriter(call, name, self._service.header(), thinking=submission.thinking)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         failed = False
         while not (failed or submission.finished):
-            await next_news(submission, gone)
+            await submission.next_news()
             news = submission.take()
             failed = any(output_error(call.request, output) is not None for _, output in news)
             events = _events(call, writer, news, whole=submission.finished)
@@ -175,13 +169,6 @@ def cut_off(scope: Scope) -> None:
     """Close the connection of a client that does not read."""
     if (abort := scope["state"].get("abort_connection")) is not None:
         abort()
-
-
-async def next_news(submission: Submission, gone: asyncio.Task[None]) -> None:
-    """Wait for new output. Raises ClientGone."""
-    await submission.news.wait()
-    if gone.done():
-        raise ClientGone
 
 
 @contextlib.asynccontextmanager

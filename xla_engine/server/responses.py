@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.server.answers import PAUSE, counted, noted
 from xla_engine.server.chunks import DONE
 from xla_engine.server.errors import ApiError, ended
-from xla_engine.server.generation import SSE_HEADERS, Generation, next_news, send_json, send_part
+from xla_engine.server.generation import SSE_HEADERS, Generation, send_json, send_part
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service, Submission
@@ -128,25 +127,21 @@ class Responses(Generation):
         self.memory.delete(tenant, name)
         return JsonResponse({"id": name, "object": "response", "deleted": True})
 
-    async def _answer(
-        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
-    ) -> None:
-        (output,) = await self._whole(call, submission, gone)
+    async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
+        (output,) = await self._whole(call, submission)
         writer = self._writer(call, name, submission)
         async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output)):
             pass
         self._keep(writer)
         await send_json(send, 200, msgspec.json.encode(writer.builder.response))
 
-    async def _stream(
-        self, send: Send, call: Call, name: str, submission: Submission, gone: asyncio.Task[None]
-    ) -> None:
+    async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
         turns, writer = self._service.turns, self._writer(call, name, submission)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async for part in turns.parts(map(_event, writer.builder.begin())):
             await send_part(send, part)
         while not submission.finished:
-            await next_news(submission, gone)
+            await submission.next_news()
             async for part in turns.parts(self._events(writer, submission.take())):
                 await send_part(send, part)
         await send_part(send, DONE)

@@ -32,7 +32,7 @@ from xla_engine.prompts import (
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.server.bodies import Bodies
-from xla_engine.server.errors import ApiError, busy, invalid
+from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
 from xla_engine.server.history import History
 from xla_engine.server.preparation import Constraints, Pictures, Rendering
 from xla_engine.server.settings import ServerSettings
@@ -356,6 +356,7 @@ class Submission:
         self._trace = trace
         self._values = values
         self.news = asyncio.Event()
+        self._gone: asyncio.Task[None] | None = None
         self.collector = OutputCollector(on_news=self.news.set, every_token=every_token)
         self._service = service
         self.unfinished: dict[str, int] = {}  # requests, with the index of their prompt
@@ -364,6 +365,17 @@ class Submission:
     @property
     def finished(self) -> bool:
         return not self.unfinished
+
+    def end_with(self, gone: asyncio.Task[None]) -> None:
+        """Wake the reader when the client disconnects, which ends this task."""
+        self._gone = gone
+        gone.add_done_callback(lambda _: self.news.set())
+
+    async def next_news(self) -> None:
+        """Wait for new output. Raises ClientGone."""
+        await self.news.wait()
+        if self._gone is not None and self._gone.done():
+            raise ClientGone
 
     def take(self) -> list[tuple[int, RequestOutput]]:
         """New outputs, each with the index of its prompt: for streams every token, otherwise sequences that ended."""
