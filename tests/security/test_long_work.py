@@ -21,11 +21,11 @@ from xla_engine.batch.results import ResultHeader, result_body
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.server import answers, preparation, turns
 from xla_engine.server.answers import answer_pieces
+from xla_engine.server.bodies import Call
 from xla_engine.server.errors import ApiError
 from xla_engine.server.preparation import Rendering, chat_size
 from xla_engine.server.service import answer_values
 from xla_engine.server.turns import Turns
-from xla_engine.server.wire import Call
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from xla_engine.batch.results import (
 )
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.server.wire import Call
+from xla_engine.server.bodies import Call
 from xla_engine.text.parsers.chats import begins_thinking
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from starlette.routing import Route
 
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.server.bodies import typed_body
 from xla_engine.server.errors import ApiError, api_error, invalid
 from xla_engine.server.info import JsonResponse
 from xla_engine.server.service import Service
-from xla_engine.server.wire import typed_body
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import msgspec
 from xla_engine.batch.results import Offsets, ReasoningTokens, ResultHeader, asked_for, completion_usage
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.server.answers import Columns, completion_columns, counted, prompt_columns, spelled
-from xla_engine.server.wire import Call
+from xla_engine.server.bodies import Call
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.text.parsers.tools import new_call_id
 

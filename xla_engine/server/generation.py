@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 from xla_engine.batch.results import answer_prefix, asked_for, output_error, result_body
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.server.answers import answer_pieces
+from xla_engine.server.bodies import Call, parse_call, read_json
 from xla_engine.server.chunks import DONE, ChunkWriter, event
 from xla_engine.server.errors import ClientGone, api_error, ended, invalid
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.turns import PART_BYTES, Turns
-from xla_engine.server.wire import Call, parse_call, read_json
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 SSE_HEADERS = [

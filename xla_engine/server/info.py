@@ -17,13 +17,13 @@ from starlette.types import Receive, Scope, Send
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.metrics import CONTENT_TYPE, Family, counter, gauge, text_of
+from xla_engine.server.bodies import check_model, typed_body
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.server.generation import send_whole
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import LONG_TEXT, Service
 from xla_engine.server.turns import Turns
-from xla_engine.server.wire import check_model, typed_body
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.resident import resident_bytes

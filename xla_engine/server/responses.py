@@ -18,13 +18,13 @@ from xla_engine.batch.responses import FieldError, MessageLogprobs, ResponseBuil
 from xla_engine.batch.results import ReasoningTokens, output_error, response_usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.answers import PAUSE, counted, noted
+from xla_engine.server.bodies import Call, parse_call, read_json
 from xla_engine.server.chunks import DONE
 from xla_engine.server.errors import ApiError, ended
 from xla_engine.server.generation import SSE_HEADERS, Generation, send_json, send_part
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service, Submission
-from xla_engine.server.wire import Call, parse_call, read_json
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.parsers.formats import Plain
 

@@ -28,11 +28,11 @@ from xla_engine.server.batches.store import (
     shown,
 )
 from xla_engine.server.batches.worker import Batches
+from xla_engine.server.bodies import typed_body
 from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service
-from xla_engine.server.wire import typed_body
 
 FORM_SLACK = 64 << 10  # bytes of a form in addition to its file
 UPLOADS = 8  # concurrent uploads of one tenant; each has a temporary file
