@@ -175,16 +175,15 @@ def _start(
     process = None
     try:
         process = Process(options.peers.get(name, options.python), peer.kind, options.threads)
-        loaded = process.ask(
-            "load",
-            model=str(options.files.directory),
-            file=None if options.files.file is None else str(options.files.file),
-            dtype=options.dtype,
-            max_num_seqs=batch,
-            max_model_len=longest,
-            cache=str(options.cache),
-            **peer.options,
-        )
+        wanted = {
+            "model": str(options.files.directory),
+            "file": None if options.files.file is None else str(options.files.file),
+            "dtype": options.dtype,
+            "max_num_seqs": batch,
+            "max_model_len": longest,
+            "cache": str(options.cache),
+        }
+        loaded = process.ask("load", wanted=wanted, **peer.options)
     except PeerFailed as error:
         if process is not None:
             process.close()

@@ -4,9 +4,11 @@ Runs in the interpreter of its engine, so it needs the standard library only. FI
 in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
 with the other fields. What every engine can be asked:
 
-    load(model, file, dtype, max_num_seqs, max_model_len, cache, and the options of this peer)
+    load(wanted, and the options of this peer)
         -> {"versions": str, "notes": str, "arrivals": bool, "weight_bytes": of weights that are not in `dtype`}
     run(prompts, max_tokens, arrivals) -> {"seconds": s, "times": [[s, ...], ...], "streams": [[id, ...], ...]}
+
+`wanted` has the attributes model, file, dtype, max_num_seqs, max_model_len and cache.
 
 `run` completes token ids greedily, every request to exactly its `max_tokens`; request i is handed over
 `arrivals[i]` seconds after the start, where load said that arrivals are understood. `times` are seconds since the
@@ -32,6 +34,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -51,6 +54,8 @@ def main() -> None:
             if engine is None:
                 module, _, name = kind.partition(":")
                 engine = getattr(importlib.import_module(module), name)(threads)
+            if "wanted" in request:
+                request["wanted"] = SimpleNamespace(**request["wanted"])
             if do == "memory":
                 answer: dict[str, Any] = {"peak_mib": peak_mib()}
             elif do == "run" and not hasattr(engine, "run"):

@@ -55,57 +55,45 @@ class Watch:
 class Engine:
     """Our side of the protocol in `worker.py`."""
 
+    engine: XlaBatchEngine
+
     def __init__(self, threads: int) -> None:
-        self._engine: XlaBatchEngine | None = None
+        """It uses the cores that this process may use."""
 
     def load(
-        self,
-        model: str,
-        file: str | None,
-        dtype: str,
-        max_num_seqs: int,
-        max_model_len: int,
-        cache: str,
-        *,
-        quantization: str | None = None,
-        slots_of_pages: int = 0,
+        self, wanted: Any, *, quantization: str | None = None, slots_of_pages: int = 0
     ) -> dict[str, Any]:
         """quantization: as in `EngineConfig`; with "gguf" and "gguf-int8" the weights are those of the GGUF file.
 
         slots_of_pages: how many slots there are for one in the same memory, with KV blocks; 0 without blocks.
         """
-        weight_bytes = None
+        model, weight_bytes = wanted.model, None
         if quantization in (GGUF, GGUF_INT8):
-            if file is None:
+            if wanted.file is None:
                 raise ConfigError("--model is not a GGUF file")
-            model, weight_bytes = file, Path(file).stat().st_size
+            model, weight_bytes = wanted.file, Path(wanted.file).stat().st_size
         config = EngineConfig(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            dtype=dtype,
+            max_num_seqs=wanted.max_num_seqs,
+            max_model_len=wanted.max_model_len,
+            dtype=wanted.dtype,
             quantization=quantization,
             enable_prefix_caching=False,  # prompts come again in the next round, and are to be computed again
         )
         if slots_of_pages:
-            blocks = config.device_rows * whole_spans(max_model_len) // config.block_size
+            blocks = config.device_rows * whole_spans(wanted.max_model_len) // config.block_size
             config = replace(config, num_blocks=blocks, max_num_seqs=slots_of_pages * config.num_slots)
         described = describe(open_model(model), config, None)
-        self._engine = XlaBatchEngine(load_weights(described), None, described.options)
-        stats = self._engine.stats()
+        self.engine = engine = XlaBatchEngine(load_weights(described), None, described.options)
+        stats = engine.stats()
         return {
             "versions": f"xla-engine {__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}",
-            "notes": "" if self._engine.self_check is None else self._engine.self_check.promise,
+            "notes": "" if engine.self_check is None else engine.self_check.promise,
             "arrivals": True,
             "weight_bytes": weight_bytes,
-            "isa": self._engine.runner.isa or "none",
+            "isa": engine.runner.isa or "none",
             "compile_seconds": stats.compile_seconds,
-            "programs": len(self._engine.inventory_report()),
+            "programs": len(engine.inventory_report()),
         }
-
-    @property
-    def engine(self) -> XlaBatchEngine:
-        assert self._engine is not None, "load comes first"
-        return self._engine
 
     def run(
         self, prompts: Ids, max_tokens: list[int], arrivals: list[float], stop_token_ids: Ids | None = None
@@ -223,7 +211,6 @@ class Judge:
     """As in `hf.py`, by our own forward pass without a cache."""
 
     def __init__(self, threads: int) -> None:
-        self._reference: Reference | None = None
         self._rounded: list[Reference] = []  # in eight bits, and in the dtype of the run
 
     def load(self, model: str) -> dict[str, Any]:
@@ -233,7 +220,6 @@ class Judge:
         return {"about": "own forward pass, float32"}
 
     def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        assert self._reference is not None, "load comes first"
         regrets = []
         for prompt, stream in zip(prompts, streams, strict=True):
             logits = self._reference.logits([*prompt, *stream])[len(prompt) - 1 : -1]
@@ -243,7 +229,6 @@ class Judge:
 
     def eight_bit_errors(self, prompts: Ids, streams: Ids, dtype: str = "float32") -> dict[str, Any]:
         """As in `hf.py`."""
-        assert self._reference is not None, "load comes first"
         if not self._rounded:
             self._rounded.append(Reference(self._checkpoint, quantized=True))
             if dtype != "float32":

@@ -39,37 +39,26 @@ class Engine:
         self._threads = threads
         self._live: dict[int, Sequence] = {}  # by index
 
-    def load(
-        self,
-        model: str,
-        file: str | None,
-        dtype: str,
-        max_num_seqs: int,
-        max_model_len: int,
-        cache: str,
-        *,
-        quantized: str = "",
-        as_given: bool = False,
-    ) -> dict[str, Any]:
+    def load(self, wanted: Any, *, quantized: str = "", as_given: bool = False) -> dict[str, Any]:
         """quantized: type of the weights, as llama-quantize makes them; as in the checkpoint by default.
 
         as_given: take the GGUF file that the model was given as.
         """
         llama_cpp.llama_backend_init()
-        if as_given and file is None:
+        if as_given and wanted.file is None:
             raise ValueError("--model is not a GGUF file")
-        if as_given and file is not None:
-            path, kind = Path(file), Path(file).stem
+        if as_given and wanted.file is not None:
+            path, kind = Path(wanted.file), Path(wanted.file).stem
         else:
-            path, kind = written(Path(model), dtype, quantized, Path(cache) / "gguf")
+            path, kind = written(Path(wanted.model), wanted.dtype, quantized, Path(wanted.cache) / "gguf")
         self._model = llama_cpp.llama_model_load_from_file(
             str(path).encode(), llama_cpp.llama_model_default_params()
         )
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {path}")
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = max_num_seqs * -(-max_model_len // 256) * 256
-        options.n_seq_max = self.room = max_num_seqs
+        options.n_ctx = wanted.max_num_seqs * -(-wanted.max_model_len // 256) * 256
+        options.n_seq_max = self.room = wanted.max_num_seqs
         options.n_batch = BATCH
         options.n_threads = options.n_threads_batch = self._threads
         self._context = llama_cpp.llama_init_from_model(self._model, options)

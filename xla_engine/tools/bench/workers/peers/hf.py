@@ -21,11 +21,9 @@ class Static:
         torch.set_num_threads(threads)
         transformers.utils.logging.disable_progress_bar()
 
-    def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
-    ) -> dict[str, Any]:
-        self._batch = max_num_seqs
-        self._model = load_model(model, dtype)
+    def load(self, wanted: Any) -> dict[str, Any]:
+        self._batch = wanted.max_num_seqs
+        self._model = load_model(wanted.model, wanted.dtype)
         return {
             "versions": f"transformers {transformers.__version__}, torch {torch.__version__}",
             "notes": "",
@@ -69,15 +67,13 @@ class Static:
 class Continuous(Static):
     """The machinery of `generate_batch`, kept alive between runs and fed request by request."""
 
-    def load(
-        self, model: str, file: str | None, dtype: str, max_num_seqs: int, max_model_len: int, cache: str
-    ) -> dict[str, Any]:
-        loaded = super().load(model, file, dtype, max_num_seqs, max_model_len, cache)
+    def load(self, wanted: Any) -> dict[str, Any]:
+        loaded = super().load(wanted)
         options = transformers.generation.ContinuousBatchingConfig(
-            max_requests_per_batch=max_num_seqs,
+            max_requests_per_batch=wanted.max_num_seqs,
             page_size=PAGE,
-            num_blocks=max_num_seqs * -(-max_model_len // PAGE),
-            max_batch_tokens=max_num_seqs + PROMPT_TOKENS,
+            num_blocks=wanted.max_num_seqs * -(-wanted.max_model_len // PAGE),
+            max_batch_tokens=wanted.max_num_seqs + PROMPT_TOKENS,
             allow_block_sharing=False,
         )
         greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)

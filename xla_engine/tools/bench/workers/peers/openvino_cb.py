@@ -26,32 +26,23 @@ class Engine:
         self._requests = 0
 
     def load(
-        self,
-        model: str,
-        file: str | None,
-        dtype: str,
-        max_num_seqs: int,
-        max_model_len: int,
-        cache: str,
-        *,
-        cache_precision: str = "",
-        weight_format: str = "",
-        widening: int = 1,
+        self, wanted: Any, *, cache_precision: str = "", weight_format: str = "", widening: int = 1
     ) -> dict[str, Any]:
         """cache_precision: of keys and values; that of the model by default. weight_format: as stored by default.
 
         widening: requests at once, for each slot; as far as the cache goes.
         """
-        name = "-".join(filter(None, (Path(model).resolve().name, weight_format)))
-        directory = Path(cache) / "openvino" / name
+        name = "-".join(filter(None, (Path(wanted.model).resolve().name, weight_format)))
+        directory = Path(wanted.cache) / "openvino" / name
         if not directory.exists():
-            convert(model, directory, weight_format)
+            convert(wanted.model, directory, weight_format)
         has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        short = "bf16" if dtype == "bfloat16" and has_bf16 else "f32"  # without it computes in float32 only
+        # without such units it computes in float32 only
+        short = "bf16" if wanted.dtype == "bfloat16" and has_bf16 else "f32"
         options = openvino_genai.SchedulerConfig()
-        options.max_num_seqs = self.room = widening * max_num_seqs
+        options.max_num_seqs = self.room = widening * wanted.max_num_seqs
         options.max_num_batched_tokens = self.room + PROMPT_TOKENS
-        options.cache_size = cache_gib(model, max_num_seqs * max_model_len)
+        options.cache_size = cache_gib(wanted.model, wanted.max_num_seqs * wanted.max_model_len)
         options.enable_prefix_caching = False
         kept = cache_precision or short
         properties = {

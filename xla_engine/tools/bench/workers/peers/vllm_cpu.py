@@ -36,32 +36,24 @@ class Engine:
         self._requests = 0
         self._index: dict[str, int] = {}  # by request id
 
-    def load(
-        self,
-        model: str,
-        file: str | None,
-        dtype: str,
-        max_num_seqs: int,
-        max_model_len: int,
-        cache: str,
-        *,
-        w8a8: bool = False,
-    ) -> dict[str, Any]:
+    def load(self, wanted: Any, *, w8a8: bool = False) -> dict[str, Any]:
         """w8a8: int8 weights, a scale for each channel, and int8 activations, a scale for each token."""
         weights = "int8 by channel, activations int8 by token" if w8a8 else "as stored"
-        directory = Path(cache) / "vllm" / f"{Path(model).resolve().name}-w8a8" if w8a8 else Path(model)
-        if w8a8 and not directory.exists():
-            quantize(Path(model), directory)
-        space = cache_gib(model, max_num_seqs * max_model_len)
+        directory = Path(wanted.model)
+        if w8a8:
+            directory = Path(wanted.cache) / "vllm" / f"{directory.resolve().name}-w8a8"
+            if not directory.exists():
+                quantize(Path(wanted.model), directory)
+        space = cache_gib(wanted.model, wanted.max_num_seqs * wanted.max_model_len)
         environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(directory),
                 skip_tokenizer_init=True,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max(PROMPT_TOKENS + max_num_seqs, max_model_len),
+                dtype=wanted.dtype,
+                max_model_len=wanted.max_model_len,
+                max_num_seqs=wanted.max_num_seqs,
+                max_num_batched_tokens=max(PROMPT_TOKENS + wanted.max_num_seqs, wanted.max_model_len),
                 enable_prefix_caching=False,
                 disable_log_stats=True,
             )
