@@ -13,6 +13,7 @@ from xla_engine.equivalence.record import Record, Step, trace
 from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
 from xla_engine.errors import InvalidRequestError
 from xla_engine.observability.observer import Observer
+from xla_engine.observability.step_log import parts_of
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
 
@@ -103,15 +104,14 @@ class Recorder:
                 if view.request is not None:
                     holders[view.request.request_id] = view.slot
         slots = [(name, holders[name]) for name in plan.admitted]
+        rows = parts_of(plan, str)
         return Step(
             turn=self.turn,
             admitted=tuple((name, slot.index, slot.epoch - self._epochs[slot.index]) for name, slot in slots),
-            chunks=tuple(
-                (chunk.request_id, chunk.slot.index, chunk.start, len(chunk.tokens)) for chunk in plan.chunks
-            ),
+            chunks=tuple((name, slot, start, length) for name, slot, start, length, _ in rows["chunks"]),
             decode=tuple(row.slot.index for row in plan.decode),
             width=plan.width,
-            verify=tuple((row.request_id, row.slot.index, row.width) for row in plan.verify),
+            verify=tuple((name, slot, width) for name, slot, width in rows["verify"]),
             held=tuple(sorted(plan.held)),
             is_late=plan.is_late,
         )

@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from xla_engine.observability.observer import Observer, Observers
-from xla_engine.observability.phases import PhaseTimer
+from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import FORMAT, VERSION, delta, parts_of
 from xla_engine.scheduler import Events, FinishReason, Plan, Request
 
@@ -69,26 +68,6 @@ def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
         else:
             high = middle - 1
     return low
-
-
-class LoggedEngine(Protocol):
-    """The part of an engine that is logged; see `XlaBatchEngine`."""
-
-    config: Any
-    runner: Any
-    observers: Observers
-
-    @property
-    def checkpoint(self) -> Any: ...
-    @property
-    def scheduler(self) -> Any: ...
-    @property
-    def lag(self) -> int: ...
-    @property
-    def phase_timer(self) -> PhaseTimer | None: ...
-    @property
-    def max_model_len(self) -> int: ...
-    def reset_prefix_cache(self) -> None: ...
 
 
 class StepLogWriter:
@@ -186,11 +165,11 @@ class StepLogWriter:
 
 @contextlib.contextmanager
 def logging_steps(
-    engine: LoggedEngine, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
+    engine: Any, path: Path | str, *, names: Callable[[str], str | None] = lambda request_id: None
 ) -> Iterator[None]:
     """Log everything that an idle engine does within the context to `path`. Raises OSError.
 
-    names: returns the custom_id of an engine request, or None.
+    engine: an `XlaBatchEngine`. names: returns the custom_id of an engine request, or None.
 
     Clears the prefix cache first, so that the log alone determines the plans.
     """
@@ -220,7 +199,7 @@ def logging_steps(
                 timer.on_step = None
 
 
-def describe_engine(engine: LoggedEngine) -> dict[str, Any]:
+def describe_engine(engine: Any) -> dict[str, Any]:
     """Properties other than the plan on which the cost of a step depends: program sizes, model and device."""
     directory = engine.checkpoint.path
     return {
