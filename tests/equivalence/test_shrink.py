@@ -24,7 +24,6 @@ from tests.support.faults import (
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.record import Record, from_json, read_record, to_json, write_record
-from xla_engine.equivalence.recorder import RecordKeeper
 from xla_engine.equivalence.replay import replay
 from xla_engine.equivalence.shrink import Trials, ddmin, describe, shrink
 from xla_engine.equivalence.verify import verify
@@ -77,11 +76,10 @@ def faulty(
 
 
 def failing_record(engine: XlaBatchEngine) -> Record:
-    keeper = RecordKeeper()
-    report = verify(engine, requests=35, schedules=1, seed=4, lags=(1,), keeper=keeper)
+    report = verify(engine, requests=35, schedules=1, seed=4, lags=(1,), keep_record=True)
     assert report.divergences
-    assert keeper.record is not None and keeper.record.first_difference is not None
-    return keeper.record
+    assert report.record is not None and report.record.first_difference is not None
+    return report.record
 
 
 @pytest.mark.parametrize(
@@ -126,13 +124,12 @@ def test_a_fault_shrinks_to_what_one_can_read(
 
 
 def test_what_does_not_fail_is_not_shrunk(tiny: XlaBatchEngine) -> None:
-    keeper = RecordKeeper()
-    assert verify(tiny, requests=20, schedules=1, seed=5, keeper=keeper).ok
-    assert keeper.record is not None
-    report = shrink(tiny, keeper.record.schedule)
+    good = verify(tiny, requests=20, schedules=1, seed=5, keep_record=True)
+    assert good.ok and good.record is not None
+    report = shrink(tiny, good.record.schedule)
     assert report.record is None and report.runs == 1
     assert "does not fail here" in report.lines()[0]
-    assert describe(keeper.record)
+    assert describe(good.record)
 
 
 def test_a_spent_budget_leaves_a_failing_record(faulty: Callable[[str, Any], XlaBatchEngine]) -> None:

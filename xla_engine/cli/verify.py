@@ -123,19 +123,22 @@ def verify(
             from xla_engine.equivalence import levels
             from xla_engine.equivalence import verify as law
             from xla_engine.equivalence.record import write_record
-            from xla_engine.equivalence.recorder import RecordKeeper
 
             if record_path is not None:
                 open(record_path, "ab").close()  # report an unwritable path before the work begins
         if against == "alone":
             count = stack.enter_context(counting("verifying", sys.stderr, 2 * requests))
-            keeper = None if record_path is None else RecordKeeper()
             report = law.verify(
-                engine, requests=requests, schedules=schedules, seed=seed, progress=count, keeper=keeper
+                engine,
+                requests=requests,
+                schedules=schedules,
+                seed=seed,
+                progress=count,
+                keep_record=record_path is not None,
             )
-            if record_path is not None and keeper is not None and keeper.record is not None:
+            if record_path is not None and report.record is not None:
                 with _common.startup_errors():
-                    write_record(record_path, keeper.record)
+                    write_record(record_path, report.record)
             click.echo("\n".join(report.lines()))
             failed = not report.ok
         elif against == "config":

@@ -158,26 +158,5 @@ def record_schedule(
     return results, record
 
 
-class RecordKeeper:
-    """Records schedules and keeps one record: the first that differs from the runs alone, else the last."""
-
-    def __init__(self) -> None:
-        self.record: Record | None = None
-
-    def run(
-        self,
-        engine: XlaBatchEngine,
-        schedule: Schedule,
-        *,
-        alone: Mapping[str, CompletionOutput],
-        on_action: Callable[[Action, bool], None] | None = None,
-    ) -> dict[str, CompletionOutput]:
-        """Run a schedule from a blank cache, so that it is reproducible; record it unless a differing one is kept."""
-        if self.record is not None and self.record.first_difference is not None:
-            return run_schedule(engine, schedule, on_action=on_action)
-        results, self.record = record_schedule(engine, schedule, alone=alone, blank=True, on_action=on_action)
-        return results
-
-
 def _hash(credits: Sequence[Credit]) -> str:
     return hashlib.sha256(json.dumps(credits).encode()).hexdigest()[:12]

@@ -4,16 +4,17 @@ The run alone uses the same engine, executables and batch width, with all other 
 arrival steps, slots (by arrival), lags and aborted neighbours are random.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_bits
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.recorder import RecordKeeper
+from xla_engine.equivalence.record import Record
+from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner.compile_cache import compiled_by_this_thread, compiles_of_this_thread
@@ -54,6 +55,7 @@ class VerifyReport:
     failed_steps: steps that failed and were rerun.
     start_up_check: the result of the engine's start-up check.
     divergences: the first difference of each request that differs.
+    record: of the first schedule that differs from the runs alone, else of the last; None without `keep_record`.
     """
 
     requests: int = 0
@@ -63,13 +65,14 @@ class VerifyReport:
     preempted: int = 0
     cached_tokens: int = 0
     admitted_mid_stream: int = 0
-    finish_reasons: dict[str, int] = field(default_factory=dict)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
     differing_tokens: int = 0
     differing_bits: int = 0
     compiled: list[str] = field(default_factory=list)
     failed_steps: int = 0
     start_up_check: str = "not run"
     divergences: list[Divergence] = field(default_factory=list)
+    record: Record | None = None
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -112,12 +115,12 @@ def verify(
     seed: int = 0,
     lags: Sequence[int] = (0, 1),
     progress: Callable[[str], None] | None = None,
-    keeper: RecordKeeper | None = None,
+    keep_record: bool = False,
 ) -> VerifyReport:
     """Draw `requests` requests, run each alone and in one of `schedules` random schedules, and compare bits.
 
-    lags: of the schedules, in turn. progress: called after each run of a request, with "alone" or "batched". keeper:
-    records the schedules.
+    lags: of the schedules, in turn. progress: called after each run of a request, with "alone" or "batched".
+    keep_record: run schedules from a blank cache, so that they are reproducible, and keep a record in the report.
     """
     report = VerifyReport(requests=requests, schedules=schedules)
     if engine.self_check is not None:
@@ -135,17 +138,17 @@ def verify(
         alone[case.request_id] = run_alone(engine, case)
         if progress is not None:
             progress("alone")
-    for result in alone.values():
-        reason = str(result.finish_reason)
-        report.finish_reasons[reason] = report.finish_reasons.get(reason, 0) + 1
+    report.finish_reasons = Counter(str(result.finish_reason) for result in alone.values())
     known = engine.stats().cached_tokens
-    run = run_schedule if keeper is None else partial(keeper.run, alone=alone)
     for schedule in range(schedules):
         dealt = cases[schedule::schedules]
         drawn = draw_schedule(
             dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)], preempts=engine.ways_to_preempt
         )
-        batched = run(engine, drawn, on_action=count)
+        if keep_record and (report.record is None or report.record.first_difference is None):
+            batched, report.record = record_schedule(engine, drawn, alone=alone, blank=True, on_action=count)
+        else:
+            batched = run_schedule(engine, drawn, on_action=count)
         for case in dealt:
             compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
             if progress is not None:
