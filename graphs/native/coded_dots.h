@@ -103,22 +103,22 @@ struct FoursWeights {
 struct FoursKernel {
   static constexpr int64_t kStep = 32;  // K comes in multiples of it
   static constexpr int64_t kWords = kStep / 4;
-  // Words of a group of K of a block of rows: its own, then for each row what begins at these.
-  static constexpr int64_t kOwn = kWords * kBlockRows;
-  static constexpr int64_t kEights = kOwn;                       // where sums of codes that are too large by 8 start
-  static constexpr int64_t kBytes = kEights + kBlockRows;        // by 128
-  static constexpr int64_t kFirst = kBytes + kBlockRows;         // the same of the first sixteen K
-  static constexpr int64_t kScale = kFirst + kBlockRows;         // float
-  static constexpr int64_t kUndone = kScale + kBlockRows;        // float: -kMagic times the scale
-  static constexpr int64_t kTotal = kUndone + kBlockRows;        // float: the sum of the row times the scale
-  static constexpr int64_t kPitch = kTotal + kBlockRows;
+  // Words of a row of a group of K: its own, then these.
+  static constexpr int64_t kEights = kWords;       // where sums of codes that are too large by 8 start
+  static constexpr int64_t kBytes = kEights + 1;   // by 128
+  static constexpr int64_t kFirst = kBytes + 1;    // the same of the first sixteen K
+  static constexpr int64_t kScale = kFirst + 1;    // float
+  static constexpr int64_t kUndone = kScale + 1;   // float: -kMagic times the scale
+  static constexpr int64_t kTotal = kUndone + 1;   // float: the sum of the row times the scale
+  static constexpr int64_t kAll = kTotal + 1;
 
   static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
-  static int64_t GroupBytes(int64_t width) { return width / kStep * kPitch * static_cast<int64_t>(sizeof(Word)); }
+  static int64_t GroupBytes(int64_t width) { return width / kStep * kAll * kBlockRows * static_cast<int64_t>(sizeof(Word)); }
 
   // Writes `rows` rows from n on, which `source.Each` hands out, as a block.
   template <typename Source>
   static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
+    const int64_t apart = Apart(rows);
     for (int64_t r = 0; r < rows; ++r) {
       Vec first = {};
       source.Each(n + r, [&](int64_t k, Vec values) {
@@ -127,25 +127,28 @@ struct FoursKernel {
           return;
         }
         const Vec both[] = {first, values};
-        Quantize(both, reinterpret_cast<Word*>(block) + k / kStep * kPitch + r);
+        Quantize(both, apart, At(block, k, apart) + r);
       });
     }
   }
 
-  // Writes 32 numbers of a row to where its words begin.
-  static void Quantize(const Vec* from, Word* to) {
+  // Where the group of K that begins at k begins in a block.
+  static Word* At(char* block, int64_t k, int64_t apart) { return reinterpret_cast<Word*>(block) + k / kStep * kAll * apart; }
+
+  // Writes 32 numbers of a row to where its words begin. apart: `Apart` of the block's rows.
+  static void Quantize(const Vec* from, int64_t apart, Word* to) {
     const EightBits<kStep, false> quantized(from);
     alignas(64) int8_t bytes[kStep];
     const auto total = [&](int half) { return Reduce(quantized.values[half], [](auto a, auto b) { return a + b; }); };
     const int32_t first = total(0), all = first + total(1);
     for (int half = 0; half < 2; ++half) StoreAs(bytes + half * kVector, Convert<Bytes>(quantized.values[half]));
-    for (int64_t word = 0; word < kWords; ++word) std::memcpy(to + word * kBlockRows, bytes + word * 4, 4);
+    for (int64_t word = 0; word < kWords; ++word) std::memcpy(to + word * apart, bytes + word * 4, 4);
     const int32_t starts[] = {kMagic - 8 * all, kSignedCodes ? kMagic : kMagic - 128 * all,
                               kSignedCodes ? kMagic : kMagic - 128 * first};
     const float scales[] = {quantized.scale, -12582912.0f * quantized.scale, static_cast<float>(all) * quantized.scale};
     for (int64_t place = 0; place < 3; ++place) {
-      std::memcpy(to + kEights + place * kBlockRows, starts + place, 4);
-      std::memcpy(to + kScale + place * kBlockRows, scales + place, 4);
+      std::memcpy(to + (kEights + place) * apart, starts + place, 4);
+      std::memcpy(to + (kScale + place) * apart, scales + place, 4);
     }
   }
 
@@ -174,12 +177,13 @@ struct FoursKernel {
     constexpr CodedKind kind = kCodedKinds[index];
     constexpr bool kMinimum = kind.minimum;
     constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && (kind.IsWide() || kind.levels) ? 2 : 1;
+    constexpr int64_t kApart = Apart(kRows);
     constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.StepBytes();
     const char* scales = codes + kind.FoursBytes(width);
     Vec total[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
-    for (int64_t k = 0; k < width; k += kStep, rows += kPitch, codes += kBytesOfGroup) {
+    for (int64_t k = 0; k < width; k += kStep, rows += kAll * kApart, codes += kBytesOfGroup) {
       const auto* floats = reinterpret_cast<const float*>(rows);
       __builtin_prefetch(scales + k / kStep * kBytesOfScales + ahead, 0, 2);
 #pragma GCC unroll 8
@@ -189,9 +193,9 @@ struct FoursKernel {
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
           int32_t start = kMagic;
-          if constexpr (kBias == 8) start = static_cast<int32_t>(rows[kEights + r]);
+          if constexpr (kBias == 8) start = static_cast<int32_t>(rows[kEights * kApart + r]);
           if constexpr (kBias == 128) {
-            const auto all = static_cast<int32_t>(rows[kBytes + r]), first = static_cast<int32_t>(rows[kFirst + r]);
+            const auto all = static_cast<int32_t>(rows[kBytes * kApart + r]), first = static_cast<int32_t>(rows[kFirst * kApart + r]);
             start = kRun == kStep ? all : run == 0 ? first : all - first + kMagic;
           }
           sum[r] = Words{} + start;
@@ -207,7 +211,7 @@ struct FoursKernel {
             const Words of_features = CodesAt<index, plane>(codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
-              const auto of_row = static_cast<int32_t>(rows[word * kBlockRows + r]);
+              const auto of_row = static_cast<int32_t>(rows[word * kApart + r]);
               part[r] = ByRegister(part[r], of_features, [=](auto s, auto c) { return AddCodes(s, c, of_row); });
             }
           }
@@ -220,10 +224,10 @@ struct FoursKernel {
         const Steps steps = StepsOf<index>(scales, k, run);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r)
-          total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale + r], floats[kUndone + r]), steps.scale, total[r]);
+          total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale * kApart + r], floats[kUndone * kApart + r]), steps.scale, total[r]);
         if constexpr (kMinimum) {
 #pragma GCC unroll 12
-          for (int r = 0; r < kRows; ++r) total[r] = Fused(steps.minimum, floats[kTotal + r], total[r]);
+          for (int r = 0; r < kRows; ++r) total[r] = Fused(steps.minimum, floats[kTotal * kApart + r], total[r]);
         }
       });
     }

@@ -438,7 +438,7 @@ __attribute__((noinline)) void SumBlocks(const Word* rows, int64_t width, const 
         const Words line = LoadAs<Words>(now + word * 64);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r)
-          sum[r] = AddPairs(sum[r], line, static_cast<int32_t>(rows[(k / 2 + word) * kBlockRows + r]));
+          sum[r] = AddPairs(sum[r], line, static_cast<int32_t>(rows[(k / 2 + word) * Apart(kRows) + r]));
       };
       const bool more = k + 32 < width;
       if (more || block + 1 < count) {

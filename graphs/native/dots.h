@@ -37,6 +37,14 @@ constexpr int64_t kBlockRows = 6;  // by one block: 24 of 32
 #endif
 constexpr int64_t kJointRows = kRegister == 16 ? 12 : 2;  // up to this many rows, both blocks are multiplied together
 
+// The distance between one word of a row and its next in a group of `rows` rows. It grows with the group: the words of one row that
+// stood as far apart as those of twelve filled the first cache (findings/archive/095_rates_of_files.md).
+constexpr int64_t Apart(int64_t rows) {
+  int64_t apart = 1;
+  while (apart < rows) apart *= 2;
+  return apart < kBlockRows ? apart : kBlockRows;
+}
+
 // The arithmetic on one register.
 
 #if defined(__AVX512BF16__)

@@ -14,8 +14,8 @@ namespace xla_engine {
 struct BFloat16Experts {
   using Kernel = DotKernel<BFloat16>;
 
-  static void Put(const BFloat16* row, int64_t width, int64_t r, char* block) {
-    Kernel::Spread(reinterpret_cast<const Word*>(row), width / 2, r, block);
+  static void Put(const BFloat16* row, int64_t width, int64_t r, int64_t rows, char* block) {
+    Kernel::Spread(reinterpret_cast<const Word*>(row), width / 2, r, rows, block);
   }
   static Stream Ready(const Matrices<BFloat16>& weights, int64_t one, int64_t other) {
     if (!weights.coded) return Packed(weights, one, other);
@@ -51,14 +51,16 @@ struct BFloat16Experts {
 struct Int8Experts {
   using Kernel = GroupKernel;
 
-  static void Put(const float* row, int64_t width, int64_t r, char* block) {
+  static void Put(const float* row, int64_t width, int64_t r, int64_t rows, char* block) {
+    const int64_t apart = Apart(rows);
     for (int64_t k = 0; k < width; k += kScaleGroup) {
       Vec group[QuantizedGroup::kParts];
       for (int64_t part = 0; part < QuantizedGroup::kParts; ++part) group[part] = Load(row + k + part * kVector);
       alignas(64) int8_t bytes[kScaleGroup];
-      Kernel::Quantize(group, r, bytes, Kernel::At(block, k));
+      Word* to = Kernel::At(block, k, apart);
+      Kernel::Quantize(group, r, apart, bytes, to);
       for (int64_t word = 0; word < kGroupWords; ++word)
-        Dots<int8_t>::Spread(LoadAs<Word>(bytes + 4 * word), Kernel::At(block, k) + word * Dots<int8_t>::kParts * kBlockRows + r, kBlockRows);
+        Dots<int8_t>::Spread(LoadAs<Word>(bytes + 4 * word), to + word * Dots<int8_t>::kParts * apart + r, apart);
     }
   }
   static Stream Ready(const Matrices<int8_t>& weights, int64_t one, int64_t other) {
@@ -72,10 +74,11 @@ struct Int8Experts {
 struct FoursExperts {
   using Kernel = FoursKernel;
 
-  static void Put(const float* row, int64_t width, int64_t r, char* block) {
+  static void Put(const float* row, int64_t width, int64_t r, int64_t rows, char* block) {
+    const int64_t apart = Apart(rows);
     for (int64_t k = 0; k < width; k += Kernel::kStep) {
       const Vec both[] = {Load(row + k), Load(row + k + kVector)};
-      Kernel::Quantize(both, reinterpret_cast<Word*>(block) + k / Kernel::kStep * Kernel::kPitch + r);
+      Kernel::Quantize(both, apart, Kernel::At(block, k, apart) + r);
     }
   }
   static FoursTask Ready(const Matrices<Fours>& weights, int64_t one, int64_t other) {
@@ -106,12 +109,12 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
   auto prepare = [&](int64_t at) {
     for (int64_t r = 0; r < groups[at].rows; ++r) {
       const int64_t assignment = gathered.assignment[groups[at].first + r];
-      Form::Put(layer.x + assignment / per_row * width, width, r, rows + at * rows_bytes);
+      Form::Put(layer.x + assignment / per_row * width, width, r, groups[at].rows, rows + at * rows_bytes);
     }
   };
   auto prepare_hidden = [&](int64_t at) {
     for (int64_t r = 0; r < groups[at].rows; ++r)
-      Form::Put(given + gathered.assignment[groups[at].first + r] * inner, inner, r, hidden + at * hidden_bytes);
+      Form::Put(given + gathered.assignment[groups[at].first + r] * inner, inner, r, groups[at].rows, hidden + at * hidden_bytes);
   };
 
   // Calls take(at, sums) for every group with its sums by two blocks of sixteen rows of its expert's weights.

@@ -76,50 +76,52 @@ using QuantizedGroup = EightBits<kScaleGroup, true>;
 struct GroupKernel {
   using D = Dots<int8_t>;
   static constexpr int64_t kStep = kScaleGroup;  // K comes in multiples of it
-  // Words of a group of K of a block of rows: its own, then where each row's sums start, its scale, and -kMagic times the scale.
-  static constexpr int64_t kOwn = kGroupWords * D::kParts * kBlockRows, kPitch = kOwn + 3 * kBlockRows;
+  // Words of a row of a group of K: its own, then where its sums start, its scale, and -kMagic times the scale.
+  static constexpr int64_t kOwn = kGroupWords * D::kParts, kAll = kOwn + 3;
 
   static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
-  static int64_t GroupBytes(int64_t width) { return width / kScaleGroup * kPitch * static_cast<int64_t>(sizeof(Word)); }
+  static int64_t GroupBytes(int64_t width) { return width / kScaleGroup * kAll * kBlockRows * static_cast<int64_t>(sizeof(Word)); }
 
-  // Writes a group of a row, of as many vectors as it takes, to `bytes`, and what belongs to it where the group of a block begins.
-  static void Quantize(const Vec* from, int64_t r, int8_t* bytes, Word* group) {
+  // Writes a group of row r, of as many vectors as it takes, to `bytes`, and what belongs to it where the group of a block begins.
+  // apart: `Apart` of the block's rows.
+  static void Quantize(const Vec* from, int64_t r, int64_t apart, int8_t* bytes, Word* group) {
     const QuantizedGroup quantized(from);
     for (int64_t part = 0; part < QuantizedGroup::kParts; ++part)
       StoreAs(bytes + part * kVector, Convert<Bytes>(quantized.values[part]));
     const int32_t start = kMagic - (D::kOffset ? D::kOffset * quantized.Total() : 0);
     const float undone = -12582912.0f * quantized.scale;
-    std::memcpy(group + kOwn + r, &start, sizeof start);
-    std::memcpy(group + kOwn + kBlockRows + r, &quantized.scale, sizeof quantized.scale);
-    std::memcpy(group + kOwn + 2 * kBlockRows + r, &undone, sizeof undone);
+    std::memcpy(group + kOwn * apart + r, &start, sizeof start);
+    std::memcpy(group + (kOwn + 1) * apart + r, &quantized.scale, sizeof quantized.scale);
+    std::memcpy(group + (kOwn + 2) * apart + r, &undone, sizeof undone);
   }
 
   // Writes `rows` rows from n on, which `source.Each` hands out, as a block.
   template <typename Source>
   static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
     thread_local Lines kept;
-    const int64_t width = source.width;
+    const int64_t width = source.width, apart = Apart(rows);
     auto* bytes = reinterpret_cast<int8_t*>(kept.Bytes(rows * width));
     for (int64_t r = 0; r < rows; ++r) {
       Vec group[QuantizedGroup::kParts];
       source.Each(n + r, [&](int64_t k, Vec values) {
         const int64_t part = k % kScaleGroup / kVector, first = k / kScaleGroup * kScaleGroup;
         group[part] = values;
-        if (part + 1 == QuantizedGroup::kParts) Quantize(group, r, bytes + r * width + first, At(block, first));
+        if (part + 1 == QuantizedGroup::kParts) Quantize(group, r, apart, bytes + r * width + first, At(block, first, apart));
       });
     }
     for (int64_t k = 0; k < width; k += kScaleGroup)
-      DotKernel<int8_t>::SpreadRows(reinterpret_cast<const Word*>(bytes + k), width / 4, kGroupWords, rows, At(block, k));
+      DotKernel<int8_t>::SpreadRows(reinterpret_cast<const Word*>(bytes + k), width / 4, kGroupWords, rows, At(block, k, apart));
   }
 
   // Where the group of K that begins at k begins in a block.
-  static Word* At(char* block, int64_t k) { return reinterpret_cast<Word*>(block) + k / kScaleGroup * kPitch; }
+  static Word* At(char* block, int64_t k, int64_t apart) { return reinterpret_cast<Word*>(block) + k / kScaleGroup * kAll * apart; }
 
   // The sums of `kRows` rows by `kBlocks` blocks of sixteen features; as many words at `next`, if it is not null, are fetched
   // meanwhile. As in `MultiplyRows`.
   template <int kRows, int kBlocks>
   static void MultiplyBlock(const Word* rows, const char* const* weights, const BFloat16* const* scales, const char* const* next,
                             int64_t groups, float* const* to) {
+    constexpr int64_t kApart = Apart(kRows);
     Vec total[kRows][kBlocks];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -129,8 +131,8 @@ struct GroupKernel {
     const char *from[kBlocks], *ahead[kBlocks];
     std::copy_n(weights, kBlocks, from);
     std::copy_n(next ? next : weights, kBlocks, ahead);
-    for (int64_t group = 0; group < groups; ++group, rows += kPitch) {
-      const Word* of_rows = rows + kOwn;
+    for (int64_t group = 0; group < groups; ++group, rows += kAll * kApart) {
+      const Word* of_rows = rows + kOwn * kApart;
       Words sum[kRows][kBlocks];
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
@@ -138,7 +140,7 @@ struct GroupKernel {
         for (int b = 0; b < kBlocks; ++b) sum[r][b] = Words{} + static_cast<int32_t>(of_rows[r]);
       }
       const auto add = [&](auto part, int64_t word) __attribute__((always_inline)) {
-        const Word* row = rows + (word * D::kParts + part) * kBlockRows;
+        const Word* row = rows + (word * D::kParts + part) * kApart;
         Words words_of[kBlocks];
 #pragma GCC unroll 2
         for (int b = 0; b < kBlocks; ++b) words_of[b] = D::template Part<part>(from[b] + word * 64);
@@ -171,7 +173,7 @@ struct GroupKernel {
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
         for (int b = 0; b < kBlocks; ++b) {
-          const Vec scaled = Fused(Cast<Vec>(sum[r][b]), floats[kBlockRows + r], floats[2 * kBlockRows + r]);
+          const Vec scaled = Fused(Cast<Vec>(sum[r][b]), floats[kApart + r], floats[2 * kApart + r]);
           total[r][b] = Fused(scaled, scale[b], total[r][b]);
         }
       }

@@ -10,7 +10,8 @@
 namespace xla_engine {
 
 // The sums of `kRows` rows by the blocks of features at `weights`, over `words` words of K; as many words at `next`, if it is
-// not null, are fetched meanwhile. Every loop over sums is unrolled: sums indexed by a variable would go to memory.
+// not null, are fetched meanwhile. Words of rows are `Apart(kRows)` from one to the next. Every loop over sums is unrolled: sums
+// indexed by a variable would go to memory.
 template <typename T, int kRows, int kBlocks>
 void MultiplyRows(const Word* rows, const char* const* weights, const char* const* next, int64_t words,
                   typename Dots<T>::Sum* const* to) {
@@ -25,7 +26,7 @@ void MultiplyRows(const Word* rows, const char* const* weights, const char* cons
   std::copy_n(weights, kBlocks, from);
   std::copy_n(next ? next : weights, kBlocks, ahead);
   const auto add = [&](auto part, int64_t word) __attribute__((always_inline)) {
-    const Word* row = rows + (word * D::kParts + part) * kBlockRows;
+    const Word* row = rows + (word * D::kParts + part) * Apart(kRows);
     decltype(D::template Part<part>(from[0])) words_of[kBlocks];
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) words_of[b] = D::template Part<part>(from[b] + word * 64);
@@ -76,7 +77,6 @@ void MultiplyRows(int64_t count, const Word* rows, Stream weights, const Stream*
 template <typename T>
 struct DotKernel {
   static constexpr int64_t kStep = kVector;  // K comes in multiples of it
-  static constexpr int64_t kPitch = Dots<T>::kParts * kBlockRows;  // words of a group from one word of a row to its next
 
   // Rows in groups, each as large as possible.
   static int64_t GroupRows(int64_t count) {
@@ -87,23 +87,25 @@ struct DotKernel {
     return width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts * kBlockRows;
   }
 
-  // Writes row `r` of a group from its words.
-  static void Spread(const Word* words, int64_t count, int64_t r, char* block) {
+  // Writes row `r` of a group of `rows` from its words.
+  static void Spread(const Word* words, int64_t count, int64_t r, int64_t rows, char* block) {
+    const int64_t apart = Apart(rows);
     Word* to = reinterpret_cast<Word*>(block) + r;
-    for (int64_t word = 0; word < count; ++word, to += kPitch) Dots<T>::Spread(words[word], to, kBlockRows);
+    for (int64_t word = 0; word < count; ++word, to += Dots<T>::kParts * apart) Dots<T>::Spread(words[word], to, apart);
   }
 
   // The first `rows` rows of a group, of `count` words each that stand `pitch` apart.
   static void SpreadRows(const Word* words, int64_t pitch, int64_t count, int64_t rows, Word* to) {
+    const int64_t apart = Apart(rows), step = Dots<T>::kParts * apart;
     int64_t done = 0;
-    if constexpr (Dots<T>::kParts == 1 && kPitch % 4 == 0) {
+    if constexpr (Dots<T>::kParts == 1) {
       for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
         const Word* four = words + done * pitch;
-        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, pitch, to + word * kPitch + done, kBlockRows);
+        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, pitch, to + word * apart + done, apart);
       }
     }
     for (; done < rows; ++done)
-      for (int64_t word = 0; word < count; ++word) Dots<T>::Spread(words[done * pitch + word], to + word * kPitch + done, kBlockRows);
+      for (int64_t word = 0; word < count; ++word) Dots<T>::Spread(words[done * pitch + word], to + word * step + done, apart);
   }
 
   // Writes `rows` rows from n on as a group.
