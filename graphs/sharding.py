@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.config import DeltaForm, ModelConfig
-from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.delta_net.layer import has_native_rule
 
 AXIS = "tp"  # axis of the mesh
 
@@ -87,7 +87,7 @@ class Sharding:
         They are not if XLA runs the rule, or the product before it: fewer heads then have other bits
         (findings/many_devices.md).
         """
-        return self.config.delta is not None and self.least == 1 and fits(self.config.delta)
+        return self.config.delta is not None and self.least == 1 and has_native_rule(self.config.delta)
 
     @property
     def cuts_qkv(self) -> bool:

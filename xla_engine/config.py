@@ -54,16 +54,19 @@ _LEAST = {
     "chunk_size": 8,
     "max_loras": 1,
     "max_lora_rank": 1,
+    "seed": -(2**63),
+    "block_size": 1,
+    "prefix_cache_bytes": 1,
 }
-_SWITCHES = (
-    "enable_prefix_caching",
-    "preemption",
-    "compile_cache",
-    "self_check",
-    "phase_timers",
-    "enable_dry",
-    "enable_lora",
-)
+_LEAST_IF_GIVEN = {
+    "num_blocks": 1,
+    "max_model_len": 2,
+    "max_waiting": 1,
+    "image_cache_bytes": 0,
+    "max_num_batched_tokens": 1,
+    "mamba_block_size": 1,
+    "mamba_cache_states": 1,
+}
 # With bits "portable": options that change no bit; then those that results may depend on, and whose bits are known on
 # every processor. Whatever is in neither set must have its default.
 _PORTABLE_FREE = frozenset(
@@ -286,18 +289,15 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, not {shown(self.memory_utilization)}"
             )
-        at_least("seed", self.seed, -(2**63))
         if not isinstance(self.dtype, str):
             raise ConfigError(f"dtype must be a name, not {shown(self.dtype)}")
         for name, least in _LEAST.items():
             at_least(name, getattr(self, name), least)
-        at_least("block_size", self.block_size, 1)
-        if self.num_blocks is not None:
-            at_least("num_blocks", self.num_blocks, 1)
-            if self.kv_cache_memory_bytes is not None:
-                raise ConfigError(
-                    "num_blocks and kv_cache_memory_bytes both set the number of blocks; give one"
-                )
+        for name, least in _LEAST_IF_GIVEN.items():
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, least)
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError("num_blocks and kv_cache_memory_bytes both set the number of blocks; give one")
         if self.kv_cache_memory_bytes not in (None, AUTO):
             at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         if self.uses_blocks and self.block_size not in BLOCK_SIZES:
@@ -313,12 +313,6 @@ class EngineConfig:
             raise ConfigError(f"step_timeout_s must be seconds above 0, not {shown(self.step_timeout_s)}")
         if not is_number(self.shadow_rate) or not 0 <= self.shadow_rate <= 1:
             raise ConfigError(f"shadow_rate must be 0 to 1, not {shown(self.shadow_rate)}")
-        if self.max_model_len is not None:
-            at_least("max_model_len", self.max_model_len, 2)
-        if self.max_waiting is not None:
-            at_least("max_waiting", self.max_waiting, 1)
-        if self.image_cache_bytes is not None:
-            at_least("image_cache_bytes", self.image_cache_bytes, 0)
         folder, domains = self.allowed_local_media_path, self.allowed_media_domains
         if not isinstance(folder, str | PathLike | None):
             raise ConfigError(f"allowed_local_media_path must be a folder, not {shown(folder)}")
@@ -327,8 +321,6 @@ class EngineConfig:
             raise ConfigError(f"allowed_media_domains must be a list of host names, not {shown(domains)}")
         object.__setattr__(self, "allowed_media_domains", tuple(domains))
         object.__setattr__(self, "allowed_local_media_path", str(folder) if folder else None)
-        if self.max_num_batched_tokens is not None:
-            at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if isinstance(self.quantization, str) and self.quantization in _PACKED:
             object.__setattr__(self, "quantization", _PACKED[self.quantization])
         if self.quantization not in QUANTIZATIONS:
@@ -346,9 +338,9 @@ class EngineConfig:
                     f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
                 )
         self._check_states()
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
+        for each in fields(self):
+            if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool):
+                raise ConfigError(f"{each.name} must be true or false, not {shown(value)}")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         for name in ("pooler_config", "hf_overrides"):
@@ -387,8 +379,6 @@ class EngineConfig:
         given = [
             name for name in ("mamba_block_size", "mamba_cache_states") if getattr(self, name) is not None
         ]
-        for name in given:
-            at_least(name, getattr(self, name), 1)
         if not self.saves_states:
             if given:
                 raise ConfigError(
@@ -408,7 +398,6 @@ class EngineConfig:
             )
 
     def _check_prefix_cache(self) -> None:
-        at_least("prefix_cache_bytes", self.prefix_cache_bytes, 1)
         if self.prefix_cache_dir is None:
             return
         if isinstance(self.prefix_cache_dir, PurePath):

@@ -72,7 +72,7 @@ class SamplingParams:
     frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence.
     presence_penalty: subtracted from the logits of tokens in the output, once.
     penalty_last_n: how many of the last tokens of prompt and output these three penalties consider; -1: all.
-    dry_multiplier, dry_base, dry_allowed_length: DRY (`graphs.sampling.dry`). If a token followed an earlier
+    dry_multiplier, dry_base, dry_allowed_length: DRY (`dry_penalties` in `graphs`). If a token followed an earlier
         occurrence of the last L tokens, its logit is reduced by dry_multiplier * dry_base ** (L - dry_allowed_length).
         Multiplier 0 is off. DRY and penalty_last_n need an engine with `enable_dry`.
     dry_sequence_breakers: tokens that matches must not contain: token ids, or texts, of which the last token counts,

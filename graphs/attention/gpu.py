@@ -39,7 +39,7 @@ from xla_engine.graphs.attention.gpu_kernels import (
 )
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
 

@@ -23,7 +23,7 @@ from xla_engine.graphs.attention.backend import (
     write_positions,
 )
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 
 TARGET, REACHING = "xla_engine_attend", "xla_engine_attend_reaching"
 ZEROS = "xla_engine_zeros"

@@ -30,7 +30,7 @@ from xla_engine.graphs.attention.backend import (
 from xla_engine.graphs.config import AttentionForm, ModelConfig
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
-from xla_engine.graphs.row_state.lanes import Extents, targets
+from xla_engine.graphs.row_state.rows import Extents, targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention with a state per slot.
 
-Whatever its length, a slot has one matrix per value head (`graphs.delta_net.rule`) and the last inputs of a short
+Whatever its length, a slot has one matrix per value head and the last inputs of a short
 convolution. All of it is float32 and row-wise. State is written like keys and values: rows that are not live and empty
 lanes change no byte, and stale state is never read, because position 0 starts from zeros.
 
@@ -15,13 +15,181 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.config import DeltaForm
-from xla_engine.graphs.delta_net.native import Heads, native_outputs
-from xla_engine.graphs.delta_net.rule import lane_rule, step_rule
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import flatly, rms_norm
-from xla_engine.graphs.row_state.lanes import Extents, put, targets
+from xla_engine.graphs.ops.reductions import cumulative
+from xla_engine.graphs.row_state.rows import Extents, put, targets
 
 _NORM_EPS = 1e-6  # for the L2 norm of queries and keys
+
+
+DELTA_RULE = "xla_engine_delta_rule"
+DELTA_OUTPUTS = "xla_engine_delta_outputs"
+_VECTOR = 16  # floats
+
+
+def has_native_rule(form: DeltaForm) -> bool:
+    """Whether the heads' sizes are multiples of the vector width, as the C++ kernels need."""
+    return form.key_dim % _VECTOR == 0 and form.value_dim % _VECTOR == 0
+
+
+class Heads(NamedTuple):
+    """The inputs of the rule for N positions, float32.
+
+    q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 1).
+    log_decay: `[N, Hv]`, at most 0. Consecutive value heads share a key head.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rate: jax.Array
+    log_decay: jax.Array
+
+
+def native_rule(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> tuple[jax.Array, jax.Array]:
+    """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
+
+    isa: selects the library. Returns memory and outputs `[N, Hv, Dv]`, zero in padding rows.
+    """
+    results = (_like(heads.v), _like(memory))
+    call = jax.ffi.ffi_call(f"{DELTA_RULE}_{isa}", results, input_output_aliases={8: 1})
+    out, memory = call(*_given(heads), *lanes, memory)
+    return memory, out
+
+
+def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> jax.Array:
+    """The outputs of `native_rule` without changing the memory; used lanes must have distinct slots."""
+    call = jax.ffi.ffi_call(f"{DELTA_OUTPUTS}_{isa}", _like(heads.v))
+    out: jax.Array = call(*_given(heads), *lanes, memory)
+    return out
+
+
+def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
+
+
+def _given(heads: Heads) -> tuple[jax.Array, ...]:
+    q, k, v, rate, log_decay = heads
+    return q, k, v, flatly(jnp.exp, log_decay), rate
+
+
+# The rule: a memory per head that corrects what it recalls. With key k, value v, decay a and rate b of a position, the
+# memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the output is `S^T q`. Decode does that for one position.
+# Prefill in pure JAX processes `SEGMENT` positions at once in the WY form of the paper (section 3.3): a small
+# triangular system solves the interactions within a segment, and segments run one after the other. Segments begin at
+# multiples of `SEGMENT` from the start of a lane. If chunks are multiples of it, a prompt is cut at the same positions
+# however it is distributed over lanes and calls. The C++ kernel (`native/delta.cc`, one call per layer) processes
+# positions one by one in either case, so that prefill gives the bits of decode.
+
+SEGMENT = 16  # positions that prefill processes at once
+
+
+def step_rule(
+    memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """One position of every live row: the new memory `[B, Hv, Dk, Dv]`, and the outputs `[B, Hv, Dv]`."""
+    if native:
+        every = jnp.arange(len(live), dtype=jnp.int32)
+        lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
+        return native_rule(memory, heads, lanes, native)
+    q, k, v, rate, log_decay = _repeated(heads)
+    recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
+    decay = jnp.exp(log_decay)[..., None]
+    change = (v - decay * recalled) * rate[..., None]
+    out = decay * read + sum_last(k * q) * change
+    after = decay[..., None] * memory + k[..., None] * change[..., None, :]
+    return jnp.where(live[:, None, None, None], after, memory), out
+
+
+def lane_rule(
+    memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Up to T positions of each lane, N = P T: the new memory, and the outputs `[N, Hv, Dv]`."""
+    if native:
+        return native_rule(memory, heads, lanes, native)
+    slot, start, count = lanes
+    number, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
+    used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]
+
+    def segments(x: jax.Array) -> jax.Array:
+        """`[P T, Hv, ...]`, zero where unused, as `[G, Hv, SEGMENT, ...]`."""
+        x = x.reshape(number, width, *x.shape[1:])
+        x = jnp.where(used.reshape(number, width, *(1,) * (x.ndim - 2)), x, 0)
+        x = jnp.pad(x, ((0, 0), (0, -width % SEGMENT), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(-1, SEGMENT, *x.shape[2:]).swapaxes(1, 2)
+
+    per_lane = -(-width // SEGMENT)
+    first = jnp.arange(per_lane, dtype=jnp.int32) * SEGMENT
+    memory, out = _follow(
+        memory,
+        Heads(*(segments(x) for x in _repeated(heads))),
+        slot=jnp.repeat(slot, per_lane),
+        fresh=((start == 0)[:, None] & (first == 0)).reshape(-1),
+        used=(count[:, None] > first).reshape(-1),
+    )  # [G, Hv, SEGMENT, Dv]
+    by_lane = out.swapaxes(1, 2).reshape(number, per_lane * SEGMENT, *out.shape[1::2])
+    return memory, by_lane[:, :width].reshape(number * width, *out.shape[1::2])
+
+
+def _repeated(heads: Heads) -> Heads:
+    """Repeat the key heads, so that each value head has its own."""
+    times = heads.v.shape[1] // heads.k.shape[1]
+    q, k = (jnp.repeat(x, times, axis=1) for x in (heads.q, heads.k))
+    return heads._replace(q=q, k=k)
+
+
+def _follow(
+    memory: jax.Array, heads: Heads, *, slot: jax.Array, fresh: jax.Array, used: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Run segments `[G, Hv, SEGMENT, ...]` one after the other on the memory of their slots.
+
+    With c the cumulative log decays in a segment, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
+    where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment.
+    Returns the memory and the outputs `[G, Hv, SEGMENT, Dv]`.
+    """
+    q, k, v, rate, log_decay = heads
+    flat = jnp.moveaxis(log_decay, -1, 0).reshape(SEGMENT, -1)
+    total = jnp.moveaxis(cumulative(flat).reshape(SEGMENT, *log_decay.shape[:-1]), 0, -1)  # [G, Hv, SEGMENT]
+    earlier = jnp.tril(jnp.ones((SEGMENT, SEGMENT), bool))
+    pair = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = rate[..., None] * _product("ghik,ghjk->ghij", k, k) * pair
+    inverse = _unit_lower_inverse(system)
+    since = jnp.exp(total)[..., None]
+    wanted = _product("ghij,ghjv->ghiv", inverse, rate[..., None] * v)
+    recall = _product("ghij,ghjk->ghik", inverse, rate[..., None] * k * since)
+    within = _product("ghik,ghjk->ghij", q, k) * pair
+    left = k * jnp.exp(total[..., -1:] - total)[..., None]  # keys as the segment's end sees them
+
+    def one(memory: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        asked, wanted, within, left, end, slot, fresh, used = segment
+        kept = memory[slot]
+        before = jnp.where(fresh, 0, kept)
+        recalled, read = jnp.split(_product("hik,hkv->hiv", asked, before), 2, axis=1)
+        change = wanted - recalled
+        out = read + _product("hij,hjv->hiv", within, change)
+        after = end[:, None, None] * before + _product("hik,hiv->hkv", left, change)
+        return memory.at[slot].set(jnp.where(used, after, kept)), out
+
+    asked = jnp.concatenate([recall, q * since], axis=2)  # [G, Hv, 2 SEGMENT, Dk]
+    return lax.scan(one, memory, (asked, wanted, within, left, jnp.exp(total[..., -1]), slot, fresh, used))
+
+
+def _unit_lower_inverse(system: jax.Array) -> jax.Array:
+    """Inverse of I plus the part of `system [..., C, C]` below the diagonal, by forward substitution, row by row."""
+    size = system.shape[-1]
+    identity = jnp.eye(size, dtype=system.dtype)
+    rows = [jnp.broadcast_to(identity[0], system.shape[:-1])]
+    for index in range(1, size):
+        total = identity[index]
+        for earlier in range(index):
+            total = total - system[..., index, earlier, None] * rows[earlier]
+        rows.append(lax.optimization_barrier(total))  # otherwise each row is recomputed for every later one
+    return jnp.stack(rows, axis=-2)
+
+
+def _product(terms: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(terms, left, right, precision=lax.Precision.HIGHEST)
 
 
 class DeltaWeights(NamedTuple):

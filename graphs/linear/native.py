@@ -17,8 +17,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.experts.native import native_experts, shared_native_experts
-from xla_engine.graphs.experts.routing import Experts, Gather, Route
+from xla_engine.graphs.experts.routing import (
+    Experts,
+    Gather,
+    Route,
+    native_experts,
+    parts_of,
+    shared_native_experts,
+)
 from xla_engine.graphs.linear.products import (
     Activation,
     FeatureMajor,
@@ -216,13 +222,6 @@ def kind_of(weight: Weight) -> str:
     if isinstance(weight, Coded):
         return "fours" if weight.form.order == "fours" else "coded"
     return "int8" if isinstance(weight, Quantized) else "bf16"
-
-
-def parts_of(weight: Weight) -> tuple[jax.Array, jax.Array]:
-    """A weight and its scales, none in bf16."""
-    if isinstance(weight, Coded):
-        return weight.values, jnp.zeros((0, 0), jnp.bfloat16)
-    return weight if isinstance(weight, Quantized) else (weight, jnp.zeros((0, 0), jnp.bfloat16))
 
 
 def features_of(weight: Weight) -> int:

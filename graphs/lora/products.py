@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_engine.graphs.experts.routing import parts_of
 from xla_engine.graphs.linear.native import (
     NativeProducts,
     eps_of,
     features_of,
     norm_weight,
     or_nothing,
-    parts_of,
 )
 from xla_engine.graphs.linear.products import (
     Activation,

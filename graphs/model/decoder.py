@@ -18,7 +18,7 @@ from jax import lax
 from xla_engine.graphs.attention.backend import Attention as AttentionBackend
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
@@ -206,7 +206,7 @@ class ModelSpec:
         """The instruction set of the C++ kernels for linear layers; None if attention is not in C++ or the heads'
         sizes do not fit."""
         delta = self.config.delta
-        return None if delta is None or not fits(delta) else self.attention.isa
+        return None if delta is None or not has_native_rule(delta) else self.attention.isa
 
     def merge(self, leaves: list[jax.Array]) -> Decoder:
         """Rebuild the decoder around traced leaves; call inside a graph only."""

@@ -46,7 +46,7 @@ class Adjustment {
 
  private:
   static constexpr float kForbidden = -std::numeric_limits<float>::infinity();
-  static constexpr int64_t kLongest = 64;  // `LONGEST` of graphs.sampling.dry
+  static constexpr int64_t kLongest = 64;  // `LONGEST` of graphs.sampling.logits_processors
 
   struct Ids {
     const int32_t* ids;

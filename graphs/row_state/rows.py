@@ -9,10 +9,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.row_state.lanes import put, targets
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
-from xla_engine.graphs.row_state.packing import pack, unpack
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows, make_sampling_rows
+
+WORD = jnp.uint32
+
+
+def pack(record: Any) -> Any:
+    """Concatenate the leaves `[N, ...]` of a record, four-byte elements or bools, to u32 `[N, W]`.
+
+    One array in place of many, because a call pays for each buffer, above all for outputs (findings/host_time.md).
+
+    Returns a numpy array if the leaves are numpy arrays.
+    """
+    leaves = jax.tree.leaves(record)
+    columns = [_words(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
+    on_host = isinstance(leaves[0], np.ndarray)
+    return np.concatenate(columns, 1) if on_host else jnp.concatenate(columns, 1)
+
+
+def unpack(words: jax.Array, like: Any) -> Any:
+    """The inverse of `pack`. like: a record with the same dtypes and shapes, except for the leading axis."""
+    leaves, tree = jax.tree.flatten(like)
+    found, at = [], 0
+    for leaf in leaves:
+        width = int(np.prod(leaf.shape[1:]))
+        column = words[:, at : at + width].reshape(words.shape[0], *leaf.shape[1:])
+        at += width
+        is_bool = leaf.dtype == jnp.bool_
+        found.append(column != 0 if is_bool else jax.lax.bitcast_convert_type(column, leaf.dtype))
+    assert at == words.shape[1], f"{words.shape[1]} words a row, the record has {at}"
+    return jax.tree.unflatten(tree, found)
+
+
+def _words(leaf: Any) -> Any:
+    if leaf.dtype == jnp.bool_:
+        return leaf.astype(WORD)
+    return leaf.view(WORD) if isinstance(leaf, np.ndarray) else jax.lax.bitcast_convert_type(leaf, WORD)
+
+
+class Extents(NamedTuple):
+    """Lane p holds positions `start[p] .. start[p] + size[p]` of slot `slot[p]`; each i32 `[P]`.
+
+    Consecutive lanes may hold consecutive chunks of one prompt. A lane of size 0 is empty.
+    """
+
+    slot: jax.Array
+    start: jax.Array
+    size: jax.Array
+
+
+def targets(row: jax.Array, wanted: jax.Array, rows: int) -> jax.Array:
+    """The indices for `put`: `row` if `wanted`, otherwise distinct indices out of bounds, so that all are unique.
+
+    rows: the number of rows.
+    """
+    return jnp.where(wanted, row, rows + jnp.arange(wanted.size, dtype=jnp.int32).reshape(wanted.shape))
+
+
+def put(leaf: jax.Array, target: jax.Array, new: jax.Array) -> jax.Array:
+    """`leaf [B, ...]` with `new [P, ...]` written to the rows `target [P]`, which come from `targets`."""
+    return leaf.at[target].set(new, mode="drop", unique_indices=True)
+
 
 T = TypeVar("T", "Rows", "RowState")
 

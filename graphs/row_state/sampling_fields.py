@@ -74,7 +74,7 @@ def _not_negative(value: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repetition:
-    """Parameters of DRY (`graphs.sampling.dry`), and the window of the other penalties, one entry per row.
+    """Parameters of DRY (`sampling.logits_processors`), and the window of the other penalties, one entry per row.
 
     dry_multiplier: 0 disables DRY.
     dry_breakers: token ids, padded with -1.

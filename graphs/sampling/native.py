@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.row_state.packing import WORD, pack
+from xla_engine.graphs.row_state.rows import WORD, pack
 from xla_engine.graphs.row_state.sampling_fields import (
     REPETITION_FIELDS,
     SAMPLING_FIELDS,
     RowField,
     SamplingRows,
 )
-from xla_engine.graphs.sampling.logits import ByRow, Logits
+from xla_engine.graphs.sampling.logits import ByRow, Logits, Sampled, shapes
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
-from xla_engine.graphs.sampling.sampled import Sampled, shapes
 
 SAMPLE, PROCESS, LOGPROBS = "xla_engine_sample", "xla_engine_process", "xla_engine_logprobs"
 

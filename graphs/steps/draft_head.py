@@ -3,25 +3,26 @@
 From the model's hidden state at position p and the token at p + 1, the layer predicts the token at p + 2; for further
 drafts it uses its own output as hidden state. It has its own KV cache, by slot. Prefill and verify steps pass the
 model's hidden states on to it. A plain decode step does not, so these positions are missing from the layer's cache,
-and it cannot draft before the next verify step. The layers are `graphs.steps.mtp` and `graphs.steps.eagle3`.
+and it cannot draft before the next verify step. The layers are `MtpWeights` and `Eagle3Weights`.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.kv_cache.cache import make_cache
-from xla_engine.graphs.kv_cache.types import KVCache
-from xla_engine.graphs.linear.products import ROWS_LEFT, Products
+from xla_engine.graphs.attention.backend import AttentionWeights
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.kv_cache.cache import KVCache, make_cache
+from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import Rows, Tables
-from xla_engine.graphs.sampling.logits import Logits
+from xla_engine.graphs.ops.norms import rms_norm
+from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, put, targets
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import Lanes, behind_last, through_layers
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
@@ -204,3 +205,142 @@ def read_prompts(
         state.hidden.at[target, 0].set(final, mode="drop", unique_indices=True),
         put(state.begin, target, start + count - 1),
     )
+
+
+class MtpWeights(NamedTuple):
+    """A layer for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next).
+
+    Its input is the model's output after the final norm. It shares the model's embedding and output head.
+
+    join: `[D, 2 D]`, applied to the concatenation of token embedding and hidden state; packed as products read it.
+    token_norm, hidden_norm: `[D]`. decoder: the leaves of a decoder of one layer with the model's embedding and head.
+    """
+
+    join: jax.Array
+    token_norm: jax.Array
+    hidden_norm: jax.Array
+    decoder: list[jax.Array]
+
+
+def mtp_form(layer: ModelSpec) -> HeadForm:
+    """The form of an MTP head. layer: the spec of a model of the one layer."""
+
+    def bind(own: MtpWeights, spec: ModelSpec, model: Decoder) -> _MtpHead:
+        return _MtpHead(layer.merge(own.decoder), own, model)
+
+    return HeadForm(layer, bind)
+
+
+@dataclass(frozen=True, slots=True)
+class _MtpHead:
+    layer: Decoder
+    weights: MtpWeights
+    model: Decoder
+
+    def made(self, seen: jax.Array, used: jax.Array) -> jax.Array:
+        del used
+        return self.model.normed(seen)
+
+    def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        eps = self.layer.config.rms_norm_eps
+        token = rms_norm(self.layer.embedded(tokens, call.products), self.weights.token_norm, eps)
+        before = rms_norm(before, self.weights.hidden_norm, eps)
+        x = call.products.linear(self.weights.join, jnp.concatenate([token, before], axis=1))
+        return self.layer.through(x, call)
+
+    def onward(self, x: jax.Array) -> jax.Array:
+        return self.layer.normed(x)
+
+    def logits(self, x: jax.Array, products: Products) -> Logits:
+        return self.layer.logits(x, products)
+
+
+class Eagle3Weights(NamedTuple):
+    """An EAGLE-3 head (Li et al., arXiv 2503.01840, section 3); drafts are chains, not trees.
+
+    One product projects the model's residual stream before a low, a middle and a high layer to the head's hidden size.
+    The queries, keys and values of its one layer are computed from the concatenation of the token's embedding and this
+    hidden state, each normalised on its own. Further drafts use the layer's output before the final norm as hidden
+    state. The output head covers only the frequent token ids of the model. Tensor names and structure follow vLLM's
+    `llama_eagle3.py` and SafeAILab/EAGLE's `cnets.py`.
+
+    Vectors are float32; matrices are packed as the products read them.
+
+    fuse: `[D, taps * D of the model]`. token_norm, hidden_norm, mlp_norm, final_norm: `[D]`.
+    qkv: `[(H + 2 KV) Dh, 2 D]`. output: `[D, H Dh]`. gate_up: `[2 F, D]`. down: `[D, F]`. head: `[V', D]`.
+    ids: i32 `[V']`, the model's token id for each of the head's, all distinct; None: the ids are the same.
+    embed: `[V, D]`, as in the checkpoint; None: the model's.
+    """
+
+    fuse: jax.Array
+    token_norm: jax.Array
+    hidden_norm: jax.Array
+    qkv: jax.Array
+    output: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    final_norm: jax.Array
+    head: jax.Array
+    ids: jax.Array | None
+    embed: jax.Array | None
+
+
+def eagle3_form(layer: ModelSpec, taps: tuple[int, ...], *, norm_before_residual: bool) -> HeadForm:
+    """The form of an EAGLE-3 head.
+
+    layer: the spec of a model of the one layer. norm_before_residual: the residual stream starts with the normalised
+    hidden state instead of the hidden state itself.
+    """
+    bind = functools.partial(_Eagle3Head, layer, norm_before_residual)
+    return HeadForm(layer, bind, taps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Eagle3Head:
+    layer: ModelSpec
+    norm_before_residual: bool
+    weights: Eagle3Weights
+    spec: ModelSpec
+    model: Decoder
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layer.config
+
+    def made(self, seen: jax.Array, used: jax.Array) -> jax.Array:
+        products = self.layer.products or ROWS_LEFT
+        return products.for_rows(used).linear(self.weights.fuse, seen)
+
+    def over(self, before: jax.Array, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
+        weights, config, products = self.weights, self.config, call.products
+        token = rms_norm(self.embedded(tokens), weights.token_norm, config.rms_norm_eps)
+        normed = rms_norm(before, weights.hidden_norm, config.rms_norm_eps)
+        residual = normed if self.norm_before_residual else before
+        qkv = products.linear(weights.qkv, jnp.concatenate([token, normed], axis=1))
+        x = products.linear(weights.output, call.attend(0, qkv, AttentionWeights()), residual=residual)
+        norm = Norm(weights.mlp_norm, config.rms_norm_eps)
+        inner = products.gated(weights.gate_up, x, norm=norm, activation=config.hidden_act)
+        yield products.linear(weights.down, inner, residual=x)
+
+    def onward(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """float32 `[N, D]` of `tokens [N]`."""
+        if self.weights.embed is not None:
+            return looked_up(self.weights.embed, tokens)
+        return self.model.embedded(tokens, self.spec.products or ROWS_LEFT)
+
+    def logits(self, x: jax.Array, products: Products) -> Logits:
+        norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
+        known, ids = products.head(self.weights.head, norm, x), self.weights.ids  # logits of V' tokens
+        if ids is None:
+            return known
+        by_row = isinstance(known, ByRow)
+        some = known.values if isinstance(known, ByRow) else known
+        count, size = len(x), self.spec.config.vocab_size
+        every = jnp.full((count, size) if by_row else (size, count), -jnp.inf, some.dtype)
+        at = every.at[:, ids] if by_row else every.at[ids]
+        whole = at.set(some, unique_indices=True, mode="promise_in_bounds")
+        return ByRow(whole) if by_row else whole

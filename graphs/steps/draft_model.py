@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.kv_cache.cache import make_cache
-from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache, make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.lanes import Extents, put, targets
-from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, put, targets
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import behind_last, through_layers

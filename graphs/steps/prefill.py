@@ -10,14 +10,12 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, Pending, delta_prefill, delta_verify
-from xla_engine.graphs.kv_cache.cache import places
-from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.lanes import Extents, targets
-from xla_engine.graphs.row_state.rows import Rows, Tables, with_rows
+from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, targets, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.row_state.rows import NO_CHOICE, Rows, Tables
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
-from xla_engine.graphs.sampling.logits import Logits
+from xla_engine.graphs.sampling.logits import Logits, Sampled
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
-from xla_engine.graphs.sampling.sampled import Sampled
 from xla_engine.graphs.sampling.sampler import sample
 
 

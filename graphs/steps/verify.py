@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.delta_net.layer import DeltaState, Pending, delta_commit
-from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.lanes import Extents, targets
-from xla_engine.graphs.row_state.rows import NOT_KEPT, Rows, Tables, some_rows, with_rows
+from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, Tables, some_rows, targets, with_rows
 from xla_engine.graphs.steps.prefill import tapped, through_layers
 from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 

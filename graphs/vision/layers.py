@@ -18,8 +18,7 @@ from jax import lax
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.linear.products import rows_first
 from xla_engine.graphs.ops.norms import apply_rope, centred, rms_norm
-from xla_engine.graphs.vision.config import VisionConfig
-from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 
 LAYER, HEADS, ROWS = "layer", "heads", "rows"
 _SCORES = 1 << 22  # of a head in a call

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.vision.config import CHANNELS
+from xla_engine.graphs.vision.config import CHANNELS, PatchConfig
 from xla_engine.graphs.vision.layers import (
     Leaves,
     Shapes,
@@ -21,7 +21,6 @@ from xla_engine.graphs.vision.layers import (
     norm_shapes,
     program_name,
 )
-from xla_engine.graphs.vision.patch_config import PatchConfig
 from xla_engine.graphs.vision.tower import EMBED, PROJECT
 
 TAP = "tap"

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.vision import patches, tower
+from xla_engine.graphs.vision.config import PatchConfig
 from xla_engine.graphs.vision.layers import Config, Shapes, layer_programs
-from xla_engine.graphs.vision.patch_config import PatchConfig
 
 
 def leaf_shapes(c: Config) -> Shapes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from tests.support.fake_engine import FakeEngine
 from xla_engine.config import EngineConfig
-from xla_engine.data_parallel import shares as shares_module
-from xla_engine.data_parallel import totals
+from xla_engine.data_parallel import fleet, totals
+from xla_engine.data_parallel.fleet import config_of_engine, shares
 from xla_engine.data_parallel.routing import PrefixRouter
-from xla_engine.data_parallel.shares import config_of_engine, shares
 from xla_engine.data_parallel.wire import (
     Received,
     Sent,
     config_of,
-    config_to_json,
     decode,
     encode,
     news_of,
@@ -57,7 +55,7 @@ def test_an_engine_is_chosen_from_those_that_take_requests(prompts: list[tuple[l
 
 
 def test_the_machine_is_divided() -> None:
-    assert doctest.testmod(shares_module).failed == 0
+    assert doctest.testmod(fleet).failed == 0
     assert [each.cores for each in shares(4, cores=[0, 1], gpus=[])] == [()] * 4  # too few to divide
 
 
@@ -138,7 +136,7 @@ def test_a_run_is_behind_an_earlier_one_until_it_has_its_tokens() -> None:
 
 def test_options_come_through() -> None:
     config = EngineConfig(key_buckets=(256, 512), speculative_config={"method": "suffix"}, seed=-5)
-    assert config_of(decode(encode(config_to_json(config)))) == config
+    assert config_of(decode(encode(asdict(config)))) == config
     params = SamplingParams(
         logit_bias={5: 1.5},
         stop=["a"],

@@ -25,7 +25,7 @@ from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.kv_cache.footprint import tree_bytes
+from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.runner.backends import make_spec
 from xla_engine.runner.memory import kv_bytes_per_token

@@ -19,7 +19,7 @@ from xla_engine.graphs.delta_net.layer import (
     delta_prefill,
     make_state,
 )
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.native_library.build import NativeBuildError, register
 
 FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)

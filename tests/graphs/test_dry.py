@@ -22,7 +22,7 @@ from xla_engine.equivalence.verify import verify
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_DRY_BREAKERS
 from xla_engine.graphs.row_state.sampling_fields import Repetition, make_sampling_rows
-from xla_engine.graphs.sampling.dry import LONGEST, dry_penalties
+from xla_engine.graphs.sampling.logits_processors import LONGEST, dry_penalties
 from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.sampling_params import SamplingParams
 

@@ -14,8 +14,14 @@ import pytest
 
 from tests.support.instruction_sets import HERE, NAMES, marks
 from xla_engine.graphs.experts.gpu import gpu_experts
-from xla_engine.graphs.experts.native import native_experts
-from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Route, blocked_experts, route
+from xla_engine.graphs.experts.routing import (
+    BLOCK_ROWS,
+    Experts,
+    Route,
+    blocked_experts,
+    native_experts,
+    route,
+)
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.model_loader.quantised.mxfp4 import from_mxfp4
 from xla_engine.runner.native_library.build import NativeBuildError, register

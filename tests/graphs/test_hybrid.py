@@ -20,7 +20,7 @@ from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import DeltaForm, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaState
-from xla_engine.graphs.kv_cache.footprint import tree_bytes
+from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner import dispatch
 from xla_engine.runner.kv_moves import StateMoves

@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from tests.support.models import TINY_ENGINE
-from xla_engine.graphs.row_state.lanes import targets
-from xla_engine.graphs.row_state.packing import pack, unpack
-from xla_engine.graphs.row_state.rows import Rows, make_rows, pack_rows, some_rows, unpack_rows, with_rows
+from xla_engine.graphs.row_state.rows import (
+    Rows,
+    make_rows,
+    pack,
+    pack_rows,
+    some_rows,
+    targets,
+    unpack,
+    unpack_rows,
+    with_rows,
+)
 from xla_engine.runner.inputs import make_lanes
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.models import TINY
 from tests.support.tensor_parallel import WIDE, WIDE_MODELS
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
-from xla_engine.graphs.delta_net.native import fits
+from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model import decoder
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
@@ -65,7 +65,7 @@ def test_parts_of_every_weight_make_the_whole(
         if cut is None:
             last = leaf.rsplit(".", 1)[-1]
             assert last.endswith(("norm", "router", "router_bias", "shared_gate", "scale")) or (
-                ".delta." in leaf and not fits(checkpoint.config.delta)
+                ".delta." in leaf and not has_native_rule(checkpoint.config.delta)
             )
             continue
         rows = [cut.flat_rows(device, shape) for device in range(devices)]

@@ -19,7 +19,7 @@ from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import NOT_KEPT, Pool, Rows, make_rows, make_tables
 from xla_engine.graphs.row_state.sampling_fields import make_sampling_rows
-from xla_engine.graphs.sampling.sampled import unpack_samples
+from xla_engine.graphs.sampling.logits import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 from xla_engine.graphs.steps.verify import Drafts, looked_up, verify_step

@@ -48,7 +48,7 @@ from xla_engine.errors import (
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
 from xla_engine.prompts import Picture, PicturedPrompt
-from xla_engine.ray.rows import result_of
+from xla_engine.ray.stage import result_of
 from xla_engine.runner.self_check.check import run_self_check, tile_differences
 from xla_engine.scheduler import PromptImage
 from xla_engine.server.service import Service

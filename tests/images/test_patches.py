@@ -27,7 +27,7 @@ from xla_engine import LLM, SamplingParams
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.errors import CheckpointError, ImageTooLargeError, InvalidRequestError
-from xla_engine.graphs.vision.patch_config import BUCKETS
+from xla_engine.graphs.vision.config import BUCKETS
 from xla_engine.images.decoder import ImageDecoder
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.processor import PatchProcessor, read_image_processor, value_table

@@ -15,9 +15,8 @@ from tests.images.test_features import difference
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.vision import layers
-from xla_engine.graphs.vision.config import VisionConfig
+from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.graphs.vision.layers import HEADS, LAYER, Config
-from xla_engine.graphs.vision.patch_config import PatchConfig
 from xla_engine.graphs.vision.programs import leaf_shapes
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower, operations, slice_operations
 

@@ -28,7 +28,7 @@ from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.steps import decode, prefill

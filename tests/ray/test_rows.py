@@ -11,8 +11,7 @@ import pytest
 from xla_engine.batch.requests import LineError, LineRequest
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.ray.rows import ERROR, request_of
-from xla_engine.ray.stage import EngineActor, ModelStage, _After, _Before
+from xla_engine.ray.stage import ERROR, EngineActor, ModelStage, _After, _Before, request_of
 
 pa = pytest.importorskip("pyarrow")
 

@@ -15,7 +15,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.steps.few_rows import decode_few_rows
+from xla_engine.graphs.steps.decode import decode_few_rows
 from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.runner.sizing import few_rows
 

@@ -24,7 +24,7 @@ from tests.support.command_line import ROOT
 from xla_engine.batch.fields import CHAT_URL
 from xla_engine.errors import ConfigError
 from xla_engine.server.batches.store import BatchRecord, Store
-from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.chats import Dialect
 
 
 def lines_of(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:

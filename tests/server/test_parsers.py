@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.profiles import examples
-from xla_engine.text.parsers.choose import TOOL_PARSERS, Dialect, forced
+from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect, forced
 from xla_engine.text.parsers.formats import FirstCall, Hermes, Plain, Think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
 

@@ -16,7 +16,7 @@ from tests.server.conftest import Running
 from xla_engine.batch.requests import LineError, LineRequest, parse_record
 from xla_engine.batch.results import completion_usage
 from xla_engine.outputs import RequestOutput
-from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.chats import Dialect
 from xla_engine.text.parsers.scan import message_of
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]

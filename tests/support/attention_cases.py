@@ -19,7 +19,7 @@ from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.backends import choose_attention
 
 INTERPRET = jax.default_backend() != "gpu"

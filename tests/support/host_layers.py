@@ -10,8 +10,7 @@ import numpy as np
 from xla_engine.graphs.attention.backend import KEY_SPAN, Attention, LayerCache
 from xla_engine.graphs.attention.native import _LANES, _pack, _width
 from xla_engine.graphs.delta_net.layer import DeltaState
-from xla_engine.graphs.kv_cache.cache import places, stores
-from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache, places, stores
 from xla_engine.graphs.model.decoder import ModelSpec
 
 Layer = tuple[np.ndarray, np.ndarray]

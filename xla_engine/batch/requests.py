@@ -43,8 +43,7 @@ from xla_engine.batch.responses import chat_body
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.prompts import Picture, TextPair, TextPrompt, pair_messages
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.text.parsers.chats import Chat, Reading, take_chat
-from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.chats import Chat, Dialect, Reading, take_chat
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import kind, load_object
 from xla_engine.utils.shown import shown

@@ -11,7 +11,7 @@ from xla_engine.cli import _common, _help, _run
 from xla_engine.cli._answer import run_prompt
 from xla_engine.cli._input import TableOptions, table_options
 from xla_engine.errors import ConfigError
-from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.chats import Dialect
 
 
 def _shard(context: click.Context, option: click.Parameter, value: str | None) -> Shard | None:

@@ -111,7 +111,7 @@ def serve(
     with _common.startup_errors():
         _needs_extra()
         from xla_engine.environment import api_keys_from_environment
-        from xla_engine.text.parsers.choose import REASONING_PARSERS, TOOL_PARSERS
+        from xla_engine.text.parsers.chats import REASONING_PARSERS, TOOL_PARSERS
 
         keys = api_keys_from_environment() + (read_api_keys(api_key_file) if api_key_file else ())
         model = options["model"]

@@ -150,13 +150,13 @@ class FleetAdapters:
             )
         for member in lacking:
             self.make_room(member, adapter)
-            self._tell_load(member, adapter)
+            member.tell({"op": "load", "adapter": adapter.told()})
         return bool(lacking)
 
     def load_again(self, member: Member) -> None:
         """Load the adapters of an engine again after its process was restarted."""
         for number in member.adapters:
-            self._tell_load(member, self.known[number])
+            member.tell({"op": "load", "adapter": self.known[number].told()})
 
     def pin(self, number: int) -> bool:
         """Load an adapter on every engine and keep it until it is removed. Returns false if it is unknown.
@@ -206,13 +206,8 @@ class FleetAdapters:
     def _asked_for(self) -> set[int]:
         return _adapters_of(self._live())
 
-    def _tell_load(self, member: Member, adapter: RemoteAdapter) -> None:
-        if member.process is not None:
-            member.process.tell({"op": "load", "adapter": adapter.told()})
-
     def _unload(self, member: Member, number: int) -> None:
-        if member.process is not None:
-            member.process.tell({"op": "unload", "adapter": number})
+        member.tell({"op": "unload", "adapter": number})
         member.adapters.remove(number)
 
 

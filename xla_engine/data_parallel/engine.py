@@ -343,16 +343,15 @@ class DataParallelEngine:
         self._collector.every_token = every_token
         for member in self._fleet.members:
             numbers = [number for number, each in member.live.items() if each.collector is self._collector]
-            if numbers and member.process is not None:
-                member.process.tell({"op": "stream", "numbers": numbers, "every_token": every_token})
+            if numbers:
+                member.tell({"op": "stream", "numbers": numbers, "every_token": every_token})
 
     @locked
     def snapshot(self) -> Snapshot:
         """All slots and blocks, engine after engine, as last received. Also requests an update from each engine."""
         self._turns.listen()
         for member in self._fleet.members:
-            if member.process is not None:
-                member.process.tell({"op": "snapshot"})
+            member.tell({"op": "snapshot"})
         told = [member.snapshot for member in self._fleet.members]
         return totals.snapshot(told, blocks=self.config.num_blocks or 0)
 
@@ -388,8 +387,7 @@ class DataParallelEngine:
     def reset_prefix_cache(self) -> None:
         """Clear the prefix caches of all engines."""
         for member in self._fleet.members:
-            if member.process is not None:
-                member.process.tell({"op": "reset"})
+            member.tell({"op": "reset"})
             self._turns.router.forget(member.index)
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:

@@ -234,8 +234,7 @@ class Turns:
         self._line = []
         for member in self.fleet.members:
             for number in member.live:
-                if member.process is not None:
-                    member.process.tell({"op": "abort", "number": number})
+                member.tell({"op": "abort", "number": number})
             member.live.clear()
         for request in list(self.live.values()):
             if request.finished:
@@ -277,9 +276,7 @@ class Turns:
 
     def _end(self, request: RemoteRequest, reason: str, error: str | None) -> None:
         if request.engine is not None:
-            member = self.fleet.members[request.engine]
-            if member.process is not None:
-                member.process.tell({"op": "abort", "number": request.number})
+            self.fleet.members[request.engine].tell({"op": "abort", "number": request.number})
         request.end(reason, error, self.clock())
         if request.engine is None and request not in self._line:
             self._put_in_line(request)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
 from xla_engine.config import EngineConfig
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.requests.output_collector import AllSeen, Seen
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.scheduler import FinishReason, Snapshot
@@ -30,17 +29,9 @@ def decode(line: bytes) -> Message:
     return found
 
 
-def config_to_json(config: EngineConfig) -> Message:
-    return asdict(config)
-
-
 def config_of(values: Message) -> EngineConfig:
     tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return EngineConfig(**{**values, **tuples})
-
-
-def identity_of(values: Message) -> EngineIdentity:
-    return EngineIdentity(**values)
 
 
 def plain(value: Any) -> Any:

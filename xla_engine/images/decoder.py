@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xla_engine.errors import ConfigError, ImageTooLargeError, InvalidImageError
-from xla_engine.graphs.vision.patch_config import BUCKETS
+from xla_engine.graphs.vision.config import BUCKETS
 from xla_engine.images.processor import Grid, ImageProcessor, PatchProcessor
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.extras import install

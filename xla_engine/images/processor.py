@@ -210,12 +210,9 @@ def read_image_processor(
     for name in fields.values:
         if name not in read and fields.given(name):
             fields.fail(name, "not supported by this processor. Use the checkpoint's own processor file")
-    for name in ("do_resize", "do_convert_rgb"):
-        if not fields.flag(name, default=True):
-            fields.fail(name, "not supported (pictures as they are). Set it to true")
     if fields.flag(_PAN_AND_SCAN, default=False):
         fields.fail(_PAN_AND_SCAN, "not supported (several crops of a picture). Set it to false")
-    longest = None
+    values, longest = _values(fields), None
     if one_tile:
         tile = _side(fields)
     else:
@@ -224,21 +221,27 @@ def read_image_processor(
             fields.fail(
                 "size", f"at most {_MOST_TILES} tiles of {tile} pixels in a row. Use a smaller longest_edge"
             )
-    normalises = fields.flag("do_normalize", default=True)
-    mean, deviation = (
-        _channels(fields, name) if normalises else None for name in ("image_mean", "image_std")
-    )
     return ImageProcessor(
         longest_edge=longest,
         tile=tile,
         do_image_splitting=not one_tile and fields.flag("do_image_splitting", default=True),
-        resample=fields.integer("resample", low=0, high=5),
-        rescale_factor=(
-            fields.number("rescale_factor", high=1e6) if fields.flag("do_rescale", default=True) else None
-        ),
-        image_mean=mean,
-        image_std=deviation,
+        **values,
     )
+
+
+def _values(fields: Fields) -> dict[str, Any]:
+    """The processor's fields about pixels: which filter resizes, and how their values are scaled."""
+    for name in ("do_resize", "do_convert_rgb"):
+        if not fields.flag(name, default=True):
+            fields.fail(name, "not supported (pictures as they are). Set it to true")
+    rescales = fields.flag("do_rescale", default=True)
+    normalises = fields.flag("do_normalize", default=True)
+    return {
+        "resample": fields.integer("resample", low=0, high=5),
+        "rescale_factor": fields.number("rescale_factor", high=1e6) if rescales else None,
+        "image_mean": _channels(fields, "image_mean") if normalises else None,
+        "image_std": _channels(fields, "image_std") if normalises else None,
+    }
 
 
 def _fields(directory: Path) -> Fields:
@@ -294,9 +297,7 @@ def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -
         if name not in (*_PATCH_READ, *_PATCH_IGNORED) and fields.given(name):
             fields.fail(name, "not supported for Qwen3-VL. Use the checkpoint's own processor file")
     fields = fields.with_defaults(_PATCH_DEFAULTS)
-    for name in ("do_resize", "do_convert_rgb"):
-        if not fields.flag(name, default=True):
-            fields.fail(name, "not supported (pictures as they are). Set it to true")
+    values = _values(fields)
     size = fields.within("size")
     if size is None:
         fields.fail("size", 'must be {"shortest_edge": PIXELS, "longest_edge": PIXELS}. Correct the file')
@@ -304,17 +305,12 @@ def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -
         if size.given(other):
             size.fail(other, "not supported; shortest_edge and longest_edge are. Correct the file")
     shortest = size.integer("shortest_edge", high=_MOST_PIXELS)
-    normalises = fields.flag("do_normalize", default=True)
-    rescales = fields.flag("do_rescale", default=True)
     return PatchProcessor(
         shortest_edge=shortest,
         longest_edge=size.integer("longest_edge", low=shortest, high=_MOST_PIXELS),
         patch_size=fields.integer("patch_size", high=2**10),
         merge_size=fields.integer("merge_size", high=2**6),
-        resample=fields.integer("resample", low=0, high=5),
-        rescale_factor=fields.number("rescale_factor", high=1e6) if rescales else None,
-        image_mean=_channels(fields, "image_mean") if normalises else None,
-        image_std=_channels(fields, "image_std") if normalises else None,
+        **values,
     )
 
 

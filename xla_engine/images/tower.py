@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.vision.config import VisionConfig
-from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.images.processor import ImageProcessor, PatchProcessor, read_image_processor
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision

@@ -35,8 +35,8 @@ class Eagle3Checkpoint:
     config: of its one layer as a model; token ids are the target model's.
     taps: layers of the target model before which the residual stream is read; the number of layers means after the
     last.
-    norm_before_residual: see `graphs.steps.eagle3.eagle3_form`.
-    weights: by the names of `graphs.steps.eagle3.Eagle3Weights`. Without `embed`, the target's embedding is used.
+    norm_before_residual: see `graphs.steps.draft_head.eagle3_form`.
+    weights: by the names of `graphs.steps.draft_head.Eagle3Weights`. Without `embed`, the target's embedding is used.
     ids: the target's token id of each of the head's ids, i32; None if they are equal.
     num_bytes: size of the weights.
     """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.vision.config import CHANNELS, VisionConfig
-from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.config import CHANNELS, PatchConfig, VisionConfig
 from xla_engine.graphs.vision.programs import leaf_shapes
 from xla_engine.model_loader.checkpoint import check_tensors, dtype_word, stored_dtype
 from xla_engine.model_loader.config_json import transformers_model

@@ -11,7 +11,7 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import MEAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.row_state.packing import pack
+from xla_engine.graphs.row_state.rows import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.device_state import DeviceState
@@ -172,7 +172,7 @@ class Dispatch:
         return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
 
     def pool(self, lanes: int, hidden: jax.Array, count: np.ndarray) -> jax.Array:
-        """Run `graphs.steps.pooling.pool_chunk` on a prefill call. count: tokens of each lane."""
+        """Run `graphs.steps.after_prefill.pool_chunk` on a prefill call. count: tokens of each lane."""
         return self._inventory(pool_name(lanes), self._weights, hidden, self.put(count))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:

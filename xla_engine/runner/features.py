@@ -11,8 +11,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program
-from xla_engine.graphs.vision.config import VisionConfig
-from xla_engine.graphs.vision.patch_config import PatchConfig
+from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.runner.vision_tower import Stream, VisionTower
 from xla_engine.scheduler import Chunk, Encode
 

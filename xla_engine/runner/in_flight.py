@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from xla_engine.graphs.sampling.logits import unpack_samples
 from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
-from xla_engine.graphs.sampling.sampled import unpack_samples
-from xla_engine.graphs.steps.prompt_logprobs import unpack_prompt_logprobs
+from xla_engine.graphs.steps.after_prefill import unpack_prompt_logprobs
 from xla_engine.runner.inputs import kept, prompt_targets
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepResult
@@ -67,7 +67,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledChunk:
-    """The result of `graphs.steps.pooling` for a chunk: `vectors` f32 `[G, D]`. Other fields as in `PromptScores`."""
+    """The result of `pool_chunk` for a chunk: `vectors` f32 `[G, D]`. Other fields as in `PromptScores`."""
 
     request_id: str
     settings: RowSettings

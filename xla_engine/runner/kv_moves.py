@@ -9,10 +9,8 @@ import numpy as np
 
 from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.block_io import blocks_per_call
-from xla_engine.graphs.kv_cache.recurrent_states import states_of, with_states
-from xla_engine.graphs.kv_cache.slot_io import num_spans
-from xla_engine.graphs.kv_cache.types import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache, states_of, with_states
+from xla_engine.graphs.kv_cache.moves import blocks_per_call, num_spans
 from xla_engine.graphs.row_state.rows import RowState
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.programs import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.graphs.kv_cache.footprint import block_bytes, cache_bytes, rows_bytes, state_bytes, tree_bytes
+from xla_engine.graphs.kv_cache.cache import block_bytes, cache_bytes, rows_bytes, state_bytes, tree_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS

@@ -28,7 +28,7 @@ from xla_engine.graphs.linear.products import Norm, Weight
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.ops.rope import cosines_and_sines
 from xla_engine.graphs.portable import ARITHMETIC, ISAS, refusals
-from xla_engine.graphs.row_state.lanes import Extents
+from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import make_sampling_rows
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.native import native_logprobs, native_sample

@@ -9,24 +9,31 @@ import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.kv_cache.block_io import (
+from xla_engine.graphs.kv_cache.cache import KVCache, States, copy_state, states_of
+from xla_engine.graphs.kv_cache.moves import (
     blocks_per_call,
     copy_blocks,
+    copy_span,
     load_blocks,
     read_blocks,
+    read_span,
     write_blocks,
+    write_span,
 )
-from xla_engine.graphs.kv_cache.recurrent_states import States, copy_state, states_of
-from xla_engine.graphs.kv_cache.slot_io import copy_span, read_span, write_span
-from xla_engine.graphs.kv_cache.types import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.packing import pack, unpack
-from xla_engine.graphs.row_state.rows import Rows, RowState, Tables, pack_rows, unpack_rows, with_remaining
-from xla_engine.graphs.steps.decode import decode_step
-from xla_engine.graphs.steps.few_rows import decode_few_rows
-from xla_engine.graphs.steps.pooling import pool_chunk
+from xla_engine.graphs.row_state.rows import (
+    Rows,
+    RowState,
+    Tables,
+    pack,
+    pack_rows,
+    unpack,
+    unpack_rows,
+    with_remaining,
+)
+from xla_engine.graphs.steps.after_prefill import pool_chunk, prompt_logits, prompt_logprobs
+from xla_engine.graphs.steps.decode import decode_few_rows, decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
-from xla_engine.graphs.steps.prompt_logprobs import prompt_logits, prompt_logprobs
 from xla_engine.graphs.steps.verify import verify_step
 from xla_engine.runner.adapters import writing
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
@@ -64,7 +71,7 @@ def make_programs(
     features: which prefill reads; None without a vision tower.
     saved: the room for saved states of recurrent layers; empty: none are saved.
 
-    Row state and lanes are packed (`graphs.row_state.packing`) between programs.
+    Row state and lanes are packed (`graphs.row_state.rows`) between programs.
     """
     rows = _abstract(rows)
     state = (*_abstract((weights, rope, cache)), jax.eval_shape(pack_rows, rows))

@@ -20,9 +20,8 @@ from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program
-from xla_engine.graphs.kv_cache.block_io import read_blocks
-from xla_engine.graphs.kv_cache.footprint import keeps_every_position
-from xla_engine.graphs.kv_cache.slot_io import num_spans
+from xla_engine.graphs.kv_cache.cache import keeps_every_position
+from xla_engine.graphs.kv_cache.moves import num_spans, read_blocks
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.portable import ARITHMETIC
 from xla_engine.graphs.row_state.rows import Pool

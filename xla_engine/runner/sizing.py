@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.kv_cache.footprint import block_bytes, keeps_every_position, state_bytes
+from xla_engine.graphs.kv_cache.cache import block_bytes, keeps_every_position, state_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.runner import memory

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xla_engine.graphs.row_state.packing import pack
+from xla_engine.graphs.row_state.rows import pack
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.dispatch import Dispatch, decode_work
 from xla_engine.runner.inputs import no_drafts

@@ -1,7 +1,7 @@
 """The content of KV blocks on the host: as one program reads them, and block by block as bytes.
 
 A block's content is the list of its arrays (the keys and values of each layer, then its tokens), as
-`graphs.kv_cache.block_io.read_blocks` orders them. As bytes these follow each other without padding.
+`graphs.kv_cache.moves.read_blocks` orders them. As bytes these follow each other without padding.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ from xla_engine.server.history import History
 from xla_engine.server.preparation import Constraints, Pictures, Rendering
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
-from xla_engine.text.parsers.chats import Chat
-from xla_engine.text.parsers.choose import Dialect
+from xla_engine.text.parsers.chats import Chat, Dialect
 
 if TYPE_CHECKING:
     from xla_engine.server.tracing import Tracing

@@ -33,7 +33,7 @@ class ServerSettings:
     allowed_origins: for CORS; empty disables it.
     allow_runtime_changes: clients may load and unload adapters, and reset the prefix cache.
     otlp_traces_endpoint: address of an OpenTelemetry collector that a span of each request is sent to; None is off.
-    tool_parser, reasoning_parser: formats of `parsers.choose`; "auto" reads them from the chat template, "none" leaves
+    tool_parser, reasoning_parser: formats of `parsers.chats`; "auto" reads them from the chat template, "none" leaves
         all text as it is.
     """
 

@@ -22,8 +22,7 @@ from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.lanes import Extents
-from xla_engine.graphs.row_state.rows import make_rows
+from xla_engine.graphs.row_state.rows import Extents, make_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust

@@ -15,21 +15,22 @@ from xla_engine.config import KEPT, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.config import FULL, ModelConfig
-from xla_engine.graphs.kv_cache.footprint import cache_bytes, keeps_every_position
+from xla_engine.graphs.kv_cache.cache import cache_bytes, keeps_every_position
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.packing import unpack
-from xla_engine.graphs.row_state.rows import Rows
+from xla_engine.graphs.row_state.rows import Rows, unpack
 from xla_engine.graphs.steps.draft_head import (
+    Eagle3Weights,
     HeadForm,
     HeadState,
+    MtpWeights,
+    eagle3_form,
     guess_and_verify,
     make_head_state,
+    mtp_form,
     read_prompts,
 )
 from xla_engine.graphs.steps.draft_model import FED, draft_and_verify, make_draft_state
-from xla_engine.graphs.steps.eagle3 import Eagle3Weights, eagle3_form
-from xla_engine.graphs.steps.mtp import MtpWeights, mtp_form
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.eagle3 import Eagle3Checkpoint, load_eagle3

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 
 from xla_engine.graphs.attention import native as attention
-from xla_engine.graphs.delta_net.native import DELTA_OUTPUTS, DELTA_RULE
-from xla_engine.graphs.experts.native import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
+from xla_engine.graphs.delta_net.layer import DELTA_OUTPUTS, DELTA_RULE
+from xla_engine.graphs.experts.routing import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
