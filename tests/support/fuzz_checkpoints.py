@@ -28,11 +28,10 @@ from xla_engine.engine.inspection import inspect_model
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN
+from xla_engine.model_loader.config_json import _CEILINGS, _COMMON, _KNOWN, _PLAIN
 from xla_engine.model_loader.describe import sampling_defaults
 from xla_engine.model_loader.families import FAMILIES
 from xla_engine.model_loader.model_files import open_model
-from xla_engine.model_loader.rope_scaling import _COMMON, _KNOWN
 from xla_engine.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
