@@ -22,7 +22,7 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
 from xla_engine.engine.protocol import RequestOptions, drained
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.seeds import noise_key
+from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.engine.turn import Turn
 from xla_engine.environment import embedded_model_directory

@@ -22,7 +22,7 @@ from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.reports import Reports
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.engine.requests.request_table import RequestTable
-from xla_engine.engine.requests.seeds import noise_key
+from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import NO_PICTURES, ImageForm, RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
 from xla_engine.engine.shadow import ShadowProbe

@@ -10,8 +10,7 @@ from xla_engine.engine.intake import Intake
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.request_table import FINAL, KeptRequest
-from xla_engine.engine.requests.seeds import sequence_ids
-from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.sequence import LiveSequence, sequence_ids
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.engine.state import EngineState, SavedSequence
 from xla_engine.errors import InvalidRequestError

@@ -8,7 +8,7 @@ from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.seeds import noise_key
+from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator, check_takes
 from xla_engine.engine.state import EngineState, PendingRequest
 from xla_engine.engine.waiter import Waiter

@@ -9,8 +9,7 @@ from xla_engine.engine.adapters import NO_ADAPTER, LoadedAdapter
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.pooling import PooledPrompt
-from xla_engine.engine.requests.seeds import sequence_ids, sequence_seed
-from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup
+from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup, sequence_ids, sequence_seed
 from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm

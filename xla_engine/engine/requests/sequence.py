@@ -1,8 +1,9 @@
-"""The host side of one sequence: its tokens, text and times; and of the n sequences of one request."""
+"""The host side of one sequence: its ids, noise key, tokens, text and times; and of the n sequences of one request."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -506,3 +507,23 @@ class SequenceGroup:
             ),
             error=next((output.error for output in outputs if output.error is not None), None),
         )
+
+
+def sequence_ids(request_id: str, n: int) -> list[str]:
+    """The ids under which the scheduler knows the sequences of a request."""
+    return [request_id] if n == 1 else [f"{request_id}[{index}]" for index in range(n)]
+
+
+def noise_key(engine_seed: int, request_id: str, params: SamplingParams) -> int:
+    """A request's noise key, 64-bit unsigned: its own seed, or one derived from the engine's seed and its id."""
+    if params.seed is not None:
+        return params.seed % 2**64
+    digest = hashlib.sha256(f"{engine_seed}\0{request_id}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The noise key of a request's sequence, 64-bit unsigned; the first sequence has the request's key."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{index}".encode()).digest()[:8], "big")

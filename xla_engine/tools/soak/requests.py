@@ -8,7 +8,7 @@ from typing import Any
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.seeds import sequence_ids
+from xla_engine.engine.requests.sequence import sequence_ids
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
