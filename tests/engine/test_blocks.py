@@ -245,7 +245,7 @@ def test_the_start_up_check_runs_over_blocks_where_they_hold_a_crowd(
 ) -> None:
     assert paged.self_check is not None and paged.self_check.row_invariant
     small = make_engine(replace(PAGED, num_blocks=4, max_num_seqs=8))
-    assert small.self_check is None and small.runner.lane_choices == (8,)
+    assert small.self_check is None and small.runner.sizes.lanes == (8,)
     with pytest.raises(TokenLimitError, match="219 tokens take 7 blocks of 32; the pool has 4"):
         small.submit(PROMPTS[5], PARAMS[0])
     small.submit(PROMPTS[4], PARAMS[0])
@@ -261,7 +261,7 @@ def test_sizes_that_make_no_blocks_are_refused() -> None:
 
 def test_every_program_over_blocks_works_in_place(paged: XlaBatchEngine) -> None:
     reports = paged.inventory_report()
-    assert len(reports) <= 8 + len(paged.runner.few_choices)
+    assert len(reports) <= 8 + len(paged.runner.sizes.few)
     for report in reports:
         if not report.name.startswith(("prompt_logprobs", "read_blocks")):
             assert report.alias_bytes >= paged.runner.cache_bytes, report

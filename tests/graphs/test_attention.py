@@ -230,7 +230,7 @@ def test_an_engine_on_gpu_kernels_keeps_the_law(make_engine: Callable[..., XlaBa
     )
     engine = make_engine(config)
     assert engine.runner.platform["linear"] == "gpu"
-    assert engine.runner.bucket_choices == (512,), "rows are bounded by their own length: one key bucket"
+    assert engine.runner.sizes.keys == (512,), "rows are bounded by their own length: one key bucket"
     report = verify(engine, requests=8, schedules=2, seed=5, lags=(0, 1))
     assert report.ok, "\n".join(report.lines())
     assert report.compiles_after_warmup == 0

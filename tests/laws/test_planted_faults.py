@@ -159,7 +159,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.bucket_invariant
     assert verify(engine, requests=40, schedules=1, seed=13).ok, "the largest bucket alone keeps the law"
-    engine.runner.bucket_choices = engine.config.buckets(engine.max_model_len)
+    engine.runner.sizes = engine.runner.sizes._replace(keys=engine.config.buckets(engine.max_model_len))
     report = verify(engine, requests=40, schedules=1, seed=13)
     assert report.differing_bits > 0
 

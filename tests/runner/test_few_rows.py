@@ -75,7 +75,7 @@ def test_the_switch_between_programs_changes_no_bit(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, config: EngineConfig, model: ModelConfig
 ) -> None:
     engine = exact(make_engine, config, model)
-    assert engine.runner.few_choices == FEW
+    assert engine.runner.sizes.few == FEW
     before = compiles_of_this_thread()
     ran: Counter[str] = Counter()
     run = engine.runner._dispatch.run
@@ -85,13 +85,13 @@ def test_the_switch_between_programs_changes_no_bit(
         lambda name, work: ran.update([name.split("keys")[0]]) or run(name, work),
     )
     for lag in (0, 1, 2):
-        engine.runner.few_choices = FEW
+        engine.runner.sizes = engine.runner.sizes._replace(few=FEW)
         ran.clear()
         found = ending_one_by_one(engine, lag, lag)
         # else every step may check drafts, on as few lanes as there are rows
         if config.speculative_config is None:
             assert all(ran[f"decode[rows={rows},"] > 0 for rows in FEW), ran
-        engine.runner.few_choices = ()
+        engine.runner.sizes = engine.runner.sizes._replace(few=())
         ran.clear()
         assert ending_one_by_one(engine, lag, lag) == found
         assert not [name for name in ran if "rows=" in name]
@@ -106,7 +106,7 @@ def test_there_are_as_many_as_pay_off() -> None:
 @pytest.mark.full
 def test_there_are_none_where_bits_may_depend_on_the_number_of_rows(make_engine: MakeEngine) -> None:
     engine = make_engine(replace(TINY_ENGINE, attention_backend="xla"))
-    assert engine.runner.few_choices == ()
+    assert engine.runner.sizes.few == ()
     assert not [report for report in engine.inventory_report() if "rows=" in report.name]
 
 
@@ -120,7 +120,7 @@ def test_the_self_check_takes_them_away_where_they_change_bits(
 
     monkeypatch.setattr("xla_engine.runner.programs.decode_few_rows", other_bits)
     engine = exact(make_engine, TINY_ENGINE)
-    assert engine.runner.few_choices == ()
+    assert engine.runner.sizes.few == ()
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.few_invariant and not check.ok
     assert "every decode step runs all rows" in caplog.text

@@ -35,8 +35,8 @@ def test_an_honest_engine_passes(embedded: XlaBatchEngine) -> None:
     assert not check.differences or not check.prefill_equals_decode
     assert check.promise.startswith("level A: same bits")
     assert check.seconds > 0
-    assert embedded.runner.lane_choices == (2, 8)
-    assert embedded.runner.bucket_choices == embedded.runner.buckets
+    assert embedded.runner.sizes.lanes == (2, 8)
+    assert embedded.runner.sizes.keys == embedded.runner.buckets
 
 
 def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
@@ -139,12 +139,12 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     assert (record.name, record.levelno) == ("xla_engine.self_check", logging.WARNING)
     assert check.differences[0] in record.getMessage()
     buckets = engine.config.buckets(engine.max_model_len)
-    assert engine.runner.lane_choices == ((8,) if flag == "lane_invariant" else (2, 8))
-    assert engine.runner.bucket_choices == (buckets[-1:] if flag == "bucket_invariant" else buckets)
+    assert engine.runner.sizes.lanes == ((8,) if flag == "lane_invariant" else (2, 8))
+    assert engine.runner.sizes.keys == (buckets[-1:] if flag == "bucket_invariant" else buckets)
     report = verify(engine, requests=40, schedules=2, seed=8)
     assert report.ok, "\n".join(report.lines())
     # What the check bought: the same programs with every size in use.
-    engine.runner.lane_choices, engine.runner.bucket_choices = (2, 8), buckets
+    engine.runner.sizes = engine.runner.sizes._replace(lanes=(2, 8), keys=buckets)
     assert not verify(engine, requests=40, schedules=2, seed=8).ok
 
 
@@ -160,7 +160,7 @@ def test_rows_that_differ_are_beyond_help_and_it_is_said(
     assert "against slot 0 alone: sample" in check.differences[0]
     (record,) = caplog.records
     assert "cannot be promised" in record.getMessage()
-    assert engine.runner.bucket_choices == engine.runner.buckets
+    assert engine.runner.sizes.keys == engine.runner.buckets
 
 
 def middle_bucket_changes_long_rows(self: Any, layer: Any, qkv: Any, call: Any, **rest: Any) -> Any:
@@ -185,4 +185,4 @@ def test_each_bucket_is_probed_with_keys_that_need_it(
     check = first_check(engine)
     assert check.row_invariant and check.lane_invariant and not check.bucket_invariant
     assert all("with 512 keys against 768" in difference for difference in check.differences)
-    assert engine.runner.bucket_choices == (768,)
+    assert engine.runner.sizes.keys == (768,)

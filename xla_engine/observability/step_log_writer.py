@@ -209,7 +209,7 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "lag": engine.lag,
         "slot_bytes": engine.runner.cache_bytes // engine.config.device_rows,
         "kv_bytes_per_token": engine.runner.kv_bytes_per_token,
-        "prefill_lanes": list(engine.runner.lane_choices),
-        "key_buckets": list(engine.runner.bucket_choices),
+        "prefill_lanes": list(engine.runner.sizes.lanes),
+        "key_buckets": list(engine.runner.sizes.keys),
         **engine.runner.platform,
     }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,14 +58,27 @@ class _Rows:
     constrained: tuple[tuple[int, RowSettings], ...]
 
 
+class Sizes(NamedTuple):
+    """The sizes of programs that calls choose from, ascending.
+
+    lanes: of prefill calls. keys: key lengths. few: numbers of rows for which there are separate decode programs.
+    """
+
+    lanes: tuple[int, ...]
+    keys: tuple[int, ...]
+    few: tuple[int, ...]
+
+    def keys_for(self, positions: int) -> int:
+        """The key length of a call whose rows have at most so many positions."""
+        return _smallest(self.keys, positions)
+
+
 class Dispatch:
     """Starts programs on the donated state without blocking.
 
     lengths: upper bounds of the rows' lengths, i64 `[B]`, advanced when calls start, so that the key bucket can be
         chosen without fetching anything.
     padding: histogram of the share of each prefill call's positions that is padding; None: not recorded.
-
-    The available lane counts, key lengths and numbers of few rows are passed to each call, in ascending order.
     """
 
     def __init__(
@@ -118,7 +131,7 @@ class Dispatch:
         self.lengths[:] = 0
         self._rows = None
 
-    def warm_up(self, buckets: Sequence[int], few_choices: Sequence[int]) -> None:
+    def warm_up(self, buckets: Sequence[int], few_sizes: Sequence[int]) -> None:
         """Run every step program once without work. buckets: key lengths."""
         config = self._config
         for lanes in config.prefill_lanes:
@@ -130,7 +143,7 @@ class Dispatch:
             if self._pooling is not None:
                 self.pool(lanes, hidden, np.zeros(lanes, np.int32))
         for bucket in buckets:
-            for few in (None, *few_choices):
+            for few in (None, *few_sizes):
                 idle = self.put(decode_work(np.arange(0), config.device_rows, few))
                 jax.block_until_ready(self.run(decode_name(bucket, few), idle))
             for lanes, width in config.verify_shapes:
@@ -194,8 +207,7 @@ class Dispatch:
         self,
         chunks: Sequence[Chunk],
         settings: Mapping[str, RowSettings],
-        lane_choices: Sequence[int],
-        key_choices: Sequence[int],
+        sizes: Sizes,
         saves: Sequence[SavedState] = (),
     ) -> tuple[FirstSamples, ...]:
         """Start the prefill calls for a plan's chunks, each with at most the lanes of the largest program.
@@ -204,22 +216,18 @@ class Dispatch:
         """
         found = []
         joined = () if self._features is None else self._features.joined(chunks)
-        for call, due in prefill_calls(chunks, lane_choices[-1], saves, joined):
-            found.append(self._prefill(call, settings, lane_choices, key_choices))
+        for call, due in prefill_calls(chunks, sizes.lanes[-1], saves, joined):
+            found.append(self._prefill(call, settings, sizes))
             for each in due:
                 self._state_moves.save(each.slot.index, each.place)
         return tuple(found)
 
     def _prefill(
-        self,
-        chunks: Sequence[Chunk],
-        settings: Mapping[str, RowSettings],
-        lane_choices: Sequence[int],
-        key_choices: Sequence[int],
+        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], sizes: Sizes
     ) -> FirstSamples:
-        lanes = _smallest(lane_choices, len(chunks))
+        lanes = _smallest(sizes.lanes, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        name = prefill_name(lanes, _smallest(key_choices, max(ends)))
+        name = prefill_name(lanes, sizes.keys_for(max(ends)))
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
             self.fill_tables(chunks[lane].slot.index, row)
@@ -293,26 +301,22 @@ class Dispatch:
         return self.pool(lanes, hidden, count), asked
 
     def decode(
-        self,
-        rows: tuple[Row | VerifyRow, ...],
-        settings: Mapping[str, RowSettings],
-        key_choices: Sequence[int],
-        few_choices: Sequence[int],
+        self, rows: tuple[Row | VerifyRow, ...], settings: Mapping[str, RowSettings], sizes: Sizes
     ) -> DecodeSamples:
         """Start one decode step of a plan's rows. If `rows` is the same tuple object as before, inputs are reused."""
         if self._rows is None or self._rows.rows is not rows:
-            self._rows = self._joined(rows, settings, few_choices)
+            self._rows = self._joined(rows, settings, sizes.few)
         elif isinstance(self._rows.work, np.ndarray):  # the rows stay: nothing goes up any more
             self._rows = replace(self._rows, work=self.put(self._rows.work))
         joined = self._rows
         for slot, row in joined.constrained:
             assert row.mask is not None
             self._state.host.set_mask(slot, row.mask.words)
-        keys = key_choices[-1]
-        if len(key_choices) > 1:
+        keys = sizes.keys[-1]
+        if len(sizes.keys) > 1:
             self.lengths[joined.index] += 1
             longest = max(self.lengths[joined.index].tolist())
-            keys = _smallest(key_choices, min(longest, self._context_length))
+            keys = sizes.keys_for(min(longest, self._context_length))
         samples, top = self.run(decode_name(keys, joined.few), joined.work)
         return DecodeSamples(samples=samples, wanted=joined.wanted, top=top if any(joined.wanted) else None)
 
@@ -322,10 +326,10 @@ class Dispatch:
         settings: Mapping[str, RowSettings],
         drafts: Mapping[str, Draft],
         width: int,
-        shapes: Sequence[tuple[int, int]],
-        key_choices: Sequence[int],
+        sizes: Sizes,
     ) -> DecodeSamples:
-        """Start one verify step. shapes: (lanes, width) of the available programs."""
+        """Start one verify step."""
+        shapes = self._config.verify_shapes
         lanes = min(lanes for lanes, wide in shapes if wide == width and lanes >= len(rows))
         for row in rows:
             mask = settings[row.request_id].mask
@@ -335,7 +339,7 @@ class Dispatch:
                     self._state.host.set_draft_masks(row.slot.index, masks[: width - 1])
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
-        keys = _smallest(key_choices, min(longest, self._context_length))
+        keys = sizes.keys_for(min(longest, self._context_length))
         packed = self._given(pack(make_drafts(rows, drafts, lanes, width)))
         samples, top = self.run_verify(verify_name(lanes, width, keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
@@ -345,10 +349,10 @@ class Dispatch:
         self,
         rows: tuple[Row | VerifyRow, ...],
         settings: Mapping[str, RowSettings],
-        few_choices: Sequence[int],
+        few_sizes: Sequence[int],
     ) -> _Rows:
         index = np.array([row.slot.index for row in rows], np.int64)
-        few = next((count for count in few_choices if count >= len(rows)), None)
+        few = next((count for count in few_sizes if count >= len(rows)), None)
         theirs = [settings[row.request_id] for row in rows]
         return _Rows(
             rows=rows,

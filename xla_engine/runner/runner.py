@@ -32,7 +32,7 @@ from xla_engine.runner.backends import library_of, make_spec, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.devices import Devices, HeldWeights
-from xla_engine.runner.dispatch import Dispatch
+from xla_engine.runner.dispatch import Dispatch, Sizes
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
 from xla_engine.runner.in_flight import (
@@ -122,9 +122,6 @@ class Runner:
         buckets = config.buckets(self.context_length)
         one_bucket = self.spec.attention.bounded_by_length or device.platform != "cpu"
         self.buckets = buckets[-1:] if one_bucket else buckets
-        # The sizes in use, ascending. The self-check removes all but the largest if the choice would change bits.
-        self.lane_choices = config.prefill_lanes
-        self.bucket_choices = self.buckets
         self._device_proposer: DeviceProposer | None = None
         if device_proposer is not None:  # adapters do not apply to the draft model
             self._device_proposer = device_proposer(
@@ -132,7 +129,9 @@ class Runner:
             )
         beside = memory.NOTHING if self._device_proposer is None else self._device_proposer.beside
         self.config = config = resolve_sizes(config, self.spec, self.context_length, device, beside)
-        self.few_choices = few_rows(config) if self.has_one_row_code else ()
+        # Those in use. The self-check removes all but the largest if the choice would change bits.
+        few = few_rows(config) if self.has_one_row_code else ()
+        self.sizes = Sizes(config.prefill_lanes, self.buckets, few)
         pool = None
         if config.num_blocks is not None:
             own = self.blocks_of_a_slot if config.shadow_rate else 0
@@ -247,15 +246,13 @@ class Runner:
         for encode in plan.encodes:
             assert self.features is not None
             self.features.encode(encode)
-        lanes, keys = self.lane_choices, self.bucket_choices
-        first = self._dispatch.prefill(plan.chunks, settings, lanes, keys, plan.saves)
+        first = self._dispatch.prefill(plan.chunks, settings, self.sizes, plan.saves)
         self.prefill_calls += len(first)
         decode = None
         if plan.width > 1:
-            shapes = self.config.verify_shapes
-            decode = self._dispatch.verify(plan.verify, settings, drafts or {}, plan.width, shapes, keys)
+            decode = self._dispatch.verify(plan.verify, settings, drafts or {}, plan.width, self.sizes)
         elif rows := plan.decode_rows:
-            decode = self._dispatch.decode(rows, settings, keys, self.few_choices)
+            decode = self._dispatch.decode(rows, settings, self.sizes)
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
         for part in parts if self._copies_ahead else ():
             part.samples.copy_to_host_async()
@@ -385,9 +382,9 @@ class Runner:
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
-        config, keys = self.config, self.bucket_choices[0]
+        config, keys = self.config, self.sizes.keys[0]
         slots, on_device = config.num_slots, self._device_proposer is not None
-        shapes = self.few_choices, config.verify_shapes
+        shapes = self.sizes.few, config.verify_shapes
         found = measure(self._dispatch, self._state, slots, *shapes, keys, on_device=on_device)
         self.blank()
         return found
@@ -448,7 +445,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Run every program once without work. No row is live, so no state changes."""
-        self._dispatch.warm_up(self.buckets, self.few_choices)
+        self._dispatch.warm_up(self.buckets, self.sizes.few)
         state, swaps = self._state, self.config.parks
         if self.spec.lora is not None:
             self.weights.write_adapter(1, None)
@@ -472,7 +469,7 @@ class Runner:
             self.spec,
             self.config,
             self.buckets,
-            self.few_choices,
+            self.sizes.few,
             rope=self._rope,
             rows=jax.eval_shape(state.make_rows),
             tables=state.tables,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from xla_engine.runner.adapters import random_adapter
+from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
 from xla_engine.runner.vision_tower import VisionTower
@@ -104,8 +105,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     blocks for one request are enough.
     """
     began = time.perf_counter()
-    choices = runner.lane_choices, runner.bucket_choices, runner.few_choices
-    largest = runner.lane_choices[-1:], runner.bucket_choices[-1:], ()
+    sizes, largest = runner.sizes, Sizes(runner.sizes.lanes[-1:], runner.sizes.keys[-1:], ())
     found = None
     if runner.spec.lora is not None:  # with an adapter, as requests may have one
         runner.weights.write_adapter(1, random_adapter(runner.spec))
@@ -117,19 +117,18 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
             continue
         finally:
             runner.reset()
-            runner.lane_choices, runner.bucket_choices, runner.few_choices = choices
+            runner.sizes = sizes
     if runner.spec.lora is not None:
         runner.weights.write_adapter(1, None)
     if found is None:
-        runner.lane_choices, runner.bucket_choices, runner.few_choices = largest
+        runner.sizes = largest
         return None
     tiles = [] if runner.features is None else tile_differences(runner.features.tower)
-    if found.lanes:
-        runner.lane_choices = largest[0]
-    if found.buckets:
-        runner.bucket_choices = largest[1]
-    if found.few:
-        runner.few_choices = ()
+    runner.sizes = Sizes(
+        lanes=(largest if found.lanes else sizes).lanes,
+        keys=(largest if found.buckets else sizes).keys,
+        few=(largest if found.few else sizes).few,
+    )
     check = SelfCheck(
         row_invariant=not found.rows,
         few_invariant=not found.few,
@@ -149,7 +148,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
         isa=runner.isa,
         library=runner.library,
     )
-    _warn(check, *choices[:2])
+    _warn(check, largest)
     return check
 
 
@@ -166,10 +165,10 @@ def tile_differences(tower: VisionTower) -> list[str]:
     return [f"a tile after another one against alone: token {row} has features of other bits"]
 
 
-def _warn(check: SelfCheck, lane_choices: tuple[int, ...], bucket_choices: tuple[int, ...]) -> None:
+def _warn(check: SelfCheck, largest: Sizes) -> None:
     if check.ok:
         return
-    lanes, keys = lane_choices[-1], bucket_choices[-1]
+    (lanes,), (keys,), _ = largest
     causes = (
         (check.row_invariant, "rows are not invariant"),
         (check.tile_invariant, "a tile's features are not invariant"),
@@ -207,12 +206,10 @@ class _Differences:
 
 def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> _Differences:
     """Compare everything. The longest bucket comes first, as long as no slot holds anything."""
-    lane_choices, few_choices = runner.lane_choices, runner.few_choices
-    *shorter, longest = (
-        Probe(runner, vocab_size, size, samples, crowds=crowds) for size in runner.bucket_choices
-    )
-    runner.few_choices = ()
-    most, fewer = lane_choices[-1], lane_choices[:-1]
+    sizes = runner.sizes
+    *shorter, longest = (Probe(runner, vocab_size, size, samples, crowds=crowds) for size in sizes.keys)
+    runner.sizes = sizes._replace(few=())
+    most, fewer = sizes.lanes[-1], sizes.lanes[:-1]
     seen = _Differences()
     alone = longest.alone(most)
     again = Found([*alone.samples[:1], *longest.by_prefill(most, alone.samples)], {})
@@ -226,7 +223,7 @@ def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> 
         for slot, found in among if probe is longest else among[1:]:
             what = f"slot {slot} among neighbours, {size} keys, against slot 0 {where}"
             seen.compare(seen.rows, what, found, expected)
-        for few in few_choices if probe is longest else ():  # its slots hold the prompt's keys now
+        for few in sizes.few if probe is longest else ():  # its slots hold the prompt's keys now
             for slot, found in zip(probe.slots, probe.in_few_rows(most, few), strict=False):
                 seen.compare(seen.few, f"slot {slot} in a program of {few} rows", found, alone)
         if probe is not longest:  # the same crowd: only the bucket differs

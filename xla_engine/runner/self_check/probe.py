@@ -73,7 +73,7 @@ class Probe:
         self._draw = random.Random(bucket)
         self._adapter = int(runner.spec.lora is not None)
         self.bucket = bucket
-        below = max((size for size in runner.bucket_choices if size < bucket), default=0)
+        below = max((size for size in runner.sizes.keys if size < bucket), default=0)
         if not below and bucket > KEY_SPAN:
             below = KEY_SPAN
         chunk, room = runner.config.chunk_size, min(runner.context_length, bucket)
@@ -95,12 +95,12 @@ class Probe:
 
     def in_few_rows(self, lanes: int, few: int) -> list[Found]:
         """Its slots, as many as a decode program of `few` rows holds, through that program. Each ran before."""
-        self._runner.few_choices = (few,)
+        self._runner.sizes = self._runner.sizes._replace(few=(few,))
         probes = [replace(self._in_slot(slot), held=self._holds_keys) for slot in self.slots[:few]]
         try:
             return self._run(lanes, self.bucket, probes)
         finally:
-            self._runner.few_choices = ()
+            self._runner.sizes = self._runner.sizes._replace(few=())
 
     def crowd(self, lanes: int) -> list[Prompt]:
         """A random neighbour, the probe in each of its slots, and neighbours for the rest of the last prefill call."""
@@ -178,7 +178,7 @@ class Probe:
 
         All prompts ask for the same number of samples, so that every row is inactive in the end.
         """
-        self._runner.lane_choices, self._runner.bucket_choices = (lanes,), (keys,)
+        self._runner.sizes = self._runner.sizes._replace(lanes=(lanes,), keys=(keys,))
         if not self._runner.keeps_every_position:
             self._runner.blank()  # what a ring holds of positions not computed depends on what ran before
         every = [(chunk, prompt) for prompt in prompts for chunk in self._chunks(prompt)]
