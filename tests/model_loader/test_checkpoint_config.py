@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.checkpoints import CONFIG, LLAMA3, MakeModel, assert_refused
 from xla_engine.graphs.config import ModelConfig, RopeScaling
-from xla_engine.model_loader.checkpoint import load_checkpoint, read_config
+from xla_engine.model_loader.checkpoint import load_checkpoint
+from xla_engine.model_loader.config_json import read_config
 
 LLAMA3_SCALING = RopeScaling(
     rope_type="llama3",

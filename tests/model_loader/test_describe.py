@@ -15,7 +15,8 @@ from xla_engine import LLM, SamplingParams, cli
 from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.model_loader.checkpoint import load_checkpoint, load_weights, read_config
+from xla_engine.model_loader.checkpoint import load_checkpoint, load_weights
+from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.describe import describe, sampling_defaults
 from xla_engine.model_loader.model_files import open_model
 

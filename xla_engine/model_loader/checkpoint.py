@@ -18,22 +18,12 @@ from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
-from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import without_head
 from xla_engine.model_loader.tensor_files import Array, GivenTensors, TensorFiles
 from xla_engine.model_loader.weights import DTYPES, LARGEST, Sources, StoredWeights, is_below
-
-__all__ = [
-    "Checkpoint",
-    "load_checkpoint",
-    "load_weights",
-    "random_checkpoint",
-    "random_weights",
-    "read_config",
-]
 
 _DTYPE_WORDS = {"auto": "auto", "bf16": "bfloat16", "f32": "float32"} | {name: name for name in DTYPES}
 _FLOATS = (*DTYPES.values(), np.dtype(np.float16))
