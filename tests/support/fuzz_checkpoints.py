@@ -28,7 +28,7 @@ from xla_engine.engine.inspection import inspect_model
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.checkpoint import load_checkpoint
-from xla_engine.model_loader.config_json import _CEILINGS, _COMMON, _KNOWN, _PLAIN
+from xla_engine.model_loader.config_json import _CEILINGS, _PLAIN, _ROPE_COMMON, _ROPE_KNOWN
 from xla_engine.model_loader.describe import sampling_defaults
 from xla_engine.model_loader.families import FAMILIES
 from xla_engine.model_loader.model_files import open_model
@@ -41,10 +41,17 @@ READ_BYTES = 50 << 20  # leaves are read where they take no more
 _NUMBERS: list[Any] = [0, 1, 2, 3, 5, 7, 8, 16, 40, 64, 199, -1, 0.5, 1.0, 1e-6, 1e4, 1e300, -0.0]
 _NUMBERS += [2**31 - 1, 2**31, 2**40, 2**63, 10**30, 10**400, float("nan"), float("inf"), -(2**40)]
 _WORDS: list[Any] = ["", "silu", "gelu", "gelu_pytorch_tanh", "relu", "../x", "a\0b", "é" * 50, "bfloat16"]
-_WORDS += [*_KNOWN, "full_attention", "sliding_attention", "linear_attention", *FAMILIES, "OtherForCausalLM"]
+_WORDS += [
+    *_ROPE_KNOWN,
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    *FAMILIES,
+    "OtherForCausalLM",
+]
 _READ = (name for family in FAMILIES.values() for name in (*family.reads, *family.defaults))
 _FIELDS = sorted({*_PLAIN, *_READ, *_CEILINGS, "auto_map", "rope_theta", "rope_scaling", "rope_parameters"})
-_ROPE = sorted({*_COMMON, *(name for names in _KNOWN.values() for name in names), "full_attention"})
+_ROPE = sorted({*_ROPE_COMMON, *(name for names in _ROPE_KNOWN.values() for name in names), "full_attention"})
 _DTYPES = ["F32", "F16", "BF16", "I8", "F64", "F8_E4M3", "U8", "BOOL", "F4", "Q9", 3, None]
 
 
