@@ -47,14 +47,20 @@ def copy_span(
         else store
         for store in cache
     ]
-    return moved, _with_history(rows, target, rows.history[source])
+    return moved, replace(rows, history=rows.history.at[target].set(rows.history[source]))
 
 
 def read_span(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, span: jax.Array
 ) -> tuple[Spans, Row]:
     """Return a span of a slot, and the slot's row state."""
-    return _read(spec, cache, slot, span), jax.tree.map(lambda leaf: leaf[slot], rows)
+    spans = [
+        spec.attention.read_span(store, slot, span)
+        if isinstance(store, LayerCache)
+        else jax.tree.map(lambda leaf: leaf[slot], store)
+        for store in cache
+    ]
+    return spans, jax.tree.map(lambda leaf: leaf[slot], rows)
 
 
 def write_span(
@@ -69,36 +75,18 @@ def write_span(
 ) -> tuple[KVCache, RowState]:
     """The inverse of `read_span`, into any slot; `length` as in `copy_span`."""
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), rows, row)
-    return _write(spec, cache, slot, span, spans, length), put
-
-
-def num_spans(length: int) -> int:
-    """Spans that hold `length` positions."""
-    return -(-length // KEY_SPAN)
-
-
-def _read(spec: ModelSpec, cache: KVCache, slot: jax.Array, span: jax.Array) -> Spans:
-    return [
-        spec.attention.read_span(store, slot, span)
-        if isinstance(store, LayerCache)
-        else jax.tree.map(lambda leaf: leaf[slot], store)
-        for store in cache
-    ]
-
-
-def _write(
-    spec: ModelSpec, cache: KVCache, slot: jax.Array, span: jax.Array, spans: Spans, length: jax.Array
-) -> KVCache:
-    return [
+    written: KVCache = [
         spec.attention.write_span(store, slot, span, moved, length)
         if isinstance(store, LayerCache)
         else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), store, moved)
         for store, moved in zip(cache, spans, strict=True)
     ]
+    return written, put
 
 
-def _with_history(rows: RowState, slot: jax.Array, history: jax.Array) -> RowState:
-    return replace(rows, history=rows.history.at[slot].set(history))
+def num_spans(length: int) -> int:
+    """Spans that hold `length` positions."""
+    return -(-length // KEY_SPAN)
 
 
 def blocks_per_call(block_size: int) -> int:

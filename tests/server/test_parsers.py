@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.profiles import examples
-from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect, forced
-from xla_engine.text.parsers.formats import FirstCall, Hermes, Plain, Think
+from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect
+from xla_engine.text.parsers.formats import FirstCall, Forced, Hermes, Plain, Think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
 
 SCHEMA = {
@@ -32,8 +32,8 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "think": lambda: Think(Plain(), begun=False),
     "think, begun": lambda: Think(Plain(), begun=True),
     "think, hermes": lambda: Think(Hermes(), begun=False),
-    "forced": lambda: forced(None),
-    "named": lambda: forced("f"),
+    "forced": lambda: Forced(None),
+    "named": lambda: Forced("f"),
 }
 CALL = '{"name": "f", "arguments": {"a": [1, 2.50], "b": "<tool_call> \\" ]}"}}'
 XML = (
@@ -176,7 +176,7 @@ def test_calls_after_the_first_are_left_out() -> None:
     ],
 )
 def test_a_forced_call_that_was_cut_off_is_a_call(text: str, calls: list[list[str]] | None) -> None:
-    assert message_of(forced(None), text) == Message(calls=calls)
+    assert message_of(Forced(None), text) == Message(calls=calls)
 
 
 def test_the_template_tells_the_format() -> None:

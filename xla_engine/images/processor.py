@@ -187,10 +187,11 @@ def read_image_processor(
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
     """
-    if (patches := _patch_fields(directory)) is not None:
-        return _read_patch_processor(patches, overrides)
-    fields = _fields(directory).with_defaults({"rescale_factor": 1 / 255})
+    fields = _fields(directory)
     kind = fields.values.get("image_processor_type")
+    if kind in [_PATCHES + suffix for suffix in _SUFFIXES]:
+        return _read_patch_processor(fields, overrides)
+    fields = fields.with_defaults({"rescale_factor": 1 / 255})
     known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
     if kind not in {None, *known}:
         fields.fail(
@@ -269,16 +270,9 @@ def _side(fields: Fields) -> int:
     return side
 
 
-def _patch_fields(directory: Path) -> Fields | None:
-    """The processor's fields, if it is Qwen3-VL's."""
-    fields = _fields(directory)
-    kinds = [_PATCHES + suffix for suffix in _SUFFIXES]
-    return fields if fields.values.get("image_processor_type") in kinds else None
-
-
 def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> PatchProcessor:
-    """As `read_image_processor`; `size` can be overridden, also by `min_pixels` and `max_pixels`, which replace its
-    edges."""
+    """As `read_image_processor`, for Qwen3-VL; `size` can be overridden, also by `min_pixels` and `max_pixels`, which
+    replace its edges."""
     given = Fields(Path("mm_processor_kwargs"), dict(overrides or {}))
     for name in sorted(given.values.keys() - {"size", *_PIXELS}):
         given.fail(name, f"not supported for Qwen3-VL. Use size, {' or '.join(_PIXELS)}")

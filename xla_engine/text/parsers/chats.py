@@ -103,11 +103,6 @@ class Dialect:
         return rest
 
 
-def forced(name: str | None) -> Parser:
-    """A parser for an answer that a grammar constrains to a tool call."""
-    return Forced(name)
-
-
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
 HINTS = ("reasoning_effort", "verbosity")  # hints to the model, passed to the template
 TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs")
@@ -139,7 +134,7 @@ class Reading:
         thinking: whether the prompt ended with the opening tag of reasoning.
         """
         if self.tools.is_forced:
-            return forced(self.tools.name)
+            return Forced(self.tools.name)  # a grammar constrains the answer to a call
         return self.dialect.parser(tools=self.tools, thinking=thinking)
 
     def reasoning_parser(self, *, thinking: bool) -> Parser | None:
