@@ -51,9 +51,10 @@ def checkout(folder: Path) -> Path:
 
 
 def quick_compiler(folder: Path) -> str:
-    """The system's compiler without optimizations, which take minutes; the tests need only complete wheels."""
+    """The system's compiler without optimizations and inlining, which take minutes; the tests need only complete
+    wheels."""
     program = folder / "c++"
-    program.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
+    program.write_text('#!/bin/sh\nexec c++ "$@" -O0 -Dalways_inline=unused\n')
     program.chmod(0o755)
     return str(program)
 
