@@ -1,6 +1,6 @@
 """Counters, distributions and phases of an engine. Records only; nothing here touches a device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from xla_engine.observability.distributions import Distributions, Histograms
@@ -122,11 +122,3 @@ class EngineStats:
             if spread.count:
                 rows.append((part.name, f"{spread.count} values, mean {spread.mean:.4g}"))
         return table(("counter", "value"), rows)
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Nearest-rank percentile, `share` in [0, 1]; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from xla_engine.observability.stats import percentile
 from xla_engine.tools.bench.workloads import Workload
 
 Answer = Mapping[str, Any]  # of a worker's `run`
@@ -57,10 +56,10 @@ def figures(workload: Workload, answer: Answer) -> dict[str, float]:
         "seconds": seconds,
         "requests_s": len(times) / seconds,
         "tok_s": workload.new_tokens / seconds,
-        "ttft_p50_ms": percentile(ttft, 0.5),
-        "ttft_p99_ms": percentile(ttft, 0.99),
-        "itl_p50_ms": percentile(gaps, 0.5),
-        "itl_p99_ms": percentile(gaps, 0.99),
+        "ttft_p50_ms": _percentile(ttft, 0.5),
+        "ttft_p99_ms": _percentile(ttft, 0.99),
+        "itl_p50_ms": _percentile(gaps, 0.5),
+        "itl_p99_ms": _percentile(gaps, 0.99),
     }
     if max(workload.max_tokens) == 1:
         found["prefill_tok_s"] = workload.prompt_tokens / max(first)
@@ -79,3 +78,11 @@ def complaints(workload: Workload, answer: Answer) -> str | None:
             wrong = sum(a != b for a, b in zip(counts, wanted, strict=False)) + abs(len(counts) - len(wanted))
             return f"{wrong} of {len(wanted)} requests have the wrong number of {name.replace('streams', 'tokens')}"
     return None
+
+
+def _percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest-rank percentile, `share` in [0, 1]; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
