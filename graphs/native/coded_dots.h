@@ -34,19 +34,71 @@ constexpr bool kSignedCodes = false;
 constexpr bool kSignedCodes = true;
 #endif
 
-// The levels of four bits as bytes; of these the lower or upper half where products take four bits.
-template <int table, int plane>
+// The levels of four bits as bytes, by table; of these the lower or upper half where products take four bits.
 struct LevelBytes {
-  alignas(16) uint8_t at[16] = {};
+  static constexpr int kTables = sizeof kLevels / sizeof *kLevels;
+  alignas(16) uint8_t at[kTables][2][16] = {};
   constexpr LevelBytes() {
-    for (int code = 0; code < 16; ++code) {
-      const int level = kLevels[table][code], byte = kSignedCodes ? level & 255 : level + 128;
-      at[code] = static_cast<uint8_t>(kByNibbles ? byte >> 4 * plane & 15 : byte);
+    for (int table = 0; table < kTables; ++table)
+      for (int plane = 0; plane < 2; ++plane)
+        for (int code = 0; code < 16; ++code) {
+          const int level = kLevels[table][code], byte = kSignedCodes ? level & 255 : level + 128;
+          at[table][plane][code] = static_cast<uint8_t>(kByNibbles ? byte >> 4 * plane & 15 : byte);
+        }
+  }
+};
+constexpr LevelBytes kLevelBytes;
+
+// Products are compiled once for kinds that differ in scales, levels and minima only, and told which these are. Codes may be narrower
+// in files.
+constexpr bool Alike(const CodedKind& a, const CodedKind& b) {
+  return a.IsWide() == b.IsWide() && !a.levels == !b.levels && a.FoursBias() == b.FoursBias() && a.Run() == b.Run();
+}
+constexpr int FirstAlike(int index) {
+  int first = 0;
+  while (!Alike(kCodedKinds[first], kCodedKinds[index])) ++first;
+  return first;
+}
+
+// What they are told.
+struct Told {
+  int form = 0, levels = 0;
+  bool minimum = false;
+  int64_t step_bytes = 0;
+};
+struct ToldOfKinds {
+  Told of[kCodedKindCount];
+  constexpr ToldOfKinds() {
+    for (int index = 0; index < kCodedKindCount; ++index) {
+      const CodedKind& kind = kCodedKinds[index];
+      of[index] = {kind.Form(), kind.levels, kind.minimum, kind.StepBytes()};
     }
   }
 };
-template <int table, int plane>
-constexpr LevelBytes<table, plane> kLevelBytes;
+constexpr ToldOfKinds kTold;
+
+// The least form of scales from `form` on of the kinds that are alike with kind `index`, or kForms; and the first kind that has a form.
+constexpr int NextForm(int index, int form) {
+  for (; form < kForms; ++form)
+    for (const CodedKind& kind : kCodedKinds)
+      if (kind.Form() == form && Alike(kind, kCodedKinds[index])) return form;
+  return form;
+}
+constexpr int FirstOfForm(int form) {
+  int first = 0;
+  while (kCodedKinds[first].Form() != form) ++first;
+  return first;
+}
+
+// As `StepsOf`, of a kind that is alike with kind `index` and whose scales have the form `form`.
+template <int index, int least = 0>
+inline __attribute__((always_inline)) Steps StepsAmong(int form, const char* scales, int64_t k, int half) {
+  constexpr int first = NextForm(index, least);
+  if constexpr (NextForm(index, first + 1) < kForms) {
+    if (form != first) return StepsAmong<index, first + 1>(form, scales, k, half);
+  }
+  return StepsOf<FirstOfForm(first)>(scales, k, half);
+}
 
 // The bytes that codes, one in each byte, choose.
 inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
@@ -154,7 +206,7 @@ struct FoursKernel {
 
   // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
   template <int index, int plane>
-  static __attribute__((always_inline)) inline Words CodesAt(const char* from, int64_t word) {
+  static __attribute__((always_inline)) inline Words CodesAt(int levels, const char* from, int64_t word) {
     constexpr CodedKind kind = kCodedKinds[index];
     constexpr int32_t kLower = 0x0F0F0F0F;
     if constexpr (kind.IsWide()) {
@@ -166,26 +218,24 @@ struct FoursKernel {
       if constexpr (!kind.levels) {
         return codes;
       } else {
-        return ByRegister(codes, codes, [](auto, auto each) { return Chosen(kLevelBytes<kind.levels, plane>.at, each); });
+        return ByRegister(codes, codes, [=](auto, auto each) { return Chosen(kLevelBytes.at[levels][plane], each); });
       }
     }
   }
 
   // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
   template <int index, int kRows>
-  static __attribute__((noinline)) void MultiplyBlock(const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
+  static __attribute__((noinline)) void MultiplyBlock(Told told, const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
     constexpr CodedKind kind = kCodedKinds[index];
-    constexpr bool kMinimum = kind.minimum;
     constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && (kind.IsWide() || kind.levels) ? 2 : 1;
-    constexpr int64_t kApart = Apart(kRows);
-    constexpr int64_t kBytesOfGroup = kind.FoursBytes(kStep), kBytesOfScales = kind.StepBytes();
+    constexpr int64_t kApart = Apart(kRows), kBytesOfGroup = kind.FoursBytes(kStep);
     const char* scales = codes + kind.FoursBytes(width);
     Vec total[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
     for (int64_t k = 0; k < width; k += kStep, rows += kAll * kApart, codes += kBytesOfGroup) {
       const auto* floats = reinterpret_cast<const float*>(rows);
-      __builtin_prefetch(scales + k / kStep * kBytesOfScales + ahead, 0, 2);
+      __builtin_prefetch(scales + k / kStep * told.step_bytes + ahead, 0, 2);
 #pragma GCC unroll 8
       for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead, 0, 2);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
@@ -208,7 +258,7 @@ struct FoursKernel {
 #pragma GCC unroll 8
           for (int64_t step = 0; step < kRun / 4; ++step) {
             const int64_t word = run * (kRun / 4) + step;
-            const Words of_features = CodesAt<index, plane>(codes, word);
+            const Words of_features = CodesAt<index, plane>(told.levels, codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const auto of_row = static_cast<int32_t>(rows[word * kApart + r]);
@@ -221,11 +271,11 @@ struct FoursKernel {
             sum[r] = kByNibbles ? sum[r] + ByRegister(part[r], part[r], widened) : part[r];
           }
         });
-        const Steps steps = StepsOf<index>(scales, k, run);
+        const Steps steps = StepsAmong<index>(told.form, scales, k, run);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r)
           total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale * kApart + r], floats[kUndone * kApart + r]), steps.scale, total[r]);
-        if constexpr (kMinimum) {
+        if (told.minimum) {
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) total[r] = Fused(steps.minimum, floats[kTotal * kApart + r], total[r]);
         }
@@ -249,19 +299,7 @@ struct FoursKernel {
     if constexpr (kRows < kBlockRows) {
       if (count > kRows) return MultiplyRows<index, kRows + 1>(count, arguments...);
     }
-    MultiplyBlock<Alike(index), kRows>(arguments...);
-  }
-
-  // The first kind with the same codes and scales: files may have narrower codes.
-  static constexpr int Alike(int index) {
-    const CodedKind kind = kCodedKinds[index];
-    const auto alike = [=](const CodedKind& other) {
-      return other.IsWide() == kind.IsWide() && other.levels == kind.levels && other.nested == kind.nested &&
-             other.minimum == kind.minimum && other.zero == kind.zero && other.power == kind.power;
-    };
-    int first = 0;
-    while (!alike(kCodedKinds[first])) ++first;
-    return first;
+    MultiplyBlock<index, kRows>(arguments...);
   }
 
   // The sums of a group of rows by a task.
@@ -269,7 +307,8 @@ struct FoursKernel {
     const int64_t places[] = {task.one, task.other};
     for (int64_t place : {0, 1}) {
       task.weights->OfBlock(places[place], [&](auto index, const char* at) {
-        MultiplyRows<index>(rows, reinterpret_cast<const Word*>(group), at, width, ahead, place ? sums.other : sums.one);
+        float* to = place ? sums.other : sums.one;
+        MultiplyRows<FirstAlike(index)>(rows, kTold.of[index], reinterpret_cast<const Word*>(group), at, width, ahead, to);
       });
     }
   }
