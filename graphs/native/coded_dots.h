@@ -255,15 +255,21 @@ struct FoursKernel {
           Words part[kRows];
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) part[r] = kByNibbles ? Words{} : sum[r];
-#pragma GCC unroll 8
-          for (int64_t step = 0; step < kRun / 4; ++step) {
-            const int64_t word = run * (kRun / 4) + step;
+          const auto add = [&](int64_t word) __attribute__((always_inline)) {
             const Words of_features = CodesAt<index, plane>(told.levels, codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const auto of_row = static_cast<int32_t>(rows[word * kApart + r]);
               part[r] = ByRegister(part[r], of_features, [=](auto s, auto c) { return AddCodes(s, c, of_row); });
             }
+          };
+          constexpr int64_t kWord = run * (kRun / 4), kEnd = kWord + kRun / 4;
+          if constexpr (kRegister == 4) {  // a word is many instructions
+#pragma GCC unroll 1
+            for (int64_t word = kWord; word < kEnd; word += 2) add(word), add(word + 1);
+          } else {
+#pragma GCC unroll 8
+            for (int64_t word = kWord; word < kEnd; ++word) add(word);
           }
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) {

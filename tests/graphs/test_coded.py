@@ -6,6 +6,7 @@ In the order "fours", products have the bits of exact sums of integers, which Nu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from tests.support.coded_blocks import block_bytes, dequantised_rows, random_row
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from xla_engine.graphs.experts.routing import Experts, Route
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import Norm
+from xla_engine.graphs.linear.products import Norm, Weight
 from xla_engine.graphs.ops.coded import KINDS, Coded, CodedForm, Order, coded_form
 from xla_engine.model_loader.gguf import coding
 
@@ -52,6 +53,14 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
     products = NativeProducts(str(registered(isa, "linear_coded", "linear_bf16")))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((29, WIDTH)), jnp.float32)
     norm = Norm(jnp.linspace(0.5, 2, WIDTH), 1e-5)
+
+    def products_of(weight: Weight, head: Weight, x: jax.Array) -> list[jax.Array]:  # one program a kind
+        found = []
+        for some in (x[:rows] for rows in (1, 2, 3, 7, 12, 13, 29)):
+            found += [products.linear(weight, some), products.gated(weight, some, norm=norm)]
+            found.append(products.head(head, norm, some).values)
+        return found
+
     for seed, kind in enumerate(KINDS):
         raw = random_rows((FEATURES, WIDTH), kind, seed)
         weight, plain = coded([(kind, FEATURES)], [raw]), dequantised(kind, raw)
@@ -59,14 +68,10 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
         np.testing.assert_array_equal(found.view(np.uint16), plain.view(np.uint16), err_msg=kind)
         packed = jnp.asarray(products.pack(plain))
         head = jnp.asarray(products.pack_head(plain))
-        for rows in (1, 2, 3, 7, 12, 13, 29):
-            for one, other in (
-                (products.linear(weight, x[:rows]), products.linear(packed, x[:rows])),
-                (products.gated(weight, x[:rows], norm=norm), products.gated(packed, x[:rows], norm=norm)),
-                (products.head(weight, norm, x[:rows]).values, products.head(head, norm, x[:rows]).values),
-            ):
-                bits = [np.asarray(each, np.float32).view(np.uint32) for each in (one, other)]
-                np.testing.assert_array_equal(*bits, err_msg=f"{kind}, {rows} rows")
+        one, other = (jax.jit(partial(products_of, *each))(x) for each in ((weight, weight), (packed, head)))
+        for found_of_one, found_of_other in zip(one, other, strict=True):
+            bits = [np.asarray(each, np.float32).view(np.uint32) for each in (found_of_one, found_of_other)]
+            np.testing.assert_array_equal(*bits, err_msg=f"{kind}, {len(found_of_one)} rows")
 
 
 def best() -> NativeProducts:
