@@ -150,7 +150,7 @@ void WeighByteParts(const Context<int8_t>& context, const Factors<BFloat16>::Typ
         const Words bytes = LoadAs<Words>(rows + p * kPart);
         auto add = [&](auto half, auto part) {
           const auto value = WidenedBytes<half, part>(bytes);
-          for (int r = 0; r < kRows; ++r) sum[r][p] = F::Add(sum[r][p], value, weights + r * stride, 2 * word + half, part);
+          for (int r = 0; r < kRows; ++r) sum[r][p] = F::Add(sum[r][p], value, weights[r * stride + F::Place(2 * word + half, part)]);
         };
         constexpr std::integral_constant<int, 0> kFirst;
         constexpr std::integral_constant<int, 1> kSecond;

@@ -8,9 +8,9 @@
 
 namespace xla_engine {
 
-// What words of keys and values are multiplied with, for each row and word in order: queries, then weights, both in the
-// type of the store. Where a pair of bf16 is one instruction, a word of the row; elsewhere its parts widened, of which the
-// second is added first, as that instruction does (see dots.h): the bits are the same.
+// What words of keys and values are multiplied with: queries, then weights, both in the type of the store. Where a pair of
+// bf16 is one instruction, a word of the row; elsewhere its parts widened, of which the second is added first, as that
+// instruction does (see dots.h): the bits are the same. `Place` is where a row has the factor of a word's part.
 template <typename T>
 struct Factors {
   using Type = float;
@@ -19,11 +19,11 @@ struct Factors {
   static Vec Part(const T* words) {
     return Storage<T>::template Part<kParts - 1 - part>(words);
   }
-  static Vec Add(Vec sum, Vec words, const float* row, int64_t word, int part) {
-    return Fused(words, row[word * kParts + kParts - 1 - part], sum);
-  }
-  static void FromQuery(const T* from, int64_t width, float* to) {
-    for (int64_t i = 0; i < width; ++i) to[i] = Storage<T>::Widen(from[i]);
+  static int64_t Place(int64_t word, int part) { return word * kParts + kParts - 1 - part; }
+  static Vec Add(Vec sum, Vec words, float factor) { return Fused(words, factor, sum); }
+  // `pitch` factors apart.
+  static void FromQuery(const T* from, int64_t width, float* to, int64_t pitch) {
+    for (int64_t i = 0; i < width; ++i) to[i * pitch] = Storage<T>::Widen(from[i]);
   }
   // In place.
   static const float* FromWeights(float* row, int64_t end) {
@@ -42,16 +42,21 @@ struct Factors<BFloat16> {
   static Words Part(const BFloat16* words) {
     return LoadAs<Words>(words);
   }
-  static Vec Add(Vec sum, Words words, const Word* row, int64_t word, int) {
-    return Dots<BFloat16>::Add(sum, words, row[word]);
-  }
-  static void FromQuery(const BFloat16* from, int64_t width, Word* to) {
-    std::memcpy(to, from, width * sizeof(BFloat16));
+  static int64_t Place(int64_t word, int) { return word; }
+  static Vec Add(Vec sum, Words words, Word factor) { return Dots<BFloat16>::Add(sum, words, factor); }
+  static void FromQuery(const BFloat16* from, int64_t width, Word* to, int64_t pitch) {
+    for (int64_t word = 0; word < width / 2; ++word) to[word * pitch] = reinterpret_cast<const Word*>(from)[word];
   }
   // In place: words are half as long, so that none is written before it is read.
   static const Word* FromWeights(float* row, int64_t end) {
     BFloat16* to = reinterpret_cast<BFloat16*>(row);
-    for (int64_t at = 0; at < end; at += kVector) Storage<BFloat16>::Round(Load(row + at), to + at);
+    for (int64_t at = 0; at < end; at += kVector) {
+#if defined(__AVX512BF16__)  // takes denormals for zeros, but weights are none
+      StoreAs(to + at, _mm512_cvtneps_pbh((__m512)Load(row + at)));
+#else
+      Storage<BFloat16>::Round(Load(row + at), to + at);
+#endif
+    }
     return reinterpret_cast<const Word*>(row);
   }
 };
@@ -64,25 +69,40 @@ constexpr int Beside(int rows) {
   return rows <= 3 ? 4 : 1;
 }
 
+// Queries [factor][kQueries]: with a constant distance from one row to the next, and every loop over sums unrolled, compilers
+// keep all sums in registers.
 template <typename T, int kRows, int kBlocks>
 void ScoreBlocks(const Context<T>& context, const typename Factors<T>::Type* queries, int64_t first_block, float* scores,
                  int64_t stride) {
+  using F = Factors<T>;
   constexpr int kPack = Storage<T>::kPack;
-  const int64_t words = context.width / kPack, pitch = words * Factors<T>::kParts;
-  Vec sum[kRows][kBlocks] = {};
-  const T* const* keys = context.keys.data() + first_block;
-  for (int64_t word = 0; word < words; ++word) {
-    for (int b = 0; b < kBlocks; ++b) {
-      auto add = [&](auto part) {
-        const auto key = Factors<T>::template Part<part>(keys[b] + word * kVector * kPack);
-        for (int r = 0; r < kRows; ++r) sum[r][b] = Factors<T>::Add(sum[r][b], key, queries + r * pitch, word, part);
-      };
-      add(std::integral_constant<int, 0>());
-      if constexpr (Factors<T>::kParts == 2) add(std::integral_constant<int, 1>());
-    }
+  const int64_t words = context.width / kPack;
+  const T* keys[kBlocks];
+  std::copy_n(context.keys.data() + first_block, kBlocks, keys);
+  Vec sum[kRows][kBlocks];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) sum[r][b] = Vec{};
   }
-  for (int r = 0; r < kRows; ++r)
+  for (int64_t word = 0; word < words; ++word) {
+    const auto add = [&](auto part) __attribute__((always_inline)) {
+      const typename F::Type* factors = queries + F::Place(word, part) * kQueries;
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b) {
+        const auto key = F::template Part<part>(keys[b] + word * kVector * kPack);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) sum[r][b] = F::Add(sum[r][b], key, factors[r]);
+      }
+    };
+    add(std::integral_constant<int, 0>());
+    if constexpr (F::kParts == 2) add(std::integral_constant<int, 1>());
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int b = 0; b < kBlocks; ++b) Store(scores + r * stride + (first_block + b) * kVector, sum[r][b]);
+  }
 }
 
 template <typename T, int kRows>
@@ -107,7 +127,7 @@ void WeighParts(const Context<T>& context, const typename Factors<T>::Type* weig
       for (int p = 0; p < kParts; ++p) {
         auto add = [&](auto part) {
           const auto value = Factors<T>::template Part<part>(rows + p * kVector * kVector * kPack);
-          for (int r = 0; r < kRows; ++r) sum[r][p] = Factors<T>::Add(sum[r][p], value, weights + r * stride, word, part);
+          for (int r = 0; r < kRows; ++r) sum[r][p] = Factors<T>::Add(sum[r][p], value, weights[r * stride + Factors<T>::Place(word, part)]);
         };
         add(std::integral_constant<int, 0>());
         if constexpr (Factors<T>::kParts == 2) add(std::integral_constant<int, 1>());
@@ -146,11 +166,10 @@ void AttendVectors(const Context<T>& context, const T* queries, const Seen& seen
                    int64_t stride, float* out, float* sums) {
   using Factor = typename Factors<T>::Type;
   alignas(64) Factor factors[kQueries * kMaxWidth];
-  const int64_t pitch = context.width / Storage<T>::kPack * Factors<T>::kParts;
   for (int64_t row = 0; row < seen.rows; ++row)
-    Factors<T>::FromQuery(queries + row * context.width, context.width, factors + row * pitch);
+    Factors<T>::FromQuery(queries + row * context.width, context.width, factors + row, kQueries);
   ByRows(seen.rows, [&](auto count, int64_t row) {
-    ScoreRows<T, count>(context, factors + row * pitch, scores + row * stride, stride);
+    ScoreRows<T, count>(context, factors + row, scores + row * stride, stride);
   });
   const int64_t end = (context.count + 2 * kVector - 1) / (2 * kVector) * (2 * kVector);
   for (int64_t row = 0; row < seen.rows; ++row) {
