@@ -1,4 +1,4 @@
-// Frozen: runs at commit 4f7012f.
+// Frozen: runs at commit 936bf3d.
 // How many products a second does the attention of one thread make, with so many query rows over so many keys?
 //
 //   g++ -std=c++17 -O3 -ffp-contract=off -march=x86-64-v4 -mavx512bf16 -mavx512vnni -mtune=native -Igraphs/native \
