@@ -82,6 +82,8 @@ SKIPS: dict[str, list[tuple[str, str]]] = {
         ("completion::*", _NATIVE),
         ("tokenize::*", "asks for `content`; vLLM's name is `prompt`"),
         ("compat_oai_responses::responses_with_openai_library", _STORIES),
+        # only if the answer ends by itself within eight tokens, which is left to chance
+        ("compat_oai_responses::responses_stream_with_openai_library", _STORIES),
         ("compat_oai_responses::responses_stream_with_llama_telemetry", _NATIVE),
         ("metrics::*", _NATIVE),
     ],
