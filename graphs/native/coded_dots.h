@@ -60,22 +60,22 @@ constexpr int FirstAlike(int index) {
   return first;
 }
 
-// What they are told.
-struct Told {
+// Which of such kinds a product multiplies.
+struct Variant {
   int form = 0, levels = 0;
   bool minimum = false;
   int64_t step_bytes = 0;
 };
-struct ToldOfKinds {
-  Told of[kCodedKindCount];
-  constexpr ToldOfKinds() {
+struct VariantOfKinds {
+  Variant of[kCodedKindCount];
+  constexpr VariantOfKinds() {
     for (int index = 0; index < kCodedKindCount; ++index) {
       const CodedKind& kind = kCodedKinds[index];
       of[index] = {kind.Form(), kind.levels, kind.minimum, kind.StepBytes()};
     }
   }
 };
-constexpr ToldOfKinds kTold;
+constexpr VariantOfKinds kVariants;
 
 // The least form of scales from `form` on of the kinds that are alike with kind `index`, or kForms; and the first kind that has a form.
 constexpr int NextForm(int index, int form) {
@@ -225,7 +225,7 @@ struct FoursKernel {
 
   // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
   template <int index, int kRows>
-  static __attribute__((noinline)) void MultiplyBlock(Told told, const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
+  static __attribute__((noinline)) void MultiplyBlock(Variant variant, const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
     constexpr CodedKind kind = kCodedKinds[index];
     constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && (kind.IsWide() || kind.levels) ? 2 : 1;
     constexpr int64_t kApart = Apart(kRows), kBytesOfGroup = kind.FoursBytes(kStep);
@@ -235,7 +235,7 @@ struct FoursKernel {
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
     for (int64_t k = 0; k < width; k += kStep, rows += kAll * kApart, codes += kBytesOfGroup) {
       const auto* floats = reinterpret_cast<const float*>(rows);
-      __builtin_prefetch(scales + k / kStep * told.step_bytes + ahead, 0, 2);
+      __builtin_prefetch(scales + k / kStep * variant.step_bytes + ahead, 0, 2);
 #pragma GCC unroll 8
       for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead, 0, 2);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
@@ -256,7 +256,7 @@ struct FoursKernel {
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) part[r] = kByNibbles ? Words{} : sum[r];
           const auto add = [&](int64_t word) __attribute__((always_inline)) {
-            const Words of_features = CodesAt<index, plane>(told.levels, codes, word);
+            const Words of_features = CodesAt<index, plane>(variant.levels, codes, word);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
               const auto of_row = static_cast<int32_t>(rows[word * kApart + r]);
@@ -277,11 +277,11 @@ struct FoursKernel {
             sum[r] = kByNibbles ? sum[r] + ByRegister(part[r], part[r], widened) : part[r];
           }
         });
-        const Steps steps = StepsAmong<index>(told.form, scales, k, run);
+        const Steps steps = StepsAmong<index>(variant.form, scales, k, run);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r)
           total[r] = Fused(Fused(Cast<Vec>(sum[r]), floats[kScale * kApart + r], floats[kUndone * kApart + r]), steps.scale, total[r]);
-        if (told.minimum) {
+        if (variant.minimum) {
 #pragma GCC unroll 12
           for (int r = 0; r < kRows; ++r) total[r] = Fused(steps.minimum, floats[kTotal * kApart + r], total[r]);
         }
@@ -314,7 +314,7 @@ struct FoursKernel {
     for (int64_t place : {0, 1}) {
       task.weights->OfBlock(places[place], [&](auto index, const char* at) {
         float* to = place ? sums.other : sums.one;
-        MultiplyRows<FirstAlike(index)>(rows, kTold.of[index], reinterpret_cast<const Word*>(group), at, width, ahead, to);
+        MultiplyRows<FirstAlike(index)>(rows, kVariants.of[index], reinterpret_cast<const Word*>(group), at, width, ahead, to);
       });
     }
   }

@@ -24,10 +24,10 @@ SMALL_VALUES = 1 << 10  # a chat below both limits is rendered in a few millisec
 SMALL_CHARACTERS = 1 << 16
 QUEUED_CHARACTERS = 4 * MAX_CHARACTERS  # limit on all waiting chats; half of it per key
 _LEAST = 256  # characters added to each chat, for its fields and the request around it
-
-Render = Callable[..., str]
 # constraints waiting or being compiled, up to a second each; half of them per key
 MAX_WAITING = 256
+
+Render = Callable[..., str]
 
 
 @dataclass(frozen=True, slots=True)
