@@ -15,7 +15,8 @@ def requested_isa(isa: str = "auto") -> str:
 
     asked = isa if isa != AUTO else os.environ.get("XLA_ENGINE_ISA") or AUTO
     if asked not in ISAS:
-        raise ConfigError(f"XLA_ENGINE_ISA must be one of {', '.join(ISAS)}, not {asked!r}")
+        name = "isa" if isa != AUTO else "XLA_ENGINE_ISA"
+        raise ConfigError(f"{name} must be one of {', '.join(ISAS)}, not {asked!r}")
     return asked
 
 

@@ -1,5 +1,5 @@
-// The changes to a row's logits before a token is chosen, in the order of STAGES (graphs/row_state/sampling_fields.py), as
-// graphs/sampling/logits_processors.py and dry.py have it.
+// The changes to a row's logits before a token is chosen, in the order of STAGES (graphs/row_state/sampling_fields.py): the same as in
+// graphs/sampling/logits_processors.py.
 
 #pragma once
 

@@ -298,6 +298,15 @@ def test_help(command: list[str]) -> None:
     assert result.exit_code == 0 and "xla-engine" in result.stdout.removeprefix("Usage: xla-engine")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("serv", "No such command 'serv'; did you mean 'serve'?\n"), ("start", "No such command 'start'.\n")],
+)
+def test_an_unknown_command_gets_a_suggestion(name: str, message: str) -> None:
+    result = invoke(name)
+    assert result.exit_code == 2 and result.stderr.endswith(message)
+
+
 def test_version() -> None:
     result = invoke("--version")
     assert result.exit_code == 0 and "0." in result.stdout

@@ -88,6 +88,8 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="XLA_ENGINE_ISA must be one of auto, amx"):
         requested_isa()
     assert requested_isa("avx2") == "avx2"
+    with pytest.raises(ConfigError, match=r"^isa must be one of auto, amx"):
+        requested_isa("avx3")
     assert {*ISAS} == {"auto", "none", *(each.name for each in INSTRUCTION_SETS)}
 
 

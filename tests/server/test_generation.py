@@ -209,7 +209,8 @@ def test_small_paths(http: httpx.Client, server: Running) -> None:
     assert http.post("/tokenize", json={"prompt": 3}).status_code == 400
     assert http.post("/detokenize", json={"tokens": [-1]}).status_code == 400
     assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
-    assert http.get("/v1/completions").status_code == 405
+    refused = http.get("/v1/completions")
+    assert refused.status_code == 405 and "this path takes POST, not GET" in refused.text
     requests = http.get("/v1/requests").json()
     assert len(requests["slots"]) == 8 and requests["num_waiting"] == 0
 

@@ -13,6 +13,7 @@ import click
 
 from xla_engine import __version__
 from xla_engine.cli._common import INTERRUPTED
+from xla_engine.utils.did_you_mean import did_you_mean
 
 
 class _Commands(click.Group):
@@ -28,6 +29,17 @@ class _Commands(click.Group):
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(import_module(f"{__name__}.{name}"), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click; the error for an unknown command names a similar one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if similar := did_you_mean(args[0], self.list_commands(ctx)):
+                error.message = error.message.rstrip(".") + similar
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; Ctrl-C ends it with exit status 130."""
@@ -46,6 +58,6 @@ def main() -> None:
     \b
     xla-engine run examples/requests.jsonl -o out.jsonl
 
-    Without --model the small model that ships with the package is used; it writes Python. --help after a command
-    tells its options.
+    Without --model, commands use the small model that ships with the package; it writes Python. For the options of
+    a command: xla-engine COMMAND --help.
     """

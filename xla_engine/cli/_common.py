@@ -91,7 +91,7 @@ device_options = together(
         "int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
         "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
         "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss. "
-        "Others: refused unless the checkpoint is stored so, and without effect.",
+        "The other names say how the checkpoint is stored: they change nothing, and any other checkpoint is refused.",
         _help.QUANTIZATION,
     ),
     engine_option(
@@ -126,13 +126,13 @@ device_options = together(
     ),
     engine_option(
         "mamba_block_size",
-        "Tokens from one saved state of recurrent layers to the next; default 1024.",
+        "Tokens from one saved state of recurrent layers to the next.  [default: 1024]",
         click.IntRange(1),
         metavar="N",
     ),
     engine_option(
         "mamba_cache_states",
-        "The most saved states of recurrent layers; default two for every slot.",
+        "Maximum number of saved states of recurrent layers.  [default: two for each slot]",
         click.IntRange(1),
         metavar="N",
     ),
@@ -150,7 +150,7 @@ device_options = together(
     ),
     engine_option(
         "image_cache_bytes",
-        "Room for features of pictures, 64 MiB by default; with 0, the vision tower is not loaded.",
+        "Memory for the features of pictures; with 0, the vision tower is not loaded.  [default: 64 MiB]",
         click.IntRange(0),
         metavar="N",
     ),
@@ -172,7 +172,7 @@ device_options = together(
     ),
     engine_option(
         "tensor_parallel_size",
-        "Number of devices that share the model, each with a part of every weight.",
+        "Number of devices that share the model; each holds a part of every weight.",
         click.IntRange(1),
         metavar="N",
     ),
@@ -181,8 +181,8 @@ device_options = together(
     ),
     engine_option(
         "bits",
-        "portable: the same bits on every processor with AVX2, AVX-512 or NEON, or a refusal; machine: what is "
-        "fastest here.",
+        "machine: what is fastest here. portable: the same bits on every processor with AVX2, AVX-512 or NEON; what "
+        "cannot have them is refused.",
     ),
     engine_option(
         "isa",

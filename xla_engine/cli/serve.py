@@ -32,7 +32,7 @@ _setting = partial(_help.field_option, ServerSettings)
     "--api-key-file", type=Path, help="File with one API key per line; XLA_ENGINE_API_KEY adds more."
 )
 @click.option("--ssl-certfile", metavar="FILE", help="Serve TLS with this certificate.")
-@click.option("--ssl-keyfile", metavar="FILE", help="Its key.")
+@click.option("--ssl-keyfile", metavar="FILE", help="The key of this certificate.")
 @click.option(
     "--ssl-ca-certs", metavar="FILE", help="Require clients to have a certificate from these authorities."
 )
@@ -54,13 +54,21 @@ _setting = partial(_help.field_option, ServerSettings)
     "Send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces.",
     metavar="URL",
 )
-@click.option("--chat-template", "template_path", type=Path, help="A jinja2 template for chats.")
-@_setting("tool_parser", "Format of tool calls: auto, none, hermes, ...", metavar="NAME")
-@_setting("reasoning_parser", "auto, none, think or harmony.", metavar="NAME")
+@_setting(
+    "tool_parser",
+    "Extract tool calls from replies: hermes, qwen3_coder, llama3, mistral or harmony; auto follows the chat "
+    "template, none leaves them in the text.",
+    metavar="NAME",
+)
+@_setting(
+    "reasoning_parser",
+    "Extract reasoning from replies: think or harmony; auto and none as for --tool-parser.",
+    metavar="NAME",
+)
 @_setting("max_tokens", "max_tokens for requests without one.", click.IntRange(1))
 @click.option("--temperature", type=float, help="temperature for requests without one.")
 @_setting("max_waiting", "Maximum length of the queue; further requests get status 429.", click.IntRange(0))
-@_setting("max_body_bytes", "Of one request.", click.IntRange(1))
+@_setting("max_body_bytes", "Maximum size of the body of a request.", click.IntRange(1))
 @_setting(
     "max_answer_values",
     "Maximum number of tokens of an answer, counted with their logprobs.",
@@ -70,10 +78,26 @@ _setting = partial(_help.field_option, ServerSettings)
     "--max-connections", type=click.IntRange(1), default=4096, help="Maximum number of open connections."
 )
 @_setting("request_timeout_s", "Time limit of a request in seconds.", _SECONDS, name="--request-timeout")
-@_setting("send_timeout_s", "See below.", _SECONDS, name="--send-timeout")
-@_setting("drain_grace_s", "See below.", click.FloatRange(0), name="--drain-grace")
-@_setting("drain_timeout_s", "See below.", click.FloatRange(0), name="--drain-timeout")
+@_setting(
+    "send_timeout_s",
+    "Disconnect a client that reads nothing for this many seconds.",
+    _SECONDS,
+    name="--send-timeout",
+)
+@_setting(
+    "drain_grace_s",
+    "Seconds from SIGTERM until new requests get status 503.",
+    click.FloatRange(0),
+    name="--drain-grace",
+)
+@_setting(
+    "drain_timeout_s",
+    "Seconds from then until running requests are cancelled.",
+    click.FloatRange(0),
+    name="--drain-timeout",
+)
 @_common.model_options
+@_common.chat_template_option
 @_common.lora_options
 @_common.pooling_options
 @_common.time_limits
@@ -86,7 +110,7 @@ _setting = partial(_help.field_option, ServerSettings)
 def serve(
     names: tuple[str, ...],
     api_key_file: Path | None,
-    template_path: Path | None,
+    chat_template_path: str | None,
     temperature: float | None,
     max_connections: int,
     no_access_log: bool,
@@ -98,9 +122,8 @@ def serve(
     the page at / shows slots and queue. With --batch-dir there are /v1/files and /v1/batches: their lines
     run when no other request needs the slot, and a server that was killed continues them after a restart.
 
-    A client that reads nothing for --send-timeout seconds is disconnected. On SIGTERM /ready returns 503;
-    after --drain-grace seconds new requests get 503 too, running ones have --drain-timeout seconds to
-    finish, and batches stop after a line. A second SIGTERM ends the server at once.
+    After SIGTERM, /ready returns 503 and the server ends: see --drain-grace and --drain-timeout. Batches stop after
+    a line. A second SIGTERM ends the server at once.
 
     \b
     Examples:
@@ -120,7 +143,7 @@ def serve(
             raise ConfigError(f"{min(taken)!r} is a name of the model; give the adapter another")
         _common.begin_start(options)
         defaults = _common.sampling_fields(options, temperature=temperature)
-        if (template := _common.text_of(template_path)) is not None:
+        if (template := _common.text_of(chat_template_path)) is not None:
             defaults["chat_template"] = template
         settings = ServerSettings(
             model_names=(*own, *options["lora_modules"]),

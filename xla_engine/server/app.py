@@ -129,7 +129,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     found = {
         404: f"no such path: {request.url.path[:200]}",
-        405: f"this path does not support {request.method}",
+        405: f"this path takes {(error.headers or {}).get('Allow')}, not {request.method}",
     }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     answer = ApiError(error.status_code, found.get(error.status_code, error.detail), code=code)
