@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -305,6 +306,23 @@ def test_help(command: list[str]) -> None:
 def test_an_unknown_command_gets_a_suggestion(name: str, message: str) -> None:
     result = invoke(name)
     assert result.exit_code == 2 and result.stderr.endswith(message)
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_the_model_may_be_an_argument(tmp_path: Path, command: str) -> None:
+    missing = str(tmp_path / "missing")
+    for given in ([missing], ["--model", missing]):
+        assert_not_started(invoke(command, *given), "missing: no such directory")
+    assert_not_started(invoke(command, "a", "--model", "b"), "the model is given twice")
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli._common, "load_engine", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_not_started(
+            invoke("serve", "--port", str(port)), f"cannot listen at 127.0.0.1:{port}: Address"
+        )
 
 
 def test_version() -> None:

@@ -37,9 +37,9 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if similar := did_you_mean(args[0], self.list_commands(ctx)):
-                error.message = error.message.rstrip(".") + similar
-            raise
+            if not (similar := did_you_mean(args[0], self.list_commands(ctx))):
+                raise
+            raise click.UsageError(error.message.rstrip(".") + similar, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; Ctrl-C ends it with exit status 130."""

