@@ -306,11 +306,11 @@ class EngineConfig:
             )
         self._check_prefix_cache()
         if not is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
-            raise ConfigError(f"swap_space must be GiB, 0 or more, not {shown(self.swap_space)}")
+            raise ConfigError(f"swap_space must be a number of GiB, 0 or more, not {shown(self.swap_space)}")
         if self.step_timeout_s is not None and (
             not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < 2**31
         ):
-            raise ConfigError(f"step_timeout_s must be seconds above 0, not {shown(self.step_timeout_s)}")
+            raise ConfigError(f"step_timeout_s must be a number of seconds above 0, not {shown(self.step_timeout_s)}")
         if not is_number(self.shadow_rate) or not 0 <= self.shadow_rate <= 1:
             raise ConfigError(f"shadow_rate must be 0 to 1, not {shown(self.shadow_rate)}")
         folder, domains = self.allowed_local_media_path, self.allowed_media_domains
@@ -371,7 +371,7 @@ class EngineConfig:
                 )
         if (speculation := self.speculation) is not None and speculation.method not in _PORTABLE_PROPOSERS:
             raise ConfigError(
-                f"bits 'portable' has the speculative methods {' and '.join(_PORTABLE_PROPOSERS)}, not "
+                f"bits 'portable' supports speculation by {' and '.join(_PORTABLE_PROPOSERS)}, not by "
                 f"{shown(speculation.method)}"
             )
 

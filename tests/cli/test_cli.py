@@ -200,7 +200,7 @@ def test_missing_input(tmp_path: Path, engine: FakeEngine) -> None:
     assert_not_started(
         invoke("run", tmp_path / "none.jsonl", "-o", tmp_path / "out"), "none.jsonl: No such file"
     )
-    assert_not_started(invoke("run", tmp_path, "-o", tmp_path / "out"), "Is a directory")
+    assert_not_started(invoke("run", tmp_path, "-o", tmp_path / "out"), "the directory has no table")
 
 
 def test_unwritable_output(tmp_path: Path, engine: FakeEngine) -> None:

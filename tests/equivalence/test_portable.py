@@ -124,7 +124,7 @@ def test_an_option_that_nobody_vouched_for_is_refused(monkeypatch: pytest.Monkey
             with pytest.raises(ConfigError, match=f"bits 'portable' has no {name}="):
                 EngineConfig(bits="portable", **{name: value})
     assert {each.name for each in fields(EngineConfig)} >= PORTABLE_OPTIONS
-    with pytest.raises(ConfigError, match="speculative methods ngram and suffix, not 'draft_model'"):
+    with pytest.raises(ConfigError, match="speculation by ngram and suffix, not by 'draft_model'"):
         EngineConfig(bits="portable", speculative_config={"method": "draft_model"})
     with pytest.raises(ConfigError, match="bits must be one of machine, portable"):
         EngineConfig(bits="same")

@@ -264,7 +264,7 @@ def test_pictures_fill_the_parts_of_a_row_s_messages() -> None:
     assert [part.get("image") for part in line.prompts[0].messages[0]["content"]] == ["x", None, "y"]  # type: ignore[union-attr]
     for images in (["x"], ["x", "y", "z"], []):
         wrong = parsed({"messages": messages, "images": images})
-        assert isinstance(wrong, LineError) and "they must be as many" in wrong.message
+        assert isinstance(wrong, LineError) and "give one for each part" in wrong.message
 
 
 def test_columns_of_bytes_are_read_few_at_a_time_and_not_copied(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def _filled(messages: object, images: object) -> object:
     filled = list(map(with_pictures, messages)) if isinstance(messages, list) else messages
     if places != len(listed):
         raise InvalidRequestError(
-            f'{len(listed)} images for {places} parts {{"type": "image"}} of the messages; they must be as many'
+            f'{len(listed)} images for {places} parts {{"type": "image"}} of the messages; give one for each part'
         )
     return filled
 

@@ -275,7 +275,7 @@ def _check_one_job(paths: Sequence[Path], states: Sequence[ShardState], *, any_e
             f"their bits may differ; use --any-engine to merge them anyway"
         )
     if (own := sum(state.own_lines for state in states)) != first.input_lines:
-        raise OutputError(f"the shards have {own} lines together, their input {first.input_lines}")
+        raise OutputError(f"the shards have {own} lines together, but their input has {first.input_lines}")
 
 
 def _open(path: Path, state: ShardState, errors: list[int]) -> ResultsInOrder | None:

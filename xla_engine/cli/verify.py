@@ -169,7 +169,7 @@ def _verify_golden(context: click.Context) -> int:
     known = ("against", "isa", "quantization", "verbose")
     if others := _others(context, known):
         raise _common.NotStarted(
-            f"--against golden has a model and options of its own, apart from --isa and --quantization: leave "
+            f"--against golden uses its own model and options, apart from --isa and --quantization: leave "
             f"{others} out"
         )
     with _common.startup_errors(), counting("engines", sys.stderr) as count:
@@ -178,7 +178,7 @@ def _verify_golden(context: click.Context) -> int:
         asked = context.params["quantization"]
         names = [name for name, kind in portable.PRECISIONS.items() if asked in (None, kind)]
         if not names:
-            raise _common.NotStarted(f"--against golden has bfloat16 and int8, not --quantization {asked}")
+            raise _common.NotStarted(f"--against golden compares bfloat16 and int8, not --quantization {asked}")
         results = portable.against_golden(context.params["isa"], names, progress=count)
     click.echo("\n".join(portable.lines(results)))
     return _common.SOME_FAILED if any(each.differing for each in results) else 0

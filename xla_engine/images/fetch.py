@@ -228,7 +228,7 @@ class Fetcher:
             raise ImageUnreachableError(f"{url.host} answers with status {status}{hint}")
         fields = parse_headers(head)
         if fields.get("content-encoding", "identity").lower() != "identity":
-            raise ImageUnreachableError(f"{url.host} sends it compressed, although that was not asked for")
+            raise ImageUnreachableError(f"{url.host} sends it compressed, although the request did not allow that")
         return await self._body(fields, reader)
 
     async def _body(self, fields: Message, reader: asyncio.StreamReader) -> bytes:

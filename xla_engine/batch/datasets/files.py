@@ -127,7 +127,7 @@ def _checked(source: str, found: list[tuple[str, Callable[[], BinaryIO]]]) -> li
             )
         files.append(TableFile(name, kind, opened))
     if not files:
-        what = "Is a directory without" if Path(source).is_dir() else "there is"
+        what = "the directory has" if Path(source).is_dir() else "there is"
         raise ConfigError(f"{source}: {what} no table: no .parquet, .csv, .tsv, .json, .jsonl or .arrow file")
     return files
 

@@ -57,8 +57,8 @@ def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> Po
         if form.dimensions is not None and wanted not in form.dimensions:
             remedy = f"use {', '.join(map(str, form.dimensions))}" if form.dimensions else "leave them out"
             raise InvalidRequestError(
-                f"the model is not said to be trained for {wanted} dimensions: {remedy}, or say it with "
-                'hf_overrides {"is_matryoshka": true}'
+                f"config.json does not say that the model was trained for {wanted} dimensions: {remedy}, or declare "
+                'it with hf_overrides {"is_matryoshka": true}'
             )
         if wanted > hidden_size:
             raise InvalidRequestError(f"dimensions must be at most {hidden_size}, not {wanted}")

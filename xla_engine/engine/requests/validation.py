@@ -307,7 +307,7 @@ class RequestValidator:
                 or not 0 < seconds <= LONGEST_PATIENCE_S
             ):
                 raise InvalidRequestError(
-                    f"{name} must be seconds above 0 and at most {LONGEST_PATIENCE_S}, not {seconds!r}"
+                    f"{name} must be a number of seconds above 0 and at most {LONGEST_PATIENCE_S}, not {seconds!r}"
                 )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
