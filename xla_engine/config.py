@@ -310,7 +310,9 @@ class EngineConfig:
         if self.step_timeout_s is not None and (
             not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < 2**31
         ):
-            raise ConfigError(f"step_timeout_s must be a number of seconds above 0, not {shown(self.step_timeout_s)}")
+            raise ConfigError(
+                f"step_timeout_s must be a number of seconds above 0, not {shown(self.step_timeout_s)}"
+            )
         if not is_number(self.shadow_rate) or not 0 <= self.shadow_rate <= 1:
             raise ConfigError(f"shadow_rate must be 0 to 1, not {shown(self.shadow_rate)}")
         folder, domains = self.allowed_local_media_path, self.allowed_media_domains

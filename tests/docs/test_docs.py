@@ -157,6 +157,39 @@ def test_every_path_that_is_mentioned_exists(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "CONTRIBUTING.md"])
+def test_pages_for_developers_name_files_that_exist(page: str) -> None:
+    """By the end of their path, as `engine/loop.py`."""
+    folders = ("graphs", "scheduler", "xla_engine", "tests", "spikes", "examples", ".ci")
+    known = {f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.*")}
+    named = set(re.findall(r"`([\w./-]*\w\.(?:py|h|cc))`", (ROOT / "docs" / page).read_text())) - {
+        "NNN_name.py"
+    }
+    assert len(named) > 9 and not [
+        name for name in named if not any(path.endswith(f"/{name}") for path in known)
+    ]
+
+
+def test_the_architecture_page_shows_the_tree_and_the_layers_as_they_are() -> None:
+    tree, layers = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)[:2]
+    shown, path = set(), list[str]()
+    for line in tree.splitlines():
+        name = line.split()[0]
+        path[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        shown.add("".join(path))
+    assert not [name for name in shown if not (ROOT / name).exists()]
+    packages = {
+        f"{top}/{folder.parent.name}/"
+        for top in ("graphs", "scheduler", "xla_engine")
+        for folder in (ROOT / top).glob("*/__init__.py")
+        if not folder.parent.is_symlink()
+    }
+    assert packages <= shown
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contract = next(each["layers"] for each in contracts if each["name"] == "floors of xla_engine")
+    assert layers.splitlines() == [line.replace("xla_engine.", "") for line in contract]
+
+
 def test_every_finding_is_in_an_index_and_in_a_record_and_says_when_and_where_it_was_measured() -> None:
     records = {path for path in (ROOT / "findings").glob("*.md") if path.name != "README.md"}
     index, archive = ((ROOT / "findings" / page).read_text() for page in ("README.md", "archive/README.md"))

@@ -178,7 +178,9 @@ def _verify_golden(context: click.Context) -> int:
         asked = context.params["quantization"]
         names = [name for name, kind in portable.PRECISIONS.items() if asked in (None, kind)]
         if not names:
-            raise _common.NotStarted(f"--against golden compares bfloat16 and int8, not --quantization {asked}")
+            raise _common.NotStarted(
+                f"--against golden compares bfloat16 and int8, not --quantization {asked}"
+            )
         results = portable.against_golden(context.params["isa"], names, progress=count)
     click.echo("\n".join(portable.lines(results)))
     return _common.SOME_FAILED if any(each.differing for each in results) else 0

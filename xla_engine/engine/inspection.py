@@ -258,7 +258,7 @@ def report_lines(report: Inspection) -> list[str]:
         isa = "" if found["isa"] == "none" else f" ({found['isa']}; C++ {found['library']})"
         by = f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
         lines += [
-            _row("serves", by),
+            _row("backends", by),
             _row("engine dtype", str(report.dtype)),
             _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),

@@ -228,7 +228,9 @@ class Fetcher:
             raise ImageUnreachableError(f"{url.host} answers with status {status}{hint}")
         fields = parse_headers(head)
         if fields.get("content-encoding", "identity").lower() != "identity":
-            raise ImageUnreachableError(f"{url.host} sends it compressed, although the request did not allow that")
+            raise ImageUnreachableError(
+                f"{url.host} sends it compressed, although the request did not allow that"
+            )
         return await self._body(fields, reader)
 
     async def _body(self, fields: Message, reader: asyncio.StreamReader) -> bytes:
