@@ -196,8 +196,8 @@ def _of_mapping(fields: Mapping[str, Any]) -> PromptParts:
     known = {"prompt", "prompt_token_ids", "multi_modal_data", "cache_salt"}
     if unknown := sorted(map(str, fields.keys() - known)):
         raise InvalidRequestError(
-            "a prompt's dict has 'prompt' or 'prompt_token_ids', and 'multi_modal_data' and 'cache_salt'; remove "
-            f"{shown(unknown[0])}"
+            "a prompt's dict has 'prompt' or 'prompt_token_ids', and may have 'multi_modal_data' and 'cache_salt'; "
+            f"remove {shown(unknown[0])}"
         )
     text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
     pictures = pictures_of(fields.get("multi_modal_data"))

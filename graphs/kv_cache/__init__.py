@@ -1,1 +1,1 @@
-"""The KV cache of all slots: making, copying, reading and writing it."""
+"""The KV cache of all slots: make it, copy and move its parts. Attention backends write keys and values into it."""

@@ -11,7 +11,7 @@ from xla_engine.graphs.config import ModelConfig
 
 TARGETS = ("qkv", "output", "gate_up", "down")
 # Suffixes of a weight's name: for its two matrices, and for the rank of each of its parts.
-DOWN, UP, RANKS = LEAVES = "_lora_a", "_lora_b", "_lora_rank"
+DOWN, UP, RANKS = "_lora_a", "_lora_b", "_lora_rank"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from xla_engine.graphs.linear.products import rows_first
 from xla_engine.graphs.ops.norms import apply_rope, centred, rms_norm
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 
-LAYER, HEADS, ROWS = "layer", "heads", "rows"
+# Kinds of programs: before the layers, whole or in parts, at layers whose output is read, and behind the layers.
+EMBED, LAYER, HEADS, ROWS, TAP, PROJECT = "embed", "layer", "heads", "rows", "tap", "project"
 _SCORES = 1 << 22  # of a head in a call
 
 Config = VisionConfig | PatchConfig

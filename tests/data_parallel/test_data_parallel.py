@@ -295,3 +295,22 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
         except KeyboardInterrupt:
             interrupted += 1
     assert interrupted >= 3 and found == expected(single, wanted)
+
+
+def test_an_interrupted_drain_keeps_the_results_that_it_had(
+    several: DataParallelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {several.submit(prompt, params) for prompt, params in requests(12)}
+    advance, stopped = several._turns.advance, False
+
+    def advance_or_stop() -> None:
+        nonlocal stopped
+        if not stopped and len(several._turns.live) < len(names):
+            stopped = True
+            raise KeyboardInterrupt
+        advance()
+
+    monkeypatch.setattr(several._turns, "advance", advance_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        several.drain()
+    assert {output.request_id for output in several.drain()} == names

@@ -16,10 +16,10 @@ _directory = click.argument(
 
 @click.group(short_help="List, check and delete prefixes that are kept in files.")
 def cache() -> None:
-    """Look after a directory of --prefix-cache-dir."""
+    """List, check and delete the KV blocks in a directory of --prefix-cache-dir."""
 
 
-@cache.command("list", short_help="Tell what a directory holds.")
+@cache.command("list", short_help="List the blocks in a directory.")
 @_directory
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON for each kind of blocks.")
 def list_(directory: Path, as_json: bool) -> None:
@@ -59,8 +59,10 @@ def list_(directory: Path, as_json: bool) -> None:
 
 @cache.command(cls=_help.Sectioned, short_help="Compute stored blocks again and compare the bytes.")
 @_directory
-@click.option("--sample", type=click.IntRange(1), default=100, show_default=True, help="Blocks to check.")
-@click.option("--check-seed", type=int, default=0, help="Chooses them.")
+@click.option(
+    "--sample", type=click.IntRange(1), default=100, show_default=True, help="Number of blocks to check."
+)
+@click.option("--check-seed", type=int, default=0, help="Seed of the random choice of blocks.")
 @_common.model_options
 def verify(directory: Path, sample: int, check_seed: int, model: str | None, **options: Any) -> None:
     """Compute blocks of DIR again, alone, with MODEL and these options, and compare them byte for byte.
@@ -92,7 +94,7 @@ def verify(directory: Path, sample: int, check_seed: int, model: str | None, **o
         sys.exit(_common.SOME_FAILED)
 
 
-@cache.command(short_help="Delete what a directory holds.")
+@cache.command(short_help="Delete the blocks in a directory.")
 @_directory
 @click.option("--kind", metavar="NAME", help="Only this kind, as `list` names it.")
 def clear(directory: Path, kind: str | None) -> None:

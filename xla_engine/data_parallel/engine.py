@@ -18,9 +18,10 @@ from xla_engine.data_parallel.adapters import key_reader
 from xla_engine.data_parallel.fleet import Fleet
 from xla_engine.data_parallel.request import RemoteRequest
 from xla_engine.data_parallel.turns import Turns
+from xla_engine.engine.client import drain_engine, step_engine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
-from xla_engine.engine.protocol import RequestOptions, drained
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
@@ -312,24 +313,11 @@ class DataParallelEngine:
     def step(self, *, only_finished: bool = False) -> list[RequestOutput]:
         """As `XlaBatchEngine.step`; a turn delivers the messages of engines since the last one."""
         self._tell_every_token(not only_finished)
-        if self._turns.closed is None or not self._collector:
-            self.advance()
-        with self.lock:
-            news = self._collector.take()
-            return [request.output() for request in news if request.finished or not only_finished]
+        return step_engine(self, self._collector, only_finished=only_finished)
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
-        until = math.inf if timeout_s is None else self.clock() + timeout_s
-        draining, self._turns.draining = self._turns.draining, True
-        ended: list[RequestOutput] = []
-        try:
-            while self.has_unfinished:
-                if self._turns.live and self.clock() >= until:
-                    self.abort_all(drained(timeout_s))
-                ended += self.step(only_finished=True)
-        finally:
-            self._turns.draining = draining
-        return ended
+        self._tell_every_token(False)
+        return drain_engine(self, self._collector, self._turns, timeout_s)
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until all requests have ended, yielding cumulative outputs as tokens arrive."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.adapters import Adapters
+from xla_engine.engine.client import drain_engine, step_engine
 from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.driver import Driver
@@ -17,10 +17,10 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.intake import Intake
 from xla_engine.engine.locked import locked
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.protocol import RequestOptions, drained
+from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.reports import Reports
-from xla_engine.engine.requests.output_collector import OutputCollector, Readable
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import NO_PICTURES, ImageForm, RequestValidator
@@ -458,38 +458,18 @@ class XlaBatchEngine:
             processed many at a time, except for requests with stop strings or grammars.
         """
         self._collector.every_token = not only_finished
-        if self.state.closed is None or not self._collector:
-            self.advance()
-        with self.lock:
-            news = self._collector.take()
-            return [request.output() for request in news if request.finished or not only_finished]
+        return step_engine(self, self._collector, only_finished=only_finished)
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
         """Run until all requests have ended; returns their outputs in order of completion. Meanwhile `submit` raises.
 
         timeout_s: seconds after which requests that still run or wait end with reason "abort"; None: no limit.
         """
-        ended: list[Readable] = []
         self._collector.every_token = False
-        until = math.inf if timeout_s is None else self.clock() + timeout_s
-        state = self.state
-        draining, state.draining = state.draining, True
         try:
-            while self.has_unfinished:
-                if self.has_work and self.clock() >= until:
-                    self.abort_all(drained(timeout_s))
-                if self.state.closed is None or not self._collector:
-                    self.advance()
-                ended += (request for request in self._collector.take() if request.finished)
-        except BaseException:
-            for request in ended:  # not delivered yet: the next `step` or `drain` must return them
-                self._collector.put(request)
-            raise
+            return drain_engine(self, self._collector, self.state, timeout_s)
         finally:
             self._collector.every_token = True
-            state.draining = draining
-        with self.lock:
-            return [request.output() for request in ended]
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until all requests have ended, yielding cumulative outputs as tokens arrive."""

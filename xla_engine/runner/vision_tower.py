@@ -20,10 +20,18 @@ from xla_engine.graphs.inventory import GraphReport, Inventory
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.rope import cosines_and_sines, power
 from xla_engine.graphs.vision.config import BUCKETS, CHANNELS, PatchConfig
-from xla_engine.graphs.vision.layers import HEADS, LAYER, ROWS, Config, program_name, rows_of_part
-from xla_engine.graphs.vision.patches import TAP
+from xla_engine.graphs.vision.layers import (
+    EMBED,
+    HEADS,
+    LAYER,
+    PROJECT,
+    ROWS,
+    TAP,
+    Config,
+    program_name,
+    rows_of_part,
+)
 from xla_engine.graphs.vision.programs import leaf_shapes, tower_programs
-from xla_engine.graphs.vision.tower import EMBED, PROJECT
 from xla_engine.model_loader.weights import DTYPES
 
 Array = np.ndarray[Any, Any]

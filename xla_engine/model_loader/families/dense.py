@@ -196,7 +196,7 @@ QWEN3 = Family(
 
 
 def patch_tower(tower: str, *, taps: bool) -> dict[str, tuple[str, ...]]:
-    """The tensors of the tower of `graphs.vision.patches` by leaf. tower: prefix of their names."""
+    """The tensors of the tower of `graphs.vision.qwen_vl` by leaf. tower: prefix of their names."""
     layer, tap = tower + "blocks.{index}.", tower + "deepstack_merger_list.{index}."
     return {
         **with_bias("patch", f"{tower}patch_embed.proj"),

@@ -73,7 +73,7 @@ class Family:
     ignores: pattern of tensors that do not belong to the decoder.
     text_type: model_type of config.json's `text_config`, if the decoder is a part of a larger model.
     layer: prefix of the names of a layer's tensors.
-    vision: for each leaf of the vision tower (`graphs.vision.tower.vision_shapes`), its tensors' full names; None if
+    vision: for each leaf of the vision tower (`graphs.vision.siglip.leaf_shapes`), its tensors' full names; None if
         pictures are not supported.
     """
 

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         usage="xla-engine bench [OPTIONS]",
         description="Measure this engine and its peers on the same weights, prompts and threads, in turns. Each "
         "engine runs in its own process; peers that are not installed are skipped with a message. Greedy streams "
-        "are judged in float32, and a rate whose streams are wrong, or too dull to show a fault, is void. Ends with "
+        "are judged in float32; a rate is void if its streams are wrong, or too uniform to show a fault. Ends with "
         "one JSON line.",
         epilog="Peers: " + "; ".join(f"{name} ({peer.about})" for name, peer in PEERS.items()) + ".",
         formatter_class=_Help,

@@ -11,6 +11,8 @@ from xla_engine.graphs.linear.products import rows_first
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.vision.config import CHANNELS, VisionConfig
 from xla_engine.graphs.vision.layers import (
+    EMBED,
+    PROJECT,
     Leaves,
     Shapes,
     abstract,
@@ -22,8 +24,6 @@ from xla_engine.graphs.vision.layers import (
     norm_shapes,
     program_name,
 )
-
-EMBED, PROJECT = "embed", "project"
 
 
 def embed_shapes(c: VisionConfig) -> Shapes:
@@ -40,7 +40,7 @@ def project_shapes(c: VisionConfig) -> Shapes:
     return {**norm, "projection": (c.text_size, d * c.scale_factor * c.scale_factor)}
 
 
-def vision_shapes(c: VisionConfig) -> Shapes:
+def leaf_shapes(c: VisionConfig) -> Shapes:
     """The shapes of all leaves by name."""
     return embed_shapes(c) | all_layer_shapes(c) | project_shapes(c)
 

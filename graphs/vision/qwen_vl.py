@@ -11,6 +11,9 @@ from jax import lax
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.vision.config import CHANNELS, PatchConfig
 from xla_engine.graphs.vision.layers import (
+    EMBED,
+    PROJECT,
+    TAP,
     Leaves,
     Shapes,
     abstract,
@@ -21,9 +24,6 @@ from xla_engine.graphs.vision.layers import (
     norm_shapes,
     program_name,
 )
-from xla_engine.graphs.vision.tower import EMBED, PROJECT
-
-TAP = "tap"
 
 
 def embed_shapes(c: PatchConfig) -> Shapes:
@@ -42,7 +42,7 @@ def tap_shapes(c: PatchConfig) -> Shapes:
     return {**norm_shapes("tap_norm", c.merged * c.hidden_size), **_merger("tap", c)}
 
 
-def patch_shapes(c: PatchConfig) -> Shapes:
+def leaf_shapes(c: PatchConfig) -> Shapes:
     """The shapes of all leaves by name."""
     taps = {
         f"taps.{index}.{name}": shape for index in range(len(c.taps)) for name, shape in tap_shapes(c).items()
@@ -55,7 +55,7 @@ def _merger(name: str, c: PatchConfig) -> Shapes:
     return {**linear_shapes(f"{name}_up", size, size), **linear_shapes(f"{name}_down", c.text_size, size)}
 
 
-def patch_end_programs(c: PatchConfig, dtype: jnp.dtype, rows: int, part: int) -> list[Program]:
+def end_programs(c: PatchConfig, dtype: jnp.dtype, rows: int, part: int) -> list[Program]:
     """The programs before and behind the layers, for pictures of at most `rows` patches. Those behind take `part` rows
     from `start` on. That of a tap is called with the leaves of each."""
 
