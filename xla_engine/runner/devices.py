@@ -26,6 +26,7 @@ from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
+from xla_engine.utils.resident import use_huge_pages
 from xla_engine.utils.startup import StartupProgress, StartupStep
 
 READS = (READ, READ_BLOCKS)  # programs that return the content of slots or blocks
@@ -229,6 +230,12 @@ class HeldWeights:
     @property
     def nbytes(self) -> int:
         return weights_bytes(self._spec)
+
+    def use_huge_pages(self) -> None:
+        """Move them into huge pages, if a CPU has them."""
+        if jax.default_backend() == "cpu":
+            shards = [shard.data for leaf in self.leaves for shard in leaf.addressable_shards]
+            use_huge_pages((each.unsafe_buffer_pointer(), each.nbytes) for each in shards if each.nbytes)
 
     def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
         """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
