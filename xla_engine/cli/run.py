@@ -151,11 +151,12 @@ def run(
     reasoning_parser: str | None,
     **options: Any,
 ) -> None:
-    """Complete every line of INPUT (a JSONL file, packed if named .gz, or - for standard input; or a table: .parquet,
-    .csv, .arrow or a folder of them; or a URL of either).
+    """Complete every line of INPUT (a JSONL file, compressed if its name ends in .gz, or - for standard input; or a
+    table: .parquet, .csv, .arrow or a folder of them; or a URL of either).
 
     A line is a request: a prompt (text or token ids) or the messages of a chat with any sampling fields, or an
-    OpenAI Batch line for /v1/completions or /v1/chat/completions. All may be mixed; blank lines are skipped.
+    OpenAI Batch line for /v1/completions, /v1/chat/completions or /v1/responses. All may be mixed; blank lines are
+    skipped.
 
     \b
     {"prompt": "def main(", "max_tokens": 32, "temperature": 0}
@@ -173,7 +174,8 @@ def run(
 
     With --dry-run every line is checked as by the engine, and error codes and a token estimate are printed. With
     --stream requests are read from INPUT while others run, and each token is an event on standard output;
-    lines with an "op" control the run: {"op": "cancel", "id": ID}, and extend, list, stats, step, drain.
+    lines with an "op" control the run: {"op": "cancel", "id": ID}, and extend, list, peek, stats, step,
+    drain.
 
     \b
     Exit status: 0 all lines have results, 1 some failed, 2 could not start, 130 interrupted by Ctrl-C or SIGTERM.
