@@ -51,6 +51,14 @@ def test_fields_are_set_and_all_is_saved(engine: FakeEngine, tmp_path: Path) -> 
     assert json.dumps(fields) in notes and "/system TEXT" in notes and status == 0
 
 
+def test_the_command_line_sets_any_sampling_field(engine: FakeEngine) -> None:
+    """The two that have options of their own come first."""
+    given = '{"top_p": 0.5, "temperature": 0.3}'
+    _, notes, _ = talk(engine, "/set\n", "--temperature", "1", "--override-generation-config", given)
+    expected = {"max_tokens": 5, "top_p": 0.5, "temperature": 1.0, "seed": 0}
+    assert json.loads(notes.splitlines()[-1]) == expected
+
+
 def test_what_fails_leaves_the_conversation_as_it_was(engine: FakeEngine, tmp_path: Path) -> None:
     bad = [
         "/nothing",

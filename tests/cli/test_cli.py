@@ -255,6 +255,8 @@ def test_ctrl_c_while_loading_is_130(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--max-line-bytes", "0"], "--max-line-bytes"),
+        (["--override-generation-config", "5"], "give an object of sampling fields"),
+        (["--override-generation-config", '{"topp": 1}'], "did you mean 'top_p'?"),
         (["--what"], "--what"),
     ],
 )

@@ -45,7 +45,8 @@ def test_the_files_name_flags_of_the_command() -> None:
 
 def test_the_documentation_names_every_flag_that_operators_set() -> None:
     page = (FOLDER.parents[1] / "docs" / "server.md").read_text()
-    engine = {"--seed", "--temperature", "--generation-config", "--no-access-log", "model_argument"}
+    engine = {"--seed", "--temperature", "--generation-config", "--override-generation-config"}
+    engine |= {"--no-access-log", "model_argument"}
     own = {parameter.opts[0] for parameter in serve.params[: [p.name for p in serve.params].index("model")]}
     assert {flag for flag in own - engine if flag not in page} == set()
 

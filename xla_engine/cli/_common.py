@@ -54,7 +54,14 @@ def json_value(context: click.Context, option: click.Parameter, value: str | Non
     try:
         return None if value is None else json.loads(value)
     except ValueError as error:
-        raise click.BadParameter(f'{error}; give JSON, such as {{"method": "suffix"}}') from error
+        raise click.BadParameter(f'{error}; give a JSON object, such as {{"name": "value"}}') from error
+
+
+def _object(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, Any]:
+    found = {} if value is None else json_value(context, option, value)
+    if not isinstance(found, dict):
+        raise click.BadParameter('give an object of sampling fields, such as {"top_p": 0.9}')
+    return found
 
 
 def _json_option(field: str, about: str) -> _help.Option:
@@ -295,12 +302,20 @@ scheduling_options = together(
 )
 
 
-generation_config_option = click.option(
-    "--generation-config",
-    type=click.Choice(["model", "engine"]),
-    default="model",
-    help="Defaults of sampling fields: model uses the values that the checkpoint recommends, if any; engine uses "
-    "the defaults of docs/sampling.md.",
+generation_config_option = together(
+    click.option(
+        "--generation-config",
+        type=click.Choice(["model", "engine"]),
+        default="model",
+        help="Defaults of sampling fields: model uses the values that the checkpoint recommends, if any; engine uses "
+        "the defaults of docs/sampling.md.",
+    ),
+    click.option(
+        "--override-generation-config",
+        metavar="JSON",
+        callback=_object,
+        help='Sampling fields for requests that do not set them: \'{"top_p": 0.9, "top_k": 40}\'.',
+    ),
 )
 chat_template_option = click.option(
     "--chat-template",
@@ -474,7 +489,8 @@ def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatch
 def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
     """Sampling fields for requests that do not set them.
 
-    They are the model's recommendations, unless switched off by an option, and those of `given` that are not None.
+    They are the model's recommendations, unless switched off by an option, those of --override-generation-config, and
+    those of `given` that are not None.
     """
     from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.describe import sampling_defaults
@@ -485,6 +501,7 @@ def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
         # opened here once, and used again by `load_engine`
         options["files"] = open_model(options["model"] or embedded_model_directory())
         fields = sampling_defaults(options["files"])
+    fields |= options.pop("override_generation_config")
     fields |= {name: value for name, value in given.items() if value is not None}
     SamplingParams.from_mapping(fields)
     return fields

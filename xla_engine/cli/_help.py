@@ -26,7 +26,8 @@ SECTIONS = {  # sections of help: titles, and the options in each
     "While it runs": "status_path metrics_path step_log_path phase_timers verbose",
     "Tables": "prompt_column prompt_template image_column id_column sampling_columns keep_columns journal",
     "More than one engine": "shard data_parallel_size",
-    "Defaults of requests": "max_tokens temperature seed generation_config chat system",
+    "Defaults of requests": """
+        max_tokens temperature seed generation_config override_generation_config chat system""",
     "Slots and memory": """
         max_num_seqs max_model_len memory_utilization num_blocks kv_cache_memory_bytes kv_cache_dtype
         swap_space enable_prefix_caching mamba_cache_mode mamba_block_size mamba_cache_states
