@@ -18,10 +18,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 
 import xla_engine
 from tests.support.doc_blocks import Block, blocks
+from xla_engine import cli
+from xla_engine.tools.bench.__main__ import parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -188,6 +191,28 @@ def test_the_architecture_page_shows_the_tree_and_the_layers_as_they_are() -> No
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     contract = next(each["layers"] for each in contracts if each["name"] == "floors of xla_engine")
     assert layers.splitlines() == [line.replace("xla_engine.", "") for line in contract]
+
+
+# Options of other programs, and of scripts in this repository, that pages for users name.
+FOREIGN = re.compile(
+    "--(no-deps|kl-divergence|kl-divergence-base|profile|batch_size|max_batch_size|model_args|tasks|api-key|"
+    "gpu-memory-utilization|scheduling-policy|enable-auto-tool-choice|tool-call-parser|allowed-origins|enforce-eager|"
+    "trust-remote-code|enable-prompt-tokens-details|xla_force_host_platform_device_count|one-tile|decode|sources|"
+    "control|steps)"
+)
+
+
+def test_pages_name_options_that_exist() -> None:
+    commands: list[click.Command] = []
+    for name in cli.main.list_commands(None):  # type: ignore[arg-type]
+        command = cli.main.get_command(None, name)  # type: ignore[arg-type]
+        commands += command.commands.values() if isinstance(command, click.Group) else [command]
+    known = {name for each in commands for one in each.params for name in (*one.opts, *one.secondary_opts)}
+    known |= {name for action in parser()._actions for name in action.option_strings}
+    for page in PAGES:
+        if page.name not in ("CONTRIBUTING.md", "CHANGELOG.md"):
+            named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", page.read_text())) - known
+            assert not [name for name in named if not FOREIGN.fullmatch(name)], page
 
 
 def test_every_finding_is_in_an_index_and_in_a_record_and_says_when_and_where_it_was_measured() -> None:
