@@ -84,7 +84,7 @@ def make_head_state(layer: ModelSpec, rows: int, length: int, width: int) -> Hea
     return HeadState(make_cache(layer, rows, length), hidden, jnp.full(rows, -1, jnp.int32))
 
 
-def guess_and_verify(
+def draft_by_head_and_verify(
     form: HeadForm,
     spec: ModelSpec,
     key_length: int,
@@ -141,10 +141,10 @@ def guess_and_verify(
     flat = state.hidden[slot].reshape(lanes * held, -1)
     own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(ready, count, 0))
     logits = head.logits(x, products.for_rows(wanted))
-    (own_cache, _), guesses = draw(
+    (own_cache, _), drafted = draw(
         rows, tables, at, wanted, width - 1, (own_cache, x), logits, one, native=spec.isa
     )
-    drafts = proposed(rows, drafts, at, wanted, guesses)
+    drafts = proposed(rows, drafts, at, wanted, drafted)
     cache, rows, packed, top, seen = verify_rows(
         spec,
         key_length,

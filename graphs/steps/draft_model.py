@@ -67,7 +67,7 @@ def draft_and_verify(
     rows = rows.with_tables(tables)
     at = members(rows, drafts, width)
     wanted = asks(rows, drafts, at, width - 1)
-    state, tokens = _guess(
+    state, tokens = _draft(
         draft, reach, key_length, width - 1, draft_weights, draft_rope, state, rows, tables, at, wanted
     )
     drafts = proposed(rows, drafts, at, wanted, tokens)
@@ -77,7 +77,7 @@ def draft_and_verify(
     return cache, rows, packed, top, state
 
 
-def _guess(
+def _draft(
     spec: ModelSpec,
     reach: int | None,
     key_length: int,

@@ -148,7 +148,7 @@ def verify(
             differ = any(result.differing_tokens or result.differing_bits for result in results)
             failed = differ and engine.runner.has_one_row_code  # otherwise it is only reported, not promised
         elif against == "speculation":
-            count = stack.enter_context(counting("guesses", sys.stderr))
+            count = stack.enter_context(counting("proposers", sys.stderr))
             with _common.startup_errors():
                 results = levels.across_speculation(engine, requests=requests, seed=seed, progress=count)
             click.echo("\n".join(levels.table(results)))

@@ -177,18 +177,18 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
         return specs[bounded]
 
     vision = report.vision or {}
-    beside = memory.Beside(vision.get("weights", 0) + vision.get("features", 0))
+    extra = memory.ExtraMemory(vision.get("weights", 0) + vision.get("features", 0))
     config = resolve_length(config, model, report.dtype, device, stored)
     length = config.context_length(model.max_position_embeddings)
     spec = spec_of(length)
     refusal = None
     try:
-        config = resolve_sizes(config, spec, length, device, beside)
+        config = resolve_sizes(config, spec, length, device, extra)
     except ConfigError as error:
         refusal = error
         if config.max_num_seqs == AUTO:
             config = replace(config, max_num_seqs=SMALLEST_BATCH)
-    plan = memory.plan_memory(spec, config, length, budget, beside)
+    plan = memory.plan_memory(spec, config, length, budget, extra)
     if config.quantization in KEPT:
         report.unpacked = dict(
             Counter(
@@ -215,7 +215,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
     }
     longest = min(model.max_position_embeddings, _LENGTHS[-1])
     for length in (*(length for length in _LENGTHS if length < longest), longest):
-        plan = memory.plan_memory(spec_of(length), config, length, budget, beside)
+        plan = memory.plan_memory(spec_of(length), config, length, budget, extra)
         needed = {slots: replace(plan, slots=slots).needed for slots in _SLOTS}
         report.fits.append({"max_model_len": length, "needed": needed, "most_slots": plan.most_slots})
     if refusal is not None:

@@ -144,7 +144,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
     check = _Check(engine, record)
     engine.state.masks.replay = check.held
     try:
-        with _guessing_as_recorded(engine, record), contextlib.suppress(_Stop):
+        with _drafting_as_recorded(engine, record), contextlib.suppress(_Stop):
             results = check.run(on_turn=check.stop_at_difference)
             check.compare_ends(results)
     finally:
@@ -318,7 +318,7 @@ def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) ->
 
 
 @contextlib.contextmanager
-def _guessing_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[None]:
+def _drafting_as_recorded(engine: XlaBatchEngine, record: Record) -> Iterator[None]:
     """Make an engine repeat the plans of a record, with drafts such that its rows sample as many tokens."""
     speculator = engine.speculator
     if speculator is None or record.speculative_config is None:

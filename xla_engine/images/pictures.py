@@ -82,7 +82,7 @@ class PictureReader:
         return self.form.mark in text
 
     def start(self, pictures: Sequence[Picture]) -> list[bytes | Future[bytes]]:
-        """The files of pictures; those of hosts are futures, so that nobody waits here.
+        """The files of pictures; those of hosts are futures, so that this does not wait.
 
         Raises InvalidRequestError for too many, and what `ImageSources.start` raises.
         """

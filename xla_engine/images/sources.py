@@ -83,7 +83,7 @@ class ImageSources:
         return found if isinstance(found, bytes) else found.result()
 
     def start(self, source: object) -> bytes | Future[bytes]:
-        """As `read`; but what comes from a host is a future, and so nobody waits for it."""
+        """As `read`; but what comes from a host is a future, so that this does not wait."""
         if isinstance(source, Mapping):
             source = _of_mapping(source)
         if isinstance(source, bytes | bytearray | memoryview):
@@ -231,7 +231,7 @@ def _of_mapping(source: Mapping[Any, Any]) -> object:
 
 
 def _pillow_image(source: object) -> Any:
-    """`source` if it is a PIL image; nobody has one who has not imported PIL."""
+    """`source` if it is a PIL image; without an import of PIL there are none."""
     module = sys.modules.get("PIL.Image")
     return source if module is not None and isinstance(source, module.Image) else None
 

@@ -51,7 +51,7 @@ class Rate:
 class Reading:
     """Blocks being read in order, until one cannot be had.
 
-    until: when the request stops waiting for it. done: no more will be read. abandoned: nobody waits for it.
+    until: when the request stops waiting for it. done: no more will be read. abandoned: no request waits for it.
     """
 
     request_id: str

@@ -104,14 +104,14 @@ def total_to_each(device: Any, devices: int) -> int | None:
     return min(found) // devices if found else None
 
 
-class Beside(NamedTuple):
-    """Additional memory, for a draft model or head: in total, and for each slot."""
+class ExtraMemory(NamedTuple):
+    """Memory in addition to the model's, for a draft model or head, or a vision tower: in total, and for each slot."""
 
     weights: int = 0
     slot: int = 0
 
 
-NOTHING = Beside()
+NOTHING = ExtraMemory()
 
 
 def available_to_each(device: Any, devices: int) -> int | None:
@@ -190,7 +190,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec, config: EngineConfig, max_model_len: int, available: int | None, beside: Beside = NOTHING
+    spec: ModelSpec,
+    config: EngineConfig,
+    max_model_len: int,
+    available: int | None,
+    extra: ExtraMemory = NOTHING,
 ) -> MemoryPlan:
     blocks, block = config.num_blocks or 0, 0
     if blocks:
@@ -203,10 +207,10 @@ def plan_memory(
     return MemoryPlan(
         states=config.saved_states,
         state=state_bytes(spec) if config.saved_states else 0,
-        weights=weights_bytes(spec) + beside.weights,
+        weights=weights_bytes(spec) + extra.weights,
         blocks=blocks,
         block=block,
-        slot=slot + beside.slot,
+        slot=slot + extra.slot,
         scratch=scratch_bytes(spec),
         slots=config.device_rows,
         workspace=workspace_bytes(spec, config),

@@ -127,8 +127,8 @@ class Runner:
             self._device_proposer = device_proposer(
                 replace(config, enable_lora=False), model, self.context_length
             )
-        beside = memory.NOTHING if self._device_proposer is None else self._device_proposer.beside
-        self.config = config = resolve_sizes(config, self.spec, self.context_length, device, beside)
+        extra = memory.NOTHING if self._device_proposer is None else self._device_proposer.extra
+        self.config = config = resolve_sizes(config, self.spec, self.context_length, device, extra)
         # Those in use. The self-check removes all but the largest if the choice would change bits.
         few = few_rows(config) if self.has_one_row_code else ()
         self.sizes = Sizes(config.prefill_lanes, self.buckets, few)

@@ -74,13 +74,13 @@ def resolve_sizes(
     spec: ModelSpec,
     max_model_len: int,
     device: Any,
-    beside: memory.Beside = memory.NOTHING,
+    extra: memory.ExtraMemory = memory.NOTHING,
     *,
     available: Callable[[Any, int], int | None] = memory.available_to_each,
 ) -> EngineConfig:
     """Choose the sizes that fit on `device` (a jax device).
 
-    beside: additional memory for a draft model. available: returns the memory of each of several devices like
+    extra: additional memory for a draft model. available: returns the memory of each of several devices like
         `device`.
 
     max_num_seqs becomes a number. "auto" is the largest multiple of 8, up to `MOST_ROWS`, with which the engine needs
@@ -99,7 +99,7 @@ def resolve_sizes(
     config = _with_blocks(config, spec, max_model_len)
 
     def plan(slots: int) -> memory.MemoryPlan:
-        return memory.plan_memory(spec, replace(config, max_num_seqs=slots), max_model_len, budget, beside)
+        return memory.plan_memory(spec, replace(config, max_num_seqs=slots), max_model_len, budget, extra)
 
     slots = SMALLEST_BATCH if config.max_num_seqs == AUTO else config.max_num_seqs
     try:

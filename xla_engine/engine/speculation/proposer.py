@@ -1,4 +1,4 @@
-"""The interface of a proposer, which guesses on the host how sequences continue."""
+"""The interface of a proposer, which drafts on the host how sequences continue."""
 
 from __future__ import annotations
 

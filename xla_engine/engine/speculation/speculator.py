@@ -333,5 +333,5 @@ class Speculator:
         """Compare an unverified proposal with the tokens that came, to learn the acceptance without a verify step."""
         if proposal is not None and self._chooser is not None:
             pairs = list(zip(proposal.tokens, tokens, strict=False))
-            right = next((at for at, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+            right = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
             self._chooser.acceptance.observe(proposal.match, len(pairs), right)

@@ -7,7 +7,7 @@ import jax
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.runner.memory import Beside
+from xla_engine.runner.memory import ExtraMemory
 
 # Loads weights, given those of the engine's model by name on the device. Returns them as the graph takes them, and
 # those arrays that are not the engine's.
@@ -17,7 +17,7 @@ Place = Callable[[Mapping[str, jax.Array]], tuple[Any, list[jax.Array]]]
 class DeviceProposer:
     """Owns the weights and state that verify programs take after their own arguments.
 
-    beside: its memory on the device.
+    extra: its memory on the device.
     verify: `verify_step` with the further arguments `takes`, and the state as a further result.
     read: called with the engine's `ModelSpec`, a key length, the lanes of a call without work, and abstract rows;
         returns the function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that
@@ -29,7 +29,7 @@ class DeviceProposer:
         self,
         config: ModelConfig,
         context_length: int,
-        beside: Beside,
+        extra: ExtraMemory,
         *,
         place: Place,
         make_state: Callable[[int, int], Any],
@@ -39,7 +39,7 @@ class DeviceProposer:
     ) -> None:
         """config: its own, for the rotary tables. make_state: called with the arguments of `load`. verify, read: as
         the attributes."""
-        self.beside, self.taps, self.verify, self.read = beside, taps, verify, read
+        self.extra, self.taps, self.verify, self.read = extra, taps, verify, read
         self._config, self._context_length = config, context_length
         self._place, self._make_state = place, make_state
         self._size = (0, 0)

@@ -24,8 +24,8 @@ from xla_engine.graphs.steps.draft_head import (
     HeadForm,
     HeadState,
     MtpWeights,
+    draft_by_head_and_verify,
     eagle3_form,
-    guess_and_verify,
     make_head_state,
     mtp_form,
     read_prompts,
@@ -124,7 +124,7 @@ def draft_model(
     return DeviceProposer(
         spec.config,
         context_length,
-        memory.Beside(memory.weights_bytes(spec), slot),
+        memory.ExtraMemory(memory.weights_bytes(spec), slot),
         place=place,
         make_state=functools.partial(make_draft_state, spec),
         verify=functools.partial(draft_and_verify, spec, reach),
@@ -145,10 +145,10 @@ def _head(
     return DeviceProposer(
         layer.config,
         context_length,
-        memory.Beside(num_bytes, slot),
+        memory.ExtraMemory(num_bytes, slot),
         place=place,
         make_state=lambda rows, length: make_head_state(layer, rows, length, width),
-        verify=functools.partial(guess_and_verify, form),
+        verify=functools.partial(draft_by_head_and_verify, form),
         read=functools.partial(_reading, form),
         taps=form.taps,
     )
