@@ -1,14 +1,15 @@
 """Attention backend `gpu`: Pallas kernels for CUDA, lowered through Triton.
 
 One K and one V buffer per layer, `[B, KV, S, Dh]`, donated and written in place. Decode is three kernels: rotate and
-write; partial softmax over splits of `KEY_SPAN` keys, one program per (row, key/value head, split); combine. It is
-flash-decoding (Dao et al. 2023) with a split of fixed size instead of a fixed number of splits. Prefill is one
-program per (lane, head, tile of queries), an online softmax over tiles of keys (FlashAttention-2, Dao 2023).
+write; softmax over splits of the keys, one program per (row, key/value head, split); combine. It is flash-decoding
+(Dao et al. 2023) with a split of fixed size instead of a fixed number of splits. Prefill is the first kernel and one
+program per (lane, head, tile of queries), which goes through the splits itself (FlashAttention-2, Dao 2023).
 
 The kernels are in `graphs.attention.gpu_kernels`.
 
-Law 1 by construction: a program reads one row, tiles have one size, and tiles and splits are taken in order up to the
-row's own length, so that neither the other rows nor the cache's length can change a bit. Keys a query must not see
+Law 1 by construction: a program reads one row, splits have one size and are merged in order up to the row's own
+length, so that neither the other rows nor the cache's length can change a bit. Both ways do the same arithmetic, so
+that prefill gives the bits of decode. Keys a query must not see
 are neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
 """
 
@@ -32,16 +33,17 @@ from xla_engine.graphs.attention.backend import (
 )
 from xla_engine.graphs.attention.gpu_kernels import (
     combine_kernel,
+    key_tile,
     prefill_kernel,
     split_kernel,
     whole_tile,
     write_kernel,
 )
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
 from xla_engine.graphs.row_state.rows import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
+_WARPS = 8  # of the programs that add weights, in decode and in prefill: they have a share of the keys each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,51 +71,28 @@ class GpuAttention:
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         position = jnp.where(live, length, -1).astype(jnp.int32)
-        by_head = qkv.reshape(len(qkv), -1, layer.keys.shape[3])
-        layer, q = self._write(layer, by_head, position, call)
+        layer, q = self._write(layer, qkv, jnp.arange(len(qkv), dtype=jnp.int32), position, call)
         parts = self._partial(layer, q, position, call)
-        out = self._combine(*parts, position, call)
+        out = self._combine(*parts, position, call, key_tile(layer.keys))
         return layer, out.reshape(len(qkv), -1)
 
     def attend_prefill(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
-        form, weights, rope = call.form, call.weights, call.rope
-        slot, start, count = lanes
-        number, width = rope.shape[:2]
-        rows, kv_heads, size, head_dim = layer.keys.shape
-        by_row = split_heads(qkv, kv_heads, head_dim)
-        q, k, v = (x.reshape(number, width, -1, head_dim) for x in by_row)
+        number, width = call.rope.shape[:2]
         offset = jnp.arange(width, dtype=jnp.int32)
-        q, k = (norm_heads(x, form, own) for x, own in ((q, weights.q_norm), (k, weights.k_norm)))
-        position = start[:, None] + offset
-        row = (
-            slot[:, None] if call.block_tables is None else call.block_tables[slot[:, None], position // size]
-        )
-        # Padding goes out of bounds; indices stay unique as the scatter promises.
-        lane = jnp.arange(number, dtype=jnp.int32)[:, None]
-        row = jnp.where(offset < count[:, None], row, rows + lane * width + offset)
-        at = (row, slice(None), position % size)
-        layer = LayerCache(
-            *(
-                cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
-                for cache, new in zip(layer, (apply_rope(k, rope), v), strict=True)
-            )
-        )
+        position = jnp.where(offset < lanes.size[:, None], lanes.start[:, None] + offset, -1)
+        token = position.reshape(-1).astype(jnp.int32)
+        layer, q = self._write(layer, qkv, jnp.repeat(lanes.slot, width), token, call)
+        q = q.reshape(number, width, -1, layer.keys.shape[3])
         tile = min(QUERY_TILE, whole_tile(width))
         out = self._call(
-            functools.partial(prefill_kernel, tile=tile, form=form),
+            functools.partial(prefill_kernel, tile=tile, form=call.form),
             grid=(number, q.shape[2], -(-width // tile)),
             out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
-            warps=4,
-        )(
-            *lanes,
-            apply_rope(q, rope).astype(layer.keys.dtype),
-            *layer,
-            call.block_tables,
-            weights.sinks,
-            call.reach,
-        )
+            warps=_WARPS,
+            stages=2,
+        )(*lanes, q, *layer, call.block_tables, call.weights.sinks, call.reach)
         return layer, out.reshape(number * width, -1)
 
     def read_span(self, layer: LayerCache, slot: jax.Array, span: jax.Array) -> LayerCache:
@@ -131,22 +110,24 @@ class GpuAttention:
         )
 
     def _write(
-        self, layer: LayerCache, qkv: jax.Array, position: jax.Array, call: AttentionCall
+        self, layer: LayerCache, qkv: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[LayerCache, jax.Array]:
-        """Write k normed and rotated and v of `qkv [B, H + 2 KV, Dh]` at `position [B]`, unless negative.
+        """Write k normed and rotated and v of `qkv [N, (H + 2 KV) Dh]` at `position [N]` of `slot [N]`, from 0 on.
 
-        Returns the cache and q normed and rotated, `[B, KV, G, Dh]` in the cache's dtype.
+        Returns the cache and q normed and rotated, `[N, KV, G, Dh]` in the cache's dtype.
         """
-        rows, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
-        groups = qkv.shape[1] // kv_heads - 2
+        tokens, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
+        by_head = qkv.reshape(tokens, -1, head_dim)
+        groups = by_head.shape[1] // kv_heads - 2
+        rope = call.rope.reshape(tokens, 2, -1)
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
         keys, values, q = self._call(
             functools.partial(write_kernel, eps=call.form.norm_eps),
-            grid=(rows,),
-            out_shape=(*shapes, jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), layer.keys.dtype)),
-            aliases={3: 0, 4: 1},
+            grid=(tokens,),
+            out_shape=(*shapes, jax.ShapeDtypeStruct((tokens, kv_heads, groups, head_dim), layer.keys.dtype)),
+            aliases={4: 0, 5: 1},
             warps=4,
-        )(position, qkv, call.rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
+        )(slot, position, by_head, rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
         return LayerCache(keys, values), q
 
     def _partial(
@@ -156,22 +137,28 @@ class GpuAttention:
         `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
         rows, kv_heads, groups, head_dim = q.shape
         blocks = 1 if call.block_tables is None else call.block_tables.shape[1]
-        splits = -(-blocks * layer.keys.shape[2] // KEY_SPAN)
+        splits = -(-blocks * layer.keys.shape[2] // key_tile(layer.keys))
         state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
         return self._call(
             functools.partial(split_kernel, form=call.form),
             grid=(rows, kv_heads, splits),
             out_shape=(jax.ShapeDtypeStruct((*state.shape, head_dim), jnp.float32), state, state),
-            warps=4,
+            warps=_WARPS,
         )(position, q, *layer, call.block_tables)
 
     def _combine(
-        self, parts: jax.Array, peak: jax.Array, total: jax.Array, position: jax.Array, call: AttentionCall
+        self,
+        parts: jax.Array,
+        peak: jax.Array,
+        total: jax.Array,
+        position: jax.Array,
+        call: AttentionCall,
+        size: int,
     ) -> jax.Array:
-        """Splits from the first to the last that the row sees: `[B, KV, G, Dh]`."""
+        """Splits of `size` keys, from the first to the last that the row sees: `[B, KV, G, Dh]`."""
         rows, kv_heads, _, groups, head_dim = parts.shape
         return self._call(
-            functools.partial(combine_kernel, window=call.form.window),
+            functools.partial(combine_kernel, size=size, window=call.form.window),
             grid=(rows, kv_heads),
             out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), call.compute_dtype),
             warps=4,
@@ -184,6 +171,7 @@ class GpuAttention:
         grid: tuple[int, ...],
         out_shape: Any,
         warps: int,
+        stages: int = 3,
         aliases: dict[int, int] | None = None,
     ) -> Callable[..., Any]:
         return pl.pallas_call(
@@ -191,7 +179,7 @@ class GpuAttention:
             grid=grid,
             out_shape=out_shape,
             input_output_aliases=aliases or {},
-            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
+            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=self.interpret,
             name=getattr(kernel, "func", kernel).__name__,
         )

@@ -14,10 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from xla_engine.graphs.attention.backend import KEY_SPAN
 from xla_engine.graphs.config import AttentionForm
 
-KEY_TILE = 64  # keys per step of a program; divides KEY_SPAN
 _SPLITS = 8  # that are loaded together: each load waits for memory once
 _LEAST_ROWS = 16  # of a tensor core product
 
@@ -25,9 +23,10 @@ Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def write_kernel(
-    position_ref: Ref,  # [B]
-    qkv_ref: Ref,  # [B, H + 2 KV, Dh] float32
-    rope_ref: Ref,  # [B, 2, Dh/2]
+    slot_ref: Ref,  # [N]
+    position_ref: Ref,  # [N]
+    qkv_ref: Ref,  # [N, H + 2 KV, Dh] float32
+    rope_ref: Ref,  # [N, 2, Dh/2]
     _keys_in: Ref,  # the outputs' own memory
     _values_in: Ref,
     tables_ref: Ref | None,  # [B, blocks]
@@ -35,11 +34,11 @@ def write_kernel(
     k_norm_ref: Ref | None,
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
-    q_ref: Ref,  # [B, KV, G, Dh]
+    q_ref: Ref,  # [N, KV, G, Dh]
     *,
     eps: float,
 ) -> None:
-    """Norm and rotate q and k of a row, and write its k and v."""
+    """Norm and rotate q and k of a token, and write its k and v unless its position is negative."""
     row = pl.program_id(0)
     kv_heads, groups = q_ref.shape[1:3]
     heads, half = kv_heads * groups, qkv_ref.shape[2] // 2
@@ -73,7 +72,7 @@ def write_kernel(
         inside = (head < kv_heads) & (column < half)
         new_keys = rotate(*normed(k_norm_ref, halves(heads, head, inside)))
         new_values = halves(heads + kv_heads, head, inside)
-        block, offset = _locate(tables_ref, row, position, keys_ref.shape[2])
+        block, offset = _locate(tables_ref, slot_ref[row], position, keys_ref.shape[2])
         for part in range(2):
             at = (block, head, offset, part * half + column)
             _store(keys_ref, at, new_keys[part], inside)
@@ -92,14 +91,12 @@ def split_kernel(
     *,
     form: AttentionForm,
 ) -> None:
-    """Partial softmax of one row and key/value head over one split of its keys."""
+    """Softmax of one row and key/value head over one split of its keys."""
     row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     groups, head_dim = q_ref.shape[2:]
-    position = position_ref[row]
-    first = split * KEY_SPAN
-    lowest = _lowest(position, form.window)
+    position, size = position_ref[row], key_tile(keys_ref)
 
-    @pl.when((first <= position) & (lowest < first + KEY_SPAN))
+    @pl.when((split * size <= position) & (_lowest(position, form.window) < (split + 1) * size))
     def _() -> None:
         group, column = jnp.arange(whole_tile(groups)), jnp.arange(_power_of_two(head_dim))
         inside = (group[:, None] < groups) & (column[None] < head_dim)
@@ -108,14 +105,12 @@ def split_kernel(
             q,
             functools.partial(_load_tile, keys_ref, tables_ref, row, kv_head),
             functools.partial(_load_tile, values_ref, tables_ref, row, kv_head),
+            split * size + jnp.arange(size),
             form=form,
             position=jnp.broadcast_to(position, group.shape),
-            tiles=(
-                jnp.maximum(lowest, first) // KEY_TILE,
-                pl.cdiv(jnp.minimum(position + 1, first + KEY_SPAN), KEY_TILE),
-            ),
         )
-        _store(parts_ref, (row, kv_head, split, group[:, None], column[None]), weighted, inside)
+        at = (row, kv_head, split, group[None], column[:, None])
+        _store(parts_ref, at, weighted, (group[None] < groups) & (column[:, None] < head_dim))
         _store(peak_ref, (row, kv_head, split, group), peak, group < groups)
         _store(total_ref, (row, kv_head, split, group), total, group < groups)
 
@@ -128,38 +123,35 @@ def combine_kernel(
     sinks_ref: Ref | None,  # [H]
     out_ref: Ref,  # [B, KV, G, Dh]
     *,
+    size: int,
     window: int | None,
 ) -> None:
-    """Put the splits of a row and key/value head together, `_SPLITS` at a time, first to last."""
+    """Merge the splits of a row and key/value head, first to last."""
     row, kv_head = pl.program_id(0), pl.program_id(1)
     groups, head_dim = out_ref.shape[2:]
     group, column = jnp.arange(_power_of_two(groups)), jnp.arange(_power_of_two(head_dim))
-    inside = (group[:, None] < groups) & (column[None] < head_dim)
+    inside = (group[None] < groups) & (column[:, None] < head_dim)  # [Dh, G]
     position = position_ref[row]
-    first, end = _lowest(position, window) // KEY_SPAN, pl.cdiv(position + 1, KEY_SPAN)
+    first, end = _lowest(position, window) // size, pl.cdiv(position + 1, size)
+
+    def load(split: jax.Array) -> State:
+        seen = (split >= first) & (split < end)
+        at, mine = (row, kv_head, split, group), seen & (group < groups)
+        each = (row, kv_head, split, group[None], column[:, None])
+        return (
+            jnp.where(mine, _load(peak_ref, at, mine), -jnp.inf),
+            _load(total_ref, at, mine),
+            _load(parts_ref, each, seen & inside),
+        )
 
     def add(step: jax.Array, state: State) -> State:
-        peak, total, weighted = state
-        split = step * _SPLITS + jnp.arange(_SPLITS)[:, None]
-        seen = (split >= first) & (split < end)  # [J, 1]; zeros in place of the others change no sum
-        at, mine = (row, kv_head, split, group[None]), seen & (group < groups)[None]
-        peaks = jnp.where(seen, _load(peak_ref, at, mine), -jnp.inf)  # [J, G]
-        totals = _load(total_ref, at, mine)
-        each = (row, kv_head, split[..., None], group[None, :, None], column[None, None])
-        parts = _load(parts_ref, each, seen[..., None] & inside[None])  # [J, G, Dh]
-        highest = jnp.maximum(peak, jnp.max(peaks, axis=0))
-        before, now = jnp.exp(peak - highest), jnp.exp(peaks - highest[None])
-        return (
-            highest,
-            total * before + jnp.sum(totals * now, axis=0),
-            weighted * before[:, None] + jnp.sum(parts * now[..., None], axis=0),
-        )
+        return functools.reduce(_merged, [load(step * _SPLITS + each) for each in range(_SPLITS)], state)
 
     steps = first // _SPLITS, pl.cdiv(end, _SPLITS)
     state = lax.fori_loop(*steps, add, _nothing(len(group), len(column)))
     if sinks_ref is not None:
         state = _with_sink(state, _load(sinks_ref, (kv_head * groups + group,), group < groups))
-    _store(out_ref, (row, kv_head, group[:, None], column[None]), _divide(state), inside)
+    _store(out_ref, (row, kv_head, group[None], column[:, None]), _divide(state), inside)
 
 
 def prefill_kernel(
@@ -192,66 +184,77 @@ def prefill_kernel(
         reach = _load_index(reach_ref, (lane, query), query < count)
         last = jnp.where(query < count, reach - 1, position)
         longest = jnp.maximum(longest, jnp.max(last) + 1)
-    state = _attend(
-        _load(q_ref, at, inside),
-        functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
-        functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
-        form=form,
-        position=position,
-        last=last,
-        tiles=(_lowest(start + part * tile, form.window) // KEY_TILE, pl.cdiv(longest, KEY_TILE)),
-    )
+    lowest = _lowest(start + part * tile, form.window)
+    q, size = _load(q_ref, at, inside), key_tile(keys_ref)
+
+    def add(split: jax.Array, state: State) -> State:
+        found = _attend(
+            q,
+            functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
+            functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
+            split * size + jnp.arange(size),
+            form=form,
+            position=position,
+            last=last,
+        )
+        return _merged(state, found)
+
+    state = lax.fori_loop(lowest // size, pl.cdiv(longest, size), add, _nothing(tile, len(column)))
     if sinks_ref is not None:
         state = _with_sink(state, jnp.full((tile,), sinks_ref[head]))
-    _store(out_ref, at, _divide(state), (query[:, None] < width) & (column[None] < head_dim))
+    at = (lane, query[None], head, column[:, None])
+    _store(out_ref, at, _divide(state), (query[None] < width) & (column[:, None] < head_dim))
 
 
-State = tuple[
-    jax.Array, jax.Array, jax.Array
-]  # largest score [R], sum of weights [R], weighted values [R, Dh]
+# Of R queries: the largest score [R], the sum of weights [R], weighted values [Dh, R].
+State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _attend(
     q: jax.Array,
     load_keys: Callable[[jax.Array, jax.Array], jax.Array],
     load_values: Callable[[jax.Array, jax.Array], jax.Array],
+    key: jax.Array,
     *,
     form: AttentionForm,
     position: jax.Array,
-    tiles: tuple[Any, Any],
     last: jax.Array | None = None,
 ) -> State:
-    """Online softmax of `q [R, Dh]` at `position [R]` over tiles of keys from `tiles[0]` up to `tiles[1]`, in order.
+    """Softmax of `q [R, Dh]` at `position [R]` over the keys `key [tile]`, whose loaders also take which are wanted.
 
     last: `[R]`, the last key that each query sees; None: its own.
-    The loaders take key indices `[tile]` and which of them to load.
+    Queries are the columns of both products, so that their number changes no bit.
     """
     last = position if last is None else last
+    visible = key[:, None] <= last[None]  # [tile, R]
+    if form.window is not None:
+        visible &= key[:, None] > position[None] - form.window
+    any_query = key <= jnp.max(last)
+    keys, values = (
+        load_keys(key, any_query),
+        load_values(key, any_query),
+    )  # both before the first is waited for
+    scores = _product(keys, q.T) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=0)
+    weights = jnp.exp(scores - _finite(peak)[None])
+    return peak, jnp.sum(weights, axis=0), _product(values.T, weights.astype(values.dtype))
 
-    def add(tile: jax.Array, state: State) -> State:
-        peak, total, weighted = state
-        key = tile * KEY_TILE + jnp.arange(KEY_TILE)
-        visible = key[None] <= last[:, None]  # [R, tile]
-        if form.window is not None:
-            visible &= key[None] > position[:, None] - form.window
-        any_query = key <= jnp.max(last)
-        scores = _product(q, load_keys(key, any_query).T) * form.scale
-        if form.softcap is not None:
-            scores = form.softcap * jnp.tanh(scores / form.softcap)
-        scores = jnp.where(visible, scores, -jnp.inf)
-        highest = jnp.maximum(peak, jnp.max(scores, axis=1))
-        base = highest  # without a window the first tile holds a key that every query sees
-        if form.window is not None:
-            base = jnp.where(highest > -jnp.inf, highest, 0.0)
-        before, weights = jnp.exp(peak - base), jnp.exp(scores - base[:, None])
-        values = load_values(key, any_query)
-        return (
-            highest,
-            total * before + jnp.sum(weights, axis=1),
-            weighted * before[:, None] + _product(weights.astype(values.dtype), values),
-        )
 
-    return lax.fori_loop(*tiles, add, _nothing(*q.shape))
+def _merged(state: State, found: State) -> State:
+    """What was seen before, and then by the next split. A split that a query does not see changes no bit."""
+    (peak, total, weighted), (new_peak, new_total, new_weighted) = state, found
+    highest = jnp.maximum(peak, new_peak)
+    base = _finite(highest)
+    before, now = jnp.exp(peak - base), jnp.exp(new_peak - base)
+    return highest, total * before + new_total * now, weighted * before[None] + new_weighted * now[None]
+
+
+def _finite(peak: jax.Array) -> jax.Array:
+    """The largest score, or 0 if no key was seen."""
+    return jnp.where(peak > -jnp.inf, peak, 0.0)
 
 
 def _lowest(position: jax.Array, window: int | None) -> Any:
@@ -264,21 +267,21 @@ def _with_sink(state: State, sink: jax.Array) -> State:
     peak, total, weighted = state
     highest = jnp.maximum(peak, sink)
     scale = jnp.exp(peak - highest)
-    return highest, total * scale + jnp.exp(sink - highest), weighted * scale[:, None]
+    return highest, total * scale + jnp.exp(sink - highest), weighted * scale[None]
 
 
 def _nothing(rows: int, columns: int) -> State:
     return (
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, columns), jnp.float32),
+        jnp.zeros((columns, rows), jnp.float32),
     )
 
 
 def _divide(state: State) -> jax.Array:
-    """Weighted mean `[R, Dh]`; zero where nothing was attended to."""
+    """Weighted mean `[Dh, R]`; zero where nothing was attended to."""
     _, total, weighted = state
-    return weighted / jnp.where(total > 0, total, 1.0)[:, None]
+    return weighted / jnp.where(total > 0, total, 1.0)[None]
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -323,6 +326,11 @@ def _store(ref: Ref, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) ->
 def _power_of_two(size: int) -> int:
     """The smallest power of two that holds `size`: Triton knows no other sizes."""
     return 1 << (size - 1).bit_length()
+
+
+def key_tile(keys: Ref | jax.Array) -> int:
+    """Keys of one split of a cache `[B, KV, S, Dh]`: it divides a span, and two of them fit into shared memory."""
+    return 128 if keys.shape[3] * keys.dtype.itemsize <= 256 else 64
 
 
 def whole_tile(size: int) -> int:

@@ -1,8 +1,7 @@
-"""Products of few rows on CUDA, in Pallas for Triton. More rows than `_MOST_ROWS` go to XLA, which is faster there.
+"""Products on CUDA, in Pallas for Triton: the bits of a row do not depend on the number of rows.
 
-The weight is the left operand of the matrix instruction and rows are its columns, so that an element of the result is
-the same sum in the same order for any number of rows, in tiles of any size (findings/gpu.md). Features that are too
-few to fill the device are summed in parts, as many as the shape of the weight says, which are added in order.
+An element of the result is one sum over the input features, in order, whatever the tile it lies in and whichever
+operand is on the left (findings/gpu.md). Biases, residuals and activations are computed in the same kernel.
 """
 
 import functools
@@ -25,6 +24,7 @@ from xla_engine.graphs.linear.products import (
     Norm,
     Term,
     Weight,
+    activate,
     activated,
     feature_major,
     finished,
@@ -33,21 +33,18 @@ from xla_engine.graphs.linear.products import (
     normed,
     rows_first,
 )
+from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sharding import Sharding
 
-_MOST_ROWS = 64
-_STEP = 64  # input features that divide a part
-_MOST_PARTS = 8
-_BUSY = 96  # programs that fill the device well enough
-_LONGEST_PART = 4096  # input features
+_FEW_ROWS = 64  # as many as are one tile
 
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProducts:
-    """See `graphs.linear.products.Products`. Weights that are not in bfloat16 (routers) go to XLA, too.
-    `interpret` runs the kernel as plain JAX, anywhere and slowly."""
+    """See `graphs.linear.products.Products`. Weights that are not in bfloat16 go to XLA, and their bits may depend on
+    the number of rows. `interpret` runs the kernel as plain JAX, anywhere and slowly."""
 
     interpret: bool = False
     live: jax.Array | None = None
@@ -62,7 +59,9 @@ class GpuProducts:
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         assert not isinstance(x, FeatureMajor)
-        return finished(self._product(weight, normed(x, norm)), bias, residual)
+        if not _is_ours(weight):
+            return finished(rows_first(weight, normed(x, norm)), bias, residual)
+        return self._product(weight, x, norm, bias=bias, residual=residual)
 
     def gated(
         self,
@@ -73,8 +72,10 @@ class GpuProducts:
         bias: Term = None,
         activation: Activation = "silu",
     ) -> jax.Array:
-        both = self.linear(weight, x, norm=norm, bias=bias)
-        return activated(both, activation).astype(kept_dtype(weight))
+        if not _is_ours(weight):
+            both = self.linear(weight, x, norm=norm, bias=bias)
+            return activated(both, activation).astype(kept_dtype(weight))
+        return self._product(weight, x, norm, bias=bias, activation=activation)
 
     def experts(
         self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
@@ -91,96 +92,143 @@ class GpuProducts:
         return scales
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
-        out = self._product(weight, normed(x, norm), features_first=True)
+        if not _is_ours(weight):
+            return feature_major(weight, normed(x, norm), sharding)
+        out = self._product(weight, x, norm, features_first=True)
         return out if sharding is None else sharding.gather(out, "vocabulary", axis=0)
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         return looked_up(weight, tokens, sharding)
 
-    def _product(self, weight: Weight, x: jax.Array, *, features_first: bool = False) -> jax.Array:
-        """`weight [F, D]` times x `[N, D]`: float32 `[N, F]`, or `[F, N]`."""
-        if len(x) > _MOST_ROWS or not isinstance(weight, jax.Array) or weight.dtype != jnp.bfloat16:
-            return feature_major(weight, x) if features_first else rows_first(weight, x)
-        (features, width), rows = weight.shape, len(x)
-        tiles = _tiles(features, width, rows)
+    def _product(
+        self,
+        weight: Any,
+        x: jax.Array,
+        norm: Norm | None,
+        *,
+        bias: Term = None,
+        residual: Term = None,
+        activation: Activation | None = None,
+        features_first: bool = False,
+    ) -> jax.Array:
+        """`weight [F, D]` times the norm of `x [N, D]`, with what is added to it: float32 `[N, F]`, or `[F, N]`.
+
+        activation: of the first half of the features, which multiplies the second: `[N, F / 2]` in the weight's dtype.
+        """
+        ahead = weight if len(x) <= _FEW_ROWS else None
+        x = x.astype(weight.dtype) if norm is None else rms_norm(x, *norm, dtype=weight.dtype, ahead=ahead)
+        features, rows = len(weight) // (1 if activation is None else 2), len(x)
+        tiles = _tiles(features, weight.shape[1], rows, activation is not None, features_first)
         shape = (features, rows) if features_first else (rows, features)
-        parts: jax.Array = pl.pallas_call(
-            functools.partial(product_kernel, tiles=tiles, features_first=features_first),
-            grid=(pl.cdiv(features, tiles.features), tiles.parts),
-            out_shape=jax.ShapeDtypeStruct((tiles.parts, *shape), jnp.float32),
-            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=tiles.stages),
+        out: jax.Array = pl.pallas_call(
+            functools.partial(
+                product_kernel, tiles=tiles, features_first=features_first, activation=activation
+            ),
+            grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(features, tiles.features)),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if activation is None else weight.dtype),
+            compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
             interpret=self.interpret,
             name=product_kernel.__name__,
-        )(x.astype(weight.dtype), weight)
-        return functools.reduce(jnp.add, parts)
+        )(x, weight, bias, residual)
+        return out
+
+
+def _is_ours(weight: Weight) -> bool:
+    return isinstance(weight, jax.Array) and weight.dtype == jnp.bfloat16
 
 
 class _Tiles(NamedTuple):
-    """What a program multiplies: `features` by `rows`, `step` input features at a time, of one of `parts` parts of
-    them. stages: steps that are loaded ahead."""
+    """What a program multiplies: `features` by `rows`, `step` input features at a time.
+
+    stages: steps that are loaded ahead. rows_left: rows are the left operand, not the weight.
+    """
 
     features: int
     rows: int
     step: int
-    parts: int
+    warps: int
     stages: int
+    rows_left: bool = False
 
 
-def _tiles(features: int, width: int, rows: int) -> _Tiles:
-    """Tiles for a weight `[features, width]`, as measured on an H100 (findings/gpu.md).
-
-    The number of parts, which bits depend on, follows from the weight's shape alone.
-    """
-    parts = _parts(features, width)
-    step = 128 if (width // parts) % 128 == 0 else _STEP
-    columns = max(16, 1 << (rows - 1).bit_length())
-    if columns > 16 and step == 128 and pl.cdiv(features, 128) * parts >= 128:
-        return _Tiles(128, columns, step, parts, stages=3)
-    return _Tiles(64, columns, step, parts, stages=5)
-
-
-def _parts(features: int, width: int) -> int:
-    """The fewest parts of whole steps that keep a device busy and are short."""
-    tiles, steps = pl.cdiv(features, 64), width // _STEP
-    whole = [each for each in range(1, _MOST_PARTS + 1) if width % (_STEP * each) == 0]
-    enough = (each for each in whole if tiles * each >= _BUSY and steps // each * _STEP <= _LONGEST_PART)
-    return next(enough, whole[-1] if whole else 1)
+def _tiles(features: int, width: int, rows: int, gated: bool, features_first: bool) -> _Tiles:
+    """Tiles for a weight `[features, width]`, as measured on an H100 (findings/gpu.md). No bit depends on them."""
+    if rows > _FEW_ROWS:
+        if features_first:
+            return _Tiles(128, 256, 64, warps=8, stages=3)
+        return _Tiles(128 if gated else 256, 128, 64, warps=8, stages=3, rows_left=True)
+    columns, step = max(16, 1 << (rows - 1).bit_length()), 128 if width % 128 == 0 else 64
+    if gated:
+        return _Tiles(128, 16, step, warps=8, stages=3) if columns == 16 else _Tiles(64, columns, 64, 4, 4)
+    if columns == 16 and features < 6144:  # more programs than multiprocessors
+        return _Tiles(32, 16, step, warps=4, stages=8)
+    return _Tiles(64, columns, step, warps=4, stages=5)
 
 
 def product_kernel(
     x_ref: Ref,  # [N, D]
-    weight_ref: Ref,  # [F, D]
-    out_ref: Ref,  # [J, N, F] or [J, F, N] float32
+    weight_ref: Ref,  # [F, D], gated [2 F, D]
+    bias_ref: Ref | None,  # [F], gated [2 F]
+    residual_ref: Ref | None,  # [N, F]
+    out_ref: Ref,  # [N, F] or [F, N]
     *,
     tiles: _Tiles,
     features_first: bool,
+    activation: Activation | None,
 ) -> None:
-    """A tile of features of all rows, of one part of the input features."""
-    (rows, width), features = x_ref.shape, len(weight_ref)
-    feature = pl.program_id(0) * tiles.features + jnp.arange(tiles.features)
-    row, part, span = jnp.arange(tiles.rows), pl.program_id(1), pl.cdiv(width, tiles.parts)
+    """A tile of features of a tile of rows."""
+    (rows, width), parts = x_ref.shape, 1 if activation is None else 2
+    features = len(weight_ref) // parts
+    row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows)
+    feature = pl.program_id(1) * tiles.features + jnp.arange(tiles.features)
 
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        column = part * span + step * tiles.step + jnp.arange(tiles.step)
-        inside = None if width % _STEP == 0 else (column < width)[None]
-        weight = _load(weight_ref, (feature[:, None], column[None]), features, inside)
-        x = _load(x_ref, (row[:, None], column[None]), rows, inside)
-        return total + jnp.dot(weight, x.T, preferred_element_type=jnp.float32)
+    def add(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        column = step * tiles.step + jnp.arange(tiles.step)
+        inside = None if width % tiles.step == 0 else column < width
+        x = _load(x_ref, (row[:, None], column[None]), _within(row, rows), inside)
 
-    nothing = jnp.zeros((tiles.features, tiles.rows), jnp.float32)
-    total = lax.fori_loop(0, pl.cdiv(span, tiles.step), add, nothing)
-    at = (feature[:, None], row[None]) if features_first else (row[None], feature[:, None])
-    whole = rows == tiles.rows and features % tiles.features == 0
-    mask = None if whole else (row < rows)[None] & (feature < features)[:, None]
-    plgpu.store(out_ref.at[(part, *at)], total, mask=mask)
+        def product(part: int) -> jax.Array:
+            at = (part * features + feature[:, None], column[None])
+            weight = _load(weight_ref, at, _within(feature, features), inside)
+            left, right = (x, weight) if tiles.rows_left else (weight, x)
+            return jnp.dot(left, right.T, preferred_element_type=jnp.float32)
+
+        return [total + product(part) for part, total in enumerate(sums)]
+
+    shape = (tiles.rows, tiles.features) if tiles.rows_left else (tiles.features, tiles.rows)
+    sums = lax.fori_loop(0, pl.cdiv(width, tiles.step), add, [jnp.zeros(shape, jnp.float32)] * parts)
+    row, feature = (row[:, None], feature[None]) if tiles.rows_left else (row[None], feature[:, None])
+    if bias_ref is not None:
+        sums = [
+            total + plgpu.load(bias_ref.at[part * features + feature], mask=feature < features, other=0.0)
+            for part, total in enumerate(sums)
+        ]
+    total = sums[0] if activation is None else activate(sums[0], activation) * sums[1]
+    whole = rows % tiles.rows == 0 and features % tiles.features == 0
+    mask = None if whole else jnp.broadcast_to((row < rows) & (feature < features), shape)
+    if residual_ref is not None:
+        residual = residual_ref.at[row, feature]
+        total += plgpu.load(residual) if mask is None else plgpu.load(residual, mask=mask, other=0.0)
+    at = (feature, row) if features_first else (row, feature)
+    plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
 
 
-def _load(ref: Ref, at: tuple[jax.Array, jax.Array], size: int, inside: jax.Array | None) -> jax.Array:
-    """Zero where the first index is not below `size`, and where not `inside`."""
-    mask = None if size % len(at[0]) == 0 else at[0] < size
-    if inside is not None:
-        mask = inside if mask is None else mask & inside
-    if mask is None:
+def _within(index: jax.Array, size: int) -> jax.Array | None:
+    """Which of the indices of a tile are below `size`; None: all."""
+    return None if size % len(index) == 0 else index < size
+
+
+def _load(
+    ref: Ref, at: tuple[jax.Array, jax.Array], first: jax.Array | None, second: jax.Array | None
+) -> jax.Array:
+    """A tile, zero where not `first` along its first axis or not `second` along its second."""
+    masks = [
+        mask
+        for mask in (None if first is None else first[:, None], None if second is None else second[None])
+        if mask is not None
+    ]
+    if not masks:
         return plgpu.load(ref.at[at])
     shape = jnp.broadcast_shapes(at[0].shape, at[1].shape)
-    return plgpu.load(ref.at[at], mask=jnp.broadcast_to(mask, shape), other=0.0)
+    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
+    return plgpu.load(ref.at[at], mask=mask, other=0.0)

@@ -19,10 +19,32 @@ def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax
     return jax.lax.optimization_barrier(flat).reshape(values.shape)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019)."""
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    dtype: jnp.dtype | None = None,
+    *,
+    ahead: jax.Array | None = None,
+) -> jax.Array:
+    """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019), rounded to `dtype`.
+
+    ahead: a matrix that is multiplied next, for kernels that read it meanwhile.
+    """
+    rounded = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    if jax.default_backend() == "cpu":  # Pallas takes a while to import
+        return _written_out(x, weight, eps, rounded)
+    from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm
+
+    return jax.lax.platform_dependent(
+        cuda=lambda: gpu_rms_norm(x, weight, eps, rounded, ahead=ahead),
+        default=lambda: _written_out(x, weight, eps, rounded),
+    )
+
+
+def _written_out(x: jax.Array, weight: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
     scale = jax.lax.rsqrt(sum_last(x * x) / x.shape[-1] + eps)  # [..., 1]
-    return x * scale * weight
+    return (x * scale * weight).astype(dtype)
 
 
 def norm_heads(heads: jax.Array, form: AttentionForm, weight: jax.Array | None) -> jax.Array:

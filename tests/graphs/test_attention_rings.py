@@ -12,7 +12,7 @@ import pytest
 from tests.support.attention_cases import Case, Features, _stored, bits
 from tests.support.device import read_cache
 from tests.support.host_layers import layer_to_host, to_host
-from tests.support.instruction_sets import NAMES, registered
+from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
@@ -69,6 +69,7 @@ def test_a_ring_moves_span_by_span(backend: Attention, length: int, whole: int) 
         assert bits(new[1, :, :valid]) == bits(old[0, :, :valid]) and bits(new[0]) == bits(old[0])
 
 
+@pytest.mark.skipif(not NATIVE_ISAS, reason="no C++ attention on this platform")
 def test_a_layer_keeps_its_window_and_what_a_call_writes() -> None:
     model = replace(TINY, num_hidden_layers=2, layer_types=(SLIDING, FULL), sliding_window=300)
     best = registered(NAMES[0], "attention_bf16")

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tests.graphs.test_attention_lowering import hopper
-from xla_engine.graphs.linear.gpu import GpuProducts, _parts
+from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.linear.products import Norm
+from xla_engine.graphs.ops import gpu_rows
+from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm, gpu_sum_last, gpu_sum_middle
 
 PRODUCTS = GpuProducts(interpret=jax.default_backend() != "gpu")
 FEATURES, WIDTH = 200, 192
@@ -27,9 +29,9 @@ def exact(weight: jax.Array, x: jax.Array) -> np.ndarray:
     return np.asarray(product)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 33, 64, 65])
+@pytest.mark.parametrize("rows", [1, 8, 33, 65])
 def test_products_are_those_of_float64(rows: int) -> None:
-    """In three parts, and with a last tile that is not full; 65 rows go to XLA."""
+    """In tiles that are not full, of few rows and of many."""
     weight, x = operands(rows)
     bias, residual = jnp.arange(FEATURES, dtype=jnp.float32), jnp.ones((rows, FEATURES))
     found = PRODUCTS.linear(weight, x, bias=bias, residual=residual)
@@ -39,16 +41,44 @@ def test_products_are_those_of_float64(rows: int) -> None:
     np.testing.assert_allclose(logits.T, exact(weight, unit), atol=0.3)
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+def test_gated_products_are_those_of_float64(rows: int) -> None:
+    weight, x = operands(rows)
+    bias = jnp.linspace(-1, 1, FEATURES, dtype=jnp.float32)
+    gates, ups = np.split(exact(weight, x) + np.asarray(bias, np.float64), 2, axis=1)
+    found = PRODUCTS.gated(weight, x, bias=bias).astype(jnp.float32)
+    np.testing.assert_allclose(found, gates / (1 + np.exp(-gates)) * ups, rtol=1e-2, atol=1e-2)
+
+
+def test_a_row_has_its_own_sums_whatever_lies_beside_it() -> None:
+    """Norms and sums of more values than a program adds, and of sizes that are no powers of two."""
+    draw = np.random.default_rng(0)
+    interpret = PRODUCTS.interpret
+    for width in (130, 576):
+        x = draw.standard_normal((9, width)).astype(np.float32)
+        weight = jnp.ones(width)
+        found = gpu_rms_norm(x, weight, 1e-6, jnp.dtype(jnp.float32), interpret=interpret)
+        square = np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True)
+        np.testing.assert_allclose(found, x / np.sqrt(square + 1e-6), rtol=1e-5)
+        assert np.array_equal(found[:1], gpu_rms_norm(x[:1], weight, 1e-6, found.dtype, interpret=interpret))
+        total = gpu_sum_last(jnp.asarray(x), interpret=interpret)
+        np.testing.assert_allclose(total[:, 0], x.sum(axis=1, dtype=np.float64), atol=1e-4)
+    values = jnp.asarray(draw.standard_normal((2, 150, 130)), jnp.float32)
+    found = gpu_sum_middle(values, interpret=interpret)
+    np.testing.assert_allclose(found, np.asarray(values, np.float64).sum(axis=1), atol=1e-4)
+    assert np.array_equal(found[1:, :5], gpu_sum_middle(values[1:, :, :5], interpret=interpret))
+
+
+def test_what_is_read_ahead_changes_no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "_AHEAD", 1 << 12)
+    weight, x = operands(3)
+    norm = functools.partial(gpu_rms_norm, x, jnp.ones(WIDTH), 1e-6, x.dtype, interpret=PRODUCTS.interpret)
+    assert np.array_equal(norm(ahead=weight), norm())
+
+
 def test_widths_of_no_whole_steps_are_products_too() -> None:
     weight, x = operands(5, width=72)
     np.testing.assert_allclose(PRODUCTS.linear(weight, x), exact(weight, x), atol=1e-3)
-
-
-def test_the_parts_of_a_sum_depend_on_the_weight_alone() -> None:
-    """Llama-3.1-8B's products fill the device with the fewest parts, none of them long; small ones are cut in more."""
-    shapes = {(6144, 4096): 1, (4096, 4096): 2, (28672, 4096): 1, (4096, 14336): 4, (128256, 4096): 1}
-    assert {shape: _parts(*shape) for shape in shapes} == shapes
-    assert _parts(576, 1536) == 8 and _parts(960, 576) == 3 and _parts(64, 72) == 1
 
 
 @pytest.mark.parametrize("rows", [8, 64])
