@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import jax
 from jax.extend.core import Jaxpr
 
+from xla_engine.graphs.joined import joined
+
 # XLA's rsqrt refines the processor's estimate, once on AMD and twice on Intel. With this option off it divides by a
 # square root, and its bits are IEEE's on both (findings/same_bits.md).
 _OPTIONS = {"xla_cpu_enable_platform_dependent_math": False}
@@ -42,12 +44,16 @@ def compiler_options() -> dict[str, bool] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program to compile: `function(*arguments)` with abstract arguments; `donate` names argument positions."""
+    """A program to compile: `function(*arguments)` with abstract arguments; `donate` names argument positions.
+
+    isa: of the C++ kernels whose calls are joined (`graphs.joined`); None: they stay apart.
+    """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    isa: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +180,9 @@ class Inventory:
             traced = jax.jit(function, donate_argnums=program.donate).trace(*program.arguments)
             if self._audit is not None:
                 self._audit(program.name, traced.jaxpr.jaxpr)
+            if program.isa is not None:
+                whole = _with_joined_calls(traced, function.__name__, program.isa)
+                traced = jax.jit(whole, donate_argnums=program.donate).trace(*program.arguments)
             yield program, key, traced.lower(), time.perf_counter() - began
 
     def __call__(self, name: str, *arguments: Any) -> Any:
@@ -200,6 +209,17 @@ class Inventory:
     def clear(self) -> None:
         """Drop the executables."""
         self._compiled.clear()
+
+
+def _with_joined_calls(traced: Any, name: str, isa: str) -> Callable[..., Any]:
+    """The function that was traced, with calls of C++ kernels joined."""
+    results = jax.tree.structure(traced.out_info)
+    flat = joined(traced.jaxpr.jaxpr, traced.jaxpr.consts, isa)
+
+    def run(*arguments: Any) -> Any:
+        return jax.tree.unflatten(results, flat(*jax.tree.leaves(arguments)))
+
+    return _named(run, name)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -243,10 +243,17 @@ struct Outcome {
   }
 };
 
-// Answers a call: one that asks for the interface's version, or one that runs `handler` with what its parameters spell out. names:
-// of the attributes, in the parameters' order.
-template <typename... Types>
-XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Error (*handler)(Types...), const char* const* names) {
+inline XLA_FFI_Error* Failed(const XLA_FFI_CallFrame* frame, const Error& error) {
+  XLA_FFI_Error_Create_Args args = {};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = error.message.c_str();
+  args.errc = error.code;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// Answers a call: one that asks for the interface's version, or one that `run` answers.
+template <typename Run>
+XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, const Run& run) {
   if (auto* asked = frame->extension_start; asked && asked->type == XLA_FFI_Extension_Metadata) {
     XLA_FFI_Metadata& metadata = *reinterpret_cast<XLA_FFI_Metadata_Extension*>(asked)->metadata;
     metadata.api_version.major_version = XLA_FFI_API_MAJOR;
@@ -255,19 +262,21 @@ XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Error (*handler)(Types...), cons
     metadata.state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
     return nullptr;
   }
-  Error error;
   try {
-    Reader reader(frame, names);
-    error = Outcome{reader, handler, reader.Take(Tag<Types>())...}.error;
+    return run();
   } catch (const std::exception& thrown) {  // out of memory
-    error = Error::Internal(thrown.what());
+    return Failed(frame, Error::Internal(thrown.what()));
   }
-  if (error.code == XLA_FFI_Error_Code_OK) return nullptr;
-  XLA_FFI_Error_Create_Args args = {};
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = error.message.c_str();
-  args.errc = error.code;
-  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+// Answers a call by running `handler` with what its parameters spell out. names: of the attributes, in the parameters' order.
+template <typename... Types>
+XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Error (*handler)(Types...), const char* const* names) {
+  return Guarded(frame, [&]() -> XLA_FFI_Error* {
+    Reader reader(frame, names);
+    const Error error = Outcome{reader, handler, reader.Take(Tag<Types>())...}.error;
+    return error.code == XLA_FFI_Error_Code_OK ? nullptr : Failed(frame, error);
+  });
 }
 
 }  // namespace ffi

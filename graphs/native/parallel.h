@@ -30,10 +30,21 @@ struct Phase {
 template <typename Body>
 Phase(int64_t, const Body&) -> Phase<Body>;
 
+// Between two looks at what another thread will change.
+inline void Pause(int64_t turn) {
+  constexpr int64_t kPatience = 1000;  // pauses before the core is offered to others
+  if (turn > kPatience) std::this_thread::yield();
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#endif
+}
+
 // The tasks of a phase. Each worker starts with a run of its own; when that is done, it helps with the others'.
 class Runs {
  public:
-  Runs(int64_t workers, int64_t count) : workers_(workers), count_(count), next_(workers) {
+  Runs(int64_t workers, int64_t count) : workers_(workers), count_(count) {
+    if (workers > kFew) many_ = std::vector<Place>(workers);
+    next_ = workers > kFew ? many_.data() : few_;
     for (int64_t run = 0; run < workers; ++run) next_[run].task = Begin(run);
   }
 
@@ -52,16 +63,11 @@ class Runs {
 
   // Returns when every task is done.
   void Wait() const {
-    for (int64_t turn = 0; done_.load() < count_; ++turn) {
-      if (turn > kPatience) std::this_thread::yield();
-#ifdef __x86_64__
-      __builtin_ia32_pause();
-#endif
-    }
+    for (int64_t turn = 0; done_.load() < count_; ++turn) Pause(turn);
   }
 
  private:
-  static constexpr int64_t kPatience = 1000;  // pauses before the core is offered to others
+  static constexpr int64_t kFew = 4;  // workers that take no memory of their own
   struct alignas(64) Place {
     std::atomic<int64_t> task;
   };
@@ -69,7 +75,9 @@ class Runs {
   int64_t Begin(int64_t run) const { return count_ * run / workers_; }
 
   int64_t workers_, count_;
-  std::vector<Place> next_;
+  Place few_[kFew];
+  std::vector<Place> many_;
+  Place* next_;
   alignas(64) std::atomic<int64_t> done_{0};
 };
 

@@ -3,6 +3,7 @@
 
 #include "adjust.h"
 #include "buffers.h"
+#include "joined.h"
 #include "logprobs.h"
 #include "parallel.h"
 #include "turn.h"

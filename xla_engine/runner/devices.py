@@ -156,7 +156,7 @@ class Devices:
             if mine.name in READS:
                 first = self._read(mine, every)
             function = self._on_mesh(mine.function, _specs(given), None if first is None else _specs(first))
-            yield replace(every, function=function, arguments=arguments)
+            yield replace(every, function=function, arguments=arguments, isa=None)
 
     def pieces(self, local: Sequence[Program], whole: Sequence[Program]) -> Callable[..., Any]:
         """The function that copies the content of slots or blocks, as these programs read it, back to the devices."""

@@ -93,15 +93,16 @@ def make_programs(
         idle: Any = None,
         more: tuple[Any, ...] = (),
         donate: tuple[int, ...] = (2, 3),
+        isa: str | None = None,
     ) -> None:
         """Add a step. work: its abstract input; None: that of `idle`, an input without work, which defines the layout
-        of packed ones. more: further abstract inputs."""
+        of packed ones. more: further abstract inputs. isa: as of `Program`."""
         run = _on_packed(functools.partial(function, processed_logprobs=processed), rows, idle)
         arguments = (*state, _abstract(pack(idle)) if work is None else work, wide, *more)
-        programs.append(Program(name=name, function=run, arguments=arguments, donate=donate))
+        programs.append(Program(name=name, function=run, arguments=arguments, donate=donate, isa=isa))
 
     for bucket in buckets:
-        add(decode_name(bucket), functools.partial(decode_step, spec, bucket), scheduled)
+        add(decode_name(bucket), functools.partial(decode_step, spec, bucket), scheduled, isa=spec.isa)
         prefill = functools.partial(prefill_chunk, spec, bucket, config.head_rows, taps=taps, group=group)
         prefill = functools.partial(prefill, axes=axes) if axes else prefill
         for lanes in config.prefill_lanes:
@@ -110,10 +111,11 @@ def make_programs(
         donate = (2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3)
         for lanes, width in config.verify_shapes:
             name, checks = verify_name(lanes, width, bucket), functools.partial(verify, spec, bucket, width)
-            add(name, checks, None, no_drafts(lanes, width), proposer_state, donate)
+            add(name, checks, None, no_drafts(lanes, width), proposer_state, donate, spec.isa)
         for width in few:
             few_rows = functools.partial(decode_few_rows, spec, bucket)
-            add(decode_name(bucket, width), few_rows, jax.ShapeDtypeStruct((width,), jnp.int32))
+            slots = jax.ShapeDtypeStruct((width,), jnp.int32)
+            add(decode_name(bucket, width), few_rows, slots, isa=spec.isa)
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
         logprobs = functools.partial(prompt_logprobs, spec, config.head_rows)

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ import jax
 from xla_engine.graphs.attention import native as attention
 from xla_engine.graphs.delta_net.layer import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.routing import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
+from xla_engine.graphs.joined import JOINED, number
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
 from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
@@ -37,7 +38,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
         )
         for kind in attention.KINDS
     },
-    "sampler": (SAMPLE, PROCESS, LOGPROBS),
+    "sampler": (SAMPLE, PROCESS, LOGPROBS, JOINED),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
     **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in _KINDS[:2]},
     **{
@@ -52,6 +53,8 @@ PARTS = frozenset(_TARGETS)
 ATTENTION = frozenset(f"attention_{kind}" for kind in attention.KINDS)  # the parts for stores of every dtype
 _origins: dict[str, str] = {}  # BUNDLED or COMPILED, by instruction set
 _digests: dict[str, str] = {}  # of what the kernels in use were made from, by instruction set
+_handlers: dict[str, int] = {}  # addresses of the kernels in use, by target
+_joining: list[Callable[[int, int], None]] = []  # tell joined calls a target's number and address
 _bound: set[tuple[str, str]] = set()  # parts that are registered, with their instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
 
@@ -123,3 +126,12 @@ def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
             symbol = "".join(word.capitalize() for word in target.split("_"))  # as in the source
             capsule = jax.ffi.pycapsule(getattr(library, symbol))
             jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
+            address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+            assert address is not None
+            _handlers[f"{target}_{isa.name}"] = address
+    if "sampler" in parts:
+        library.XlaEngineKnow.argtypes = ctypes.c_int64, ctypes.c_void_p
+        _joining.append(library.XlaEngineKnow)
+    for know in _joining:
+        for target, address in _handlers.items():
+            know(number(target), address)
