@@ -50,7 +50,7 @@ class Intake:
     def check_open(self) -> None:
         """Raise EngineClosedError if the engine accepts no requests."""
         self._state.waiter.check_process()
-        self._recovery.restart_if_torn()
+        self._recovery.restart_if_incomplete()
         check_takes(self._state.closed, draining=self._state.draining)
 
     def submit(
@@ -179,7 +179,7 @@ class Intake:
         if request_id in state.pending:
             self._delivery.end_pending(request_id, FinishReason.ABORT, cause)
             return True
-        self._recovery.restart_if_torn()
+        self._recovery.restart_if_incomplete()
         ended = False
         for name in state.table.sequences(request_id):
             if state.scheduler.abort(name):

@@ -89,13 +89,13 @@ class Loop:
             raise RuntimeError("two callers run this engine at the same time; let only one of them run it")
         if timer is not None:
             timer.begin()
-        self._recovery.restart_if_torn()
+        self._recovery.restart_if_incomplete()
         self._intake.queue_compiled()
         if state.closed is not None:  # a restart failed and has ended all requests
             if timer is not None:
                 timer.planned(is_over=True, has_work=False)
             return None
-        turn.running = turn.torn = True
+        turn.running = turn.incomplete = True
         turn.thread = get_ident()
         try:
             if not pipeline.in_flight:
@@ -105,7 +105,7 @@ class Loop:
             # A turn reads a step even if it started none, or if `lag` was lowered.
             started = not pipeline.is_full and self._start_next()
             if (step := pipeline.due(started=started)) is None:
-                turn.torn = False
+                turn.incomplete = False
             else:
                 self._recovery.faults.plan = step.plan
         except DeviceLostError as error:
@@ -144,7 +144,7 @@ class Loop:
                 if timer is not None:
                     timer.committed(step.plan.step)
                 self._delivery.deliver(step.plan, answer, events)
-                state.turn.torn = False
+                state.turn.incomplete = False
             except DeviceLostError as error:
                 state.device_lost = True
                 recovery.fail(str(error))
@@ -250,7 +250,7 @@ class Loop:
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
         """As `XlaBatchEngine.preempt`."""
-        self._recovery.restart_if_torn()
+        self._recovery.restart_if_incomplete()
         if how not in (None, *self.ways_to_preempt):
             raise InvalidRequestError(
                 f"this engine preempts by {', '.join(self.ways_to_preempt)}, not {how!r}"

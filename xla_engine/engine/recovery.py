@@ -225,7 +225,7 @@ class Recovery:
         canary.commit(plan, result)
         self._state.last_answer = self._state.clock()
         self.faults.plan = None
-        self._state.turn.torn = False
+        self._state.turn.incomplete = False
         if not canary.is_over or (accused := self.faults.canary_lived()) is None:
             return
         self.restart()
@@ -240,12 +240,12 @@ class Recovery:
         """Once the suspects that run apart have passed the step that failed, let the next group run."""
         if self.faults.passed(self._state.scheduler.credited):
             self.restart()
-            self._state.turn.torn = True  # `restart` cleared it, but this turn is still in progress
+            self._state.turn.incomplete = True  # `restart` cleared it, but this turn is still in progress
 
-    def restart_if_torn(self) -> None:
+    def restart_if_incomplete(self) -> None:
         """Restart if an interrupt came in the middle of a turn, because the state is then unknown."""
         turn = self._state.turn
-        if turn.torn and not turn.running and self._state.closed is None:
+        if turn.incomplete and not turn.running and self._state.closed is None:
             self.faults.plan = None
             self.restart()
 
@@ -271,7 +271,7 @@ class Recovery:
             state.runner.rebuild()
         except Exception as error:
             self.fail(f"the device state was lost and cannot be rebuilt: {type(error).__name__}: {error}")
-        state.turn.torn = False
+        state.turn.incomplete = False
 
     def fail(self, cause: str) -> None:
         """As `XlaBatchEngine.fail`."""

@@ -80,14 +80,14 @@ class TurnState:
     running: a turn has begun and not ended. thread: the id of the thread that drives it.
     under_way: the turn, while it waits for a step.
     ended: how many turns have ended.
-    torn: a turn began and was not completed. The state is unknown then, so all requests must run again.
+    incomplete: a turn began and was not completed. The state is unknown then, so all requests must run again.
     """
 
     running: bool = False
     thread: int = NO_THREAD
     under_way: UnderWay | None = None
     ended: int = 0
-    torn: bool = False
+    incomplete: bool = False
 
     @property
     def is_left(self) -> bool:
