@@ -69,6 +69,11 @@ constexpr int Beside(int rows) {
   return rows <= 3 ? 4 : 1;
 }
 
+// Whether both parts of a key's word are multiplied before those of the next block: where registers do not hold all sums, this moves
+// them to memory and back half as often. A lone row's sums would wait for each other.
+template <typename F, int kRows>
+constexpr bool kByBlock = F::kParts == 2 && kRegister == 8 && kRows > 1;
+
 // Queries [factor][kQueries]: with a constant distance from one row to the next, and every loop over sums unrolled, compilers
 // keep all sums in registers.
 template <typename T, int kRows, int kBlocks>
@@ -86,17 +91,23 @@ void ScoreBlocks(const Context<T>& context, const typename Factors<T>::Type* que
     for (int b = 0; b < kBlocks; ++b) sum[r][b] = Vec{};
   }
   for (int64_t word = 0; word < words; ++word) {
-    const auto add = [&](auto part) __attribute__((always_inline)) {
+    const auto add = [&](auto part, int b) __attribute__((always_inline)) {
       const typename F::Type* factors = queries + F::Place(word, part) * kQueries;
-#pragma GCC unroll 4
-      for (int b = 0; b < kBlocks; ++b) {
-        const auto key = F::template Part<part>(keys[b] + word * kVector * kPack);
+      const auto key = F::template Part<part>(keys[b] + word * kVector * kPack);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) sum[r][b] = F::Add(sum[r][b], key, factors[r]);
-      }
+      for (int r = 0; r < kRows; ++r) sum[r][b] = F::Add(sum[r][b], key, factors[r]);
     };
-    add(std::integral_constant<int, 0>());
-    if constexpr (F::kParts == 2) add(std::integral_constant<int, 1>());
+    constexpr std::integral_constant<int, 0> kFirst;
+    constexpr std::integral_constant<int, F::kParts - 1> kSecond;
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      add(kFirst, b);
+      if constexpr (kByBlock<F, kRows>) add(kSecond, b);
+    }
+    if constexpr (F::kParts == 2 && !kByBlock<F, kRows>) {
+#pragma GCC unroll 4
+      for (int b = 0; b < kBlocks; ++b) add(kSecond, b);
+    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {

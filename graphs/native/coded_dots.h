@@ -9,8 +9,9 @@
 // So bits are the same on every instruction set.
 //
 // Codes stand in the order "fours": 32 K of sixteen features are lines of 64 bytes. Of four bits, byte 4 f + k of line i has K
-// 8 i + k of feature f, and in its upper half K 8 i + 4 + k; of more, K 4 i + k. Codes of more than four bits are widened to bytes
-// when they are loaded, and begin at -128 unless they are small and the kind has minima. Scales stand as in `coded_weights.h`.
+// 8 i + k of feature f, and in its upper half K 8 i + 4 + k; of eight, K 4 i + k. Of five and six bits, the lowest four stand so, and
+// behind them in one or two lines the others: byte 4 f + k has those of K k, 4 + k, 8 + k .., from its lowest bits on. Scales stand as
+// in `coded_weights.h`.
 //
 //   VNNI                vpdpbusd: codes unsigned; sums start where what they are too large by is taken away
 //   AVX2, AVX-512       vpmaddubsw of four bits at a time: eight sums of two products of up to 15 * 127 fit 16 bits
@@ -49,10 +50,9 @@ struct LevelBytes {
 };
 constexpr LevelBytes kLevelBytes;
 
-// Products are compiled once for kinds that differ in scales, levels and minima only, and told which these are. Codes may be narrower
-// in files.
+// Products are compiled once for kinds that differ in scales, levels, biases and minima only, and told which these are.
 constexpr bool Alike(const CodedKind& a, const CodedKind& b) {
-  return a.IsWide() == b.IsWide() && !a.levels == !b.levels && a.FoursBias() == b.FoursBias() && a.Run() == b.Run();
+  return a.low == b.low && a.high == b.high && !a.levels == !b.levels && a.Run() == b.Run();
 }
 constexpr int FirstAlike(int index) {
   int first = 0;
@@ -60,9 +60,12 @@ constexpr int FirstAlike(int index) {
   return first;
 }
 
-// Which of such kinds a product multiplies.
+// What codes can be too large by. Sums start where that is taken away; of the last one, each sixteen K have a sum of their own.
+constexpr int kStarts[] = {0, 8, 16, 128, 32}, kStartCount = sizeof kStarts / sizeof *kStarts;
+
+// Which of such kinds a product multiplies. `start`: a place in `kStarts`.
 struct Variant {
-  int form = 0, levels = 0;
+  int form = 0, levels = 0, start = 0;
   bool minimum = false;
   int64_t step_bytes = 0;
 };
@@ -71,7 +74,9 @@ struct VariantOfKinds {
   constexpr VariantOfKinds() {
     for (int index = 0; index < kCodedKindCount; ++index) {
       const CodedKind& kind = kCodedKinds[index];
-      of[index] = {kind.Form(), kind.levels, kind.minimum, kind.StepBytes()};
+      int start = 0;
+      while (kStarts[start] != (kSignedCodes && kind.FoursBias() == 128 ? 0 : kind.FoursBias())) ++start;
+      of[index] = {kind.Form(), kind.levels, start, kind.minimum, kind.StepBytes()};
     }
   }
 };
@@ -156,10 +161,9 @@ struct FoursKernel {
   static constexpr int64_t kStep = 32;  // K comes in multiples of it
   static constexpr int64_t kWords = kStep / 4;
   // Words of a row of a group of K: its own, then these.
-  static constexpr int64_t kEights = kWords;       // where sums of codes that are too large by 8 start
-  static constexpr int64_t kBytes = kEights + 1;   // by 128
-  static constexpr int64_t kFirst = kBytes + 1;    // the same of the first sixteen K
-  static constexpr int64_t kScale = kFirst + 1;    // float
+  static constexpr int64_t kStart = kWords;  // where sums of codes of each of `kStarts` start; the last one of sixteen K
+  static constexpr int64_t kSecond = kStart + kStartCount;  // and of the next sixteen K
+  static constexpr int64_t kScale = kSecond + 1;   // float
   static constexpr int64_t kUndone = kScale + 1;   // float: -kMagic times the scale
   static constexpr int64_t kTotal = kUndone + 1;   // float: the sum of the row times the scale
   static constexpr int64_t kAll = kTotal + 1;
@@ -195,13 +199,12 @@ struct FoursKernel {
     const int32_t first = total(0), all = first + total(1);
     for (int half = 0; half < 2; ++half) StoreAs(bytes + half * kVector, Convert<Bytes>(quantized.values[half]));
     for (int64_t word = 0; word < kWords; ++word) std::memcpy(to + word * apart, bytes + word * 4, 4);
-    const int32_t starts[] = {kMagic - 8 * all, kSignedCodes ? kMagic : kMagic - 128 * all,
-                              kSignedCodes ? kMagic : kMagic - 128 * first};
+    const auto start = [&](int64_t place, int32_t bias, int32_t sum) { to[place * apart] = static_cast<Word>(kMagic - bias * sum); };
+    constexpr int64_t kLast = kStartCount - 1;
+    for (int64_t place = 0; place < kLast; ++place) start(kStart + place, kStarts[place], all);
+    start(kStart + kLast, kStarts[kLast], first), start(kSecond, kStarts[kLast], all - first);
     const float scales[] = {quantized.scale, -12582912.0f * quantized.scale, static_cast<float>(all) * quantized.scale};
-    for (int64_t place = 0; place < 3; ++place) {
-      std::memcpy(to + (kEights + place) * apart, starts + place, 4);
-      std::memcpy(to + (kScale + place) * apart, scales + place, 4);
-    }
+    for (int64_t place = 0; place < 3; ++place) std::memcpy(to + (kScale + place) * apart, scales + place, 4);
   }
 
   // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
@@ -209,27 +212,41 @@ struct FoursKernel {
   static __attribute__((always_inline)) inline Words CodesAt(int levels, const char* from, int64_t word) {
     constexpr CodedKind kind = kCodedKinds[index];
     constexpr int32_t kLower = 0x0F0F0F0F;
-    if constexpr (kind.IsWide()) {
+    if constexpr (kind.low == 8) {
       const Words bytes = LoadAs<Words>(from + word * 64);
       if constexpr (kByNibbles) return (plane ? bytes >> 4 : bytes) & kLower;
-      return kSignedCodes && kind.FoursBias() == 128 ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
+      return kSignedCodes ? bytes ^ static_cast<int32_t>(0x80808080) : bytes;
+    } else if constexpr (kByNibbles && kind.high && plane) {
+      return HigherBits<kind.high, 0>(from, word) & ((1 << kind.high) - 1) * 0x01010101;
     } else {
-      const Words bytes = LoadAs<Words>(from + word / 2 * 64), codes = (word % 2 ? bytes >> 4 : bytes) & kLower;
-      if constexpr (!kind.levels) {
-        return codes;
+      const Words bytes = LoadAs<Words>(from + word / 2 * 64), codes = word % 2 ? bytes >> 4 : bytes;
+      if constexpr (kind.levels) {
+        return ByRegister(codes, codes, [=](auto, auto each) { return Chosen(kLevelBytes.at[levels][plane], each & kLower); });
+      } else if constexpr (kByNibbles || !kind.high) {
+        return codes & kLower;
       } else {
-        return ByRegister(codes, codes, [=](auto, auto each) { return Chosen(kLevelBytes.at[levels][plane], each); });
+        const Words above = HigherBits<kind.high, 4>(from, word) & ((1 << kind.high) - 1) * 0x10101010;
+        return ByRegister(codes, above, [](auto lower, auto higher) { return Merged(lower, kLower, higher); });
       }
     }
   }
 
+  // The bits of codes above four in each byte from bit `to` on, others around them; `from`: where the codes of 32 K begin.
+  template <int bits, int to>
+  static __attribute__((always_inline)) inline Words HigherBits(const char* from, int64_t word) {
+    const Words line = LoadAs<Words>(from + 256 + word * bits / 8 * 64);
+    const int at = static_cast<int>(word * bits % 8);
+    return at < to ? line << (to - at) : line >> (at - to);
+  }
+
   // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
   template <int index, int kRows>
-  static __attribute__((noinline)) void MultiplyBlock(Variant variant, const Word* rows, const char* codes, int64_t width, int64_t ahead, float* to) {
+  static __attribute__((noinline)) void MultiplyBlock(Variant variant, const Word* rows, const char* codes, int64_t width,
+                                                      int64_t ahead, float* to) {
     constexpr CodedKind kind = kCodedKinds[index];
-    constexpr int kBias = kind.FoursBias(), kRun = kind.Run(), kPlanes = kByNibbles && (kind.IsWide() || kind.levels) ? 2 : 1;
-    constexpr int64_t kApart = Apart(kRows), kBytesOfGroup = kind.FoursBytes(kStep);
-    const char* scales = codes + kind.FoursBytes(width);
+    constexpr int kRun = kind.Run(), kPlanes = kByNibbles && (kind.low + kind.high > 4 || kind.levels) ? 2 : 1;
+    constexpr int64_t kApart = Apart(kRows), kBytesOfGroup = kind.CodeBytes(kStep);
+    const char* scales = codes + kind.CodeBytes(width);
     Vec total[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) total[r] = Vec{};
@@ -239,17 +256,10 @@ struct FoursKernel {
 #pragma GCC unroll 8
       for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead, 0, 2);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
+        const Word* starts = rows + (kRun == kStep ? kStart + variant.start : run + kSecond - 1) * kApart;
         Words sum[kRows];
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) {
-          int32_t start = kMagic;
-          if constexpr (kBias == 8) start = static_cast<int32_t>(rows[kEights * kApart + r]);
-          if constexpr (kBias == 128) {
-            const auto all = static_cast<int32_t>(rows[kBytes * kApart + r]), first = static_cast<int32_t>(rows[kFirst * kApart + r]);
-            start = kRun == kStep ? all : run == 0 ? first : all - first + kMagic;
-          }
-          sum[r] = Words{} + start;
-        }
+        for (int r = 0; r < kRows; ++r) sum[r] = Words{} + static_cast<int32_t>(starts[r]);
         Unrolled(std::make_integer_sequence<int, kPlanes>(), [&](auto plane) __attribute__((always_inline)) {
           if constexpr (plane > 0) asm("" : "+r"(rows), "+r"(codes));  // words are loaded again: no room to keep them
           Words part[kRows];
@@ -338,13 +348,18 @@ struct FoursKernel {
       alignas(64) float scales[kVector], minima[kVector];
       for (int64_t k = 0; k < width; ++k) {
         if (k % 16 == 0) {
-          const Steps steps = StepsOf<index>(at + kind.FoursBytes(width), k / 32 * 32, k / 16 % 2);
+          const Steps steps = StepsOf<index>(at + kind.CodeBytes(width), k / 32 * 32, k / 16 % 2);
           Store(scales, steps.scale), Store(minima, steps.minimum);
         }
-        const int64_t line = kind.IsWide() ? k / 4 : k / 8;
-        int code = static_cast<uint8_t>(at[line * 64 + feature * 4 + k % 4]);
-        if (!kind.IsWide()) code = code >> k / 4 % 2 * 4 & 15;
-        const auto level = static_cast<float>(kind.levels ? kLevels[kind.levels][code & 15] : code - kind.FoursBias());
+        const char* bytes = at + kind.CodeBytes(k / 32 * 32) + feature * 4 + k % 4;
+        const int64_t word = k / 4 % 8;
+        int code = static_cast<uint8_t>(bytes[word * kind.low / 8 * 64]);
+        if (kind.low == 4) code = code >> word % 2 * 4 & 15;
+        if (kind.high) {
+          const int above = static_cast<uint8_t>(bytes[256 + word * kind.high / 8 * 64]) >> word * kind.high % 8;
+          code |= (above & ((1 << kind.high) - 1)) << 4;
+        }
+        const auto level = static_cast<float>(kind.levels ? kLevels[kind.levels][code] : code - kind.bias);
         const float value = kind.minimum ? Fused(level, scales[feature], minima[feature]) : level * scales[feature];
         to[k] = Storage<BFloat16>::Widen(Storage<BFloat16>::Round(value));
       }

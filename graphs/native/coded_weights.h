@@ -30,11 +30,8 @@ struct CodedKind {
   bool zero = false;     // what stands in place of a minimum is the zero point: minus that times the scale is added
   bool power = false;    // scales are powers of two
 
-  // What codes are too large by in fours.
-  constexpr int FoursBias() const { return IsWide() ? (minimum && low < 8 ? 0 : 128) : levels ? 128 : minimum ? 0 : 8; }
+  constexpr int FoursBias() const { return levels ? 128 : bias; }  // of the numbers that fours multiply
   constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
-  constexpr bool IsWide() const { return low + high > 4; }
-  constexpr int64_t FoursBytes(int64_t width) const { return width * (IsWide() ? 16 : 8); }  // of codes
   constexpr int Run() const { return nested && !minimum && !levels ? 16 : 32; }  // K that share a scale
   constexpr int64_t SmallBytes() const { return nested ? 256 / Run() * 16 * (1 + minimum) : 0; }  // of 256 K
   constexpr int64_t StepBytes() const {  // of 32 K
@@ -43,9 +40,7 @@ struct CodedKind {
   // How scales are read (`StepsOf`), below kForms.
   constexpr int Form() const { return power ? 0 : nested ? 1 + minimum + 2 * (Run() == 16) : 4 + minimum + zero; }
   constexpr int64_t ScaleBytes(int64_t width) const { return (width / 32 * StepBytes() + 63) / 64 * 64; }
-  constexpr int64_t Bytes(int64_t width, bool fours) const {
-    return (fours ? FoursBytes(width) : CodeBytes(width)) + ScaleBytes(width);
-  }
+  constexpr int64_t Bytes(int64_t width) const { return CodeBytes(width) + ScaleBytes(width); }
 };
 
 constexpr CodedKind kCodedKinds[] = {
@@ -340,7 +335,7 @@ class CodedWeights {
     int64_t bytes = 64, block = 0;
     for (int64_t run = 0; run < header_[2]; ++run) {
       if (Kind(run) < 0 || End(run) < block) return false;
-      bytes += (End(run) - block) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours());
+      bytes += (End(run) - block) * kCodedKinds[Kind(run)].Bytes(Width());
       block = End(run);
     }
     return bytes == size_ && header_[1] >= 0 && header_[1] <= block * 16;
@@ -404,8 +399,8 @@ class CodedWeights {
   Place Find(int64_t block) const {
     const char* at = reinterpret_cast<const char*>(header_) + 64;
     int64_t first = 0, run = 0;
-    for (; block >= End(run); first = End(run++)) at += (End(run) - first) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours());
-    return {Kind(run), at + (block - first) * kCodedKinds[Kind(run)].Bytes(Width(), IsFours())};
+    for (; block >= End(run); first = End(run++)) at += (End(run) - first) * kCodedKinds[Kind(run)].Bytes(Width());
+    return {Kind(run), at + (block - first) * kCodedKinds[Kind(run)].Bytes(Width())};
   }
 
   template <int index, typename Run>

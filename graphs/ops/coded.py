@@ -32,13 +32,9 @@ class CodedKind(NamedTuple):
     scales: int
 
     @property
-    def wide(self) -> bool:
-        """Whether a code has more than four bits."""
-        return self.low + self.high > 8 * self.group
-
-    def codes(self, order: Order) -> int:
-        """Bytes of codes of sixteen groups: wide ones are whole bytes in fours."""
-        return (16 if self.wide else 8) * self.group if order == "fours" else self.low + self.high
+    def codes(self) -> int:
+        """Bytes of codes of sixteen groups."""
+        return self.low + self.high
 
 
 KINDS = {
@@ -76,7 +72,7 @@ class CodedForm:
         """Of sixteen features; scales fill whole lines of 64 bytes."""
         own = KINDS[kind]
         groups = self.width // own.group
-        return groups * own.codes(self.order) + -(-groups * own.scales // 64) * 64
+        return groups * own.codes + -(-groups * own.scales // 64) * 64
 
     @property
     def nbytes(self) -> int:

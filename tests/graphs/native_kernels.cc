@@ -393,11 +393,9 @@ struct CodedRows {
 
   CodedRows(const CodedKind& kind, int64_t count, int64_t columns, int64_t tasks, bool fours = true)
       : width(columns), rows(Fixed<float>(count * columns)), weights(nullptr, 0) {
-    const int64_t block = kind.Bytes(width, fours), size = 64 + 2 * tasks * block, codes = block - kind.ScaleBytes(width);
+    const int64_t block = kind.Bytes(width), size = 64 + 2 * tasks * block, codes = block - kind.ScaleBytes(width);
     char* bytes = lines.Bytes(size);
     for (int64_t at = 0; at < size; ++at) bytes[at] = static_cast<char>(generator() >> 24);
-    if (fours && kind.IsWide() && !kind.FoursBias())  // five bits
-      for (int64_t at = 64; at < size; ++at) bytes[at] &= 0x1F;
     for (int64_t at = 64; at < size; at += block)
       for (int64_t scale = codes + !kind.power; scale < block; scale += 1 + !kind.power)
         bytes[at + scale] = static_cast<char>(kind.power ? 0x70 + (bytes[at + scale] & 15) : bytes[at + scale] & 0x3F);
@@ -670,7 +668,7 @@ void TimeCoded(const char* name, const CodedKind& kind, int64_t count, int64_t w
   const double elements = static_cast<double>(tasks) * 32 * width;
   std::printf("%-5s %4lld rows x %lld: %7.1f GFLOP/s, %6.1f GB/s of weights, %5.1f G weights/s\n", name, static_cast<long long>(count),
               static_cast<long long>(width), 2 * elements * count / least / 1e9,
-              static_cast<double>(2 * tasks * kind.Bytes(width, true)) / least / 1e9, elements / least / 1e9);
+              static_cast<double>(2 * tasks * kind.Bytes(width)) / least / 1e9, elements / least / 1e9);
 }
 
 }  // namespace

@@ -375,7 +375,7 @@ def test_faults_of_rows_in_eight_bits_show(kind: str) -> None:
     own, values = KINDS[kind], np.array(weight.values)
     groups = WIDTH // own.group
     blocks = values[64:].reshape(2, -1)
-    scales = blocks[:, groups * own.codes("fours") :][:, : groups * own.scales]
+    scales = blocks[:, groups * own.codes :][:, : groups * own.scales]
     scales[...] = np.roll(scales.reshape(2, groups, -1), 1, axis=1).reshape(scales.shape)
     assert differing(Coded(jnp.asarray(values), weight.form)) > 0.5
     assert (emulated(kind, raw, x, off=1).view(np.uint32) != expected).mean() > 0.5

@@ -34,7 +34,7 @@ REST = [
     "sampler abe267bd3842398d",
     "groups d39ed54419ae054a",
     "logs 00c15a232d2d3ee8",
-    "coded a7a2ab8fe2aa6799",
+    "coded 3d7f0088ff33aea5",
 ]
 
 

@@ -11,12 +11,6 @@ import numpy as np
 from xla_engine.graphs.ops.coded import BLOCK, KINDS, Order
 
 Array = np.ndarray[Any, Any]
-_TO_BYTES = {
-    "Q5_0": 112,
-    "Q6_K": 96,
-    "Q8_0": 128,
-    "A8": 128,
-}  # in fours, wide codes are biased by 128, unless small
 
 
 def coded_blocks(kind: str, rows: Array, width: int, order: Order = "pairs") -> tuple[Array, bool]:
@@ -113,10 +107,17 @@ def _planes(codes: Array, kind: str) -> list[Array]:
 
 
 def _fours(codes: Array, kind: str) -> Array:
-    """Codes `[blocks, 16, K]` by four K, feature and K % 4; those of four bits by eight K, the second four above."""
-    if KINDS[kind].wide:
-        codes = codes + np.uint8(_TO_BYTES.get(kind, 0))
-        return codes.reshape(len(codes), BLOCK, -1, 4).swapaxes(1, 2)
-    eights = codes.reshape(len(codes), BLOCK, -1, 2, 4)
-    found: Array = (eights[..., 0, :] | eights[..., 1, :] << 4).swapaxes(1, 2)
-    return found
+    """The bit planes of codes `[blocks, 16, K]` by 32 K: the lowest four bits (or all eight), then those above. Each
+    has bytes by feature and K % 4, in which K, K + 4 .. follow each other from the lowest bits on."""
+    own, blocks = KINDS[kind], len(codes)
+
+    def plane(values: Array, bits: int) -> Array:
+        parts = values.reshape(blocks, BLOCK, -1, bits, 8 // bits, 4)
+        shifted = parts << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        found: Array = np.bitwise_or.reduce(shifted, axis=4).transpose(0, 2, 3, 1, 4)
+        return found.reshape(blocks, codes.shape[2] // 32, -1)
+
+    if kind in ("Q8_0", "A8"):
+        return plane(codes ^ 128, 8)
+    high = [plane(codes >> 4, own.high * 4 // own.low)] if own.high else []
+    return np.concatenate([plane(codes & 15, 4), *high], axis=2)
