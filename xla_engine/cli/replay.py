@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Run a record again, step for step.", context_settings={"show_default": True})
 @click.argument("record_path", metavar="FILE")
-@click.option("--model", metavar="DIR", help="Present path of the model.  [default: as recorded]")
+@click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
 @click.option("--force", is_flag=True, help="Replay even on another model, version or device.")
 def replay(record_path: str, model: str | None, force: bool) -> None:
     """Run a record of `xla-engine verify --record` again and stop at the first difference.

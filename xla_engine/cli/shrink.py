@@ -13,8 +13,8 @@ from xla_engine.utils.progress import counting
 @click.command(short_help="Reduce a failing record to a small one.", context_settings={"show_default": True})
 @click.argument("record_path", metavar="FILE")
 @click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
-@click.option("--model", metavar="DIR", help="Present path of the model.  [default: as recorded]")
-@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Most batched runs.")
+@click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
+@click.option("--max-runs", type=click.IntRange(1), default=1000, help="Maximum number of batched runs.")
 @click.option("--force", is_flag=True, help="Shrink even on another model, version or device.")
 def shrink(record_path: str, output_path: str, model: str | None, max_runs: int, force: bool) -> None:
     """Reduce a record in which a request differs from its run alone to a small one that still differs.

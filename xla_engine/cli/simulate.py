@@ -112,7 +112,7 @@ machine_options = _help.together(
 @click.option(
     "--requests",
     type=click.IntRange(1),
-    help="Only the first N of TRACE.  [default: all; 10000 of a generated trace]",
+    help="Number of requests, the first of TRACE.  [default: all; 10000 of a generated trace]",
 )
 @click.option(
     "--rate", type=click.FloatRange(0, min_open=True), help="Arrivals per second of a generated trace."
@@ -156,8 +156,8 @@ def simulate(
     """Run TRACE through the engine's own scheduler without a device, with step times from a recorded run.
 
     TRACE is a step log of `run --step-log`; or a CSV file with a header (arrival, prompt_tokens, new_tokens; or the
-    columns of the Azure LLM inference traces; or of BurstGPT; packed if named .gz); or a generated one:
-    heavy-tailed, uniform, azure-like.
+    columns of the Azure LLM inference traces; or of BurstGPT), compressed if its name ends in .gz; or a generated
+    one: heavy-tailed, uniform, azure-like.
 
     The cost model is linear in what a step holds and fitted by least squares. If TRACE is a step log, it is
     first simulated as it ran, and its own times are shown with the predicted ones. The file of --json holds

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     default=256,
     help="Maximum number of prompt plus generated tokens.",
 )
-@_help.engine_option("dtype", "Of weights.", _help.DTYPE)
+@_help.engine_option("dtype", "Dtype of the weights.", _help.DTYPE)
 @_help.engine_option("quantization", "As for `run`.", _help.QUANTIZATION)
 @_help.engine_option("kv_cache_dtype", "As for `run`.")
 @_help.engine_option("attention_backend", "As for `run`.", metavar="NAME")
@@ -75,7 +75,7 @@ def soak(
     steps, so a seed determines what happens to each engine.
 
     One server runs during the whole soak. After each engine it gets clients. Hostile ones stop at any byte, flood it
-    with headers, chunks and trailers, do not read, and send malformed requests and files. Honest clients beside them
+    with headers, chunks and trailers, do not read, and send malformed requests and files. Honest clients meanwhile
     must get the answers they got alone, to the bit. No answer may be a 5xx, nothing of any client may be left, and the
     server's memory must stay below 1.2 times that after the warm-up. --tiny does not change its model.
 

@@ -25,8 +25,8 @@ def _widths(context: click.Context, option: click.Parameter, value: str) -> list
 @_common.model_option
 @_common.device_options
 @click.option("--widths", default="1,2,4,8,16,32,64", callback=_widths, help="Numbers of slots to measure.")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=64, help="Of every request.")
-@click.option("--new-tokens", type=click.IntRange(2), default=64, help="Of every request.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=64, help="Prompt tokens of each request.")
+@click.option("--new-tokens", type=click.IntRange(2), default=64, help="New tokens of each request.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Measured runs at each width.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw the results (extra `plot`).")
 @click.option("--json", "json_path", metavar="FILE", help="Write the figures.")
