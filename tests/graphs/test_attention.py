@@ -22,6 +22,7 @@ from tests.support.attention_cases import (
     _stored,
     assert_as_numpy,
     bits,
+    build_kernels,
     each_backend,
     interpreted,
 )
@@ -38,6 +39,13 @@ from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 
 FULL = pytest.mark.full
+
+
+@pytest.fixture(autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """The kernels of a test's backend are built."""
+    if "backend" in request.fixturenames:
+        build_kernels(request.getfixturevalue("backend"))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +307,7 @@ def test_a_query_that_reaches_too_far_is_refused() -> None:
     backend = BACKENDS[-1]
     if backend.name != "native":
         pytest.skip("no C++ kernels here")
+    build_kernels(backend)
     case = Case((2, 1, 16), jnp.float32)
     reach = case.start[:, None] + np.arange(1, 25, dtype=np.int32)
     for lane, token, wrong in ((1, 3, 284), (0, 5, 245)):

@@ -30,11 +30,16 @@ COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, ex
 Form = Callable[[Experts, Any, Route, Any], jax.Array]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def called(form: Form, arrays: Any, x: Any, routed: Route, residual: Any, limit: float | None) -> jax.Array:
+    """The limit is static, as in a model."""
+    return form(Experts(*arrays, limit), x, routed, residual)
+
+
 def run(form: Form, experts: Experts, x: Any, routed: Route, residual: Any | None = None) -> np.ndarray:
-    """Run one compiled call; the limit is static, as in a model."""
-    arrays, limit = experts[:4], experts.limit
-    call = jax.jit(lambda arrays, x, routed, residual: form(Experts(*arrays, limit), x, routed, residual))
-    return np.asarray(call(arrays, jnp.asarray(x), routed, jnp.asarray(x if residual is None else residual)))
+    """Run one compiled call."""
+    residual = jnp.asarray(x if residual is None else residual)
+    return np.asarray(called(form, experts[:4], jnp.asarray(x), routed, residual, experts.limit))
 
 
 def weights(dtype: Any, *, biased: bool = False, limit: float | None = None) -> Experts:
@@ -152,23 +157,17 @@ def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
     x, routed = rng.standard_normal((61, 128)).astype(np.float32), routes(61)
     for bias, limit in (([None, None], None), (biases, 0.5)):
         of = [None if each is None else jnp.asarray(each) for each in bias]
-        experts = Experts(kept[0], kept[1], of[0], of[1], limit)
-        whole = run(form, experts, x, routed)
-        expected = run(
-            blocked_experts,
-            Experts(jnp.asarray(plain[0]), jnp.asarray(plain[1]), of[0], of[1], limit),
-            x,
-            routed,
-        )
+        whole = run(form, Experts(*kept, *of, limit), x, routed)
+        expected = by_numpy(Experts(*plain, *of, limit), x, routed)
         assert np.abs(whole - expected).max() < 0.02 * np.abs(expected - x).max()
-        alone = run(form, experts, x[7:8], Route(routed.expert[7:8], routed.weight[7:8]))
+        alone = run(form, Experts(*kept, *of, limit), x[7:8], Route(routed.expert[7:8], routed.weight[7:8]))
         assert alone.tobytes() == whole[7:8].tobytes()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
 def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any) -> None:
     """The products between which devices gather are those of `blocked_experts` without it, bit for bit."""
-    experts, x, routed = weights(dtype, biased=True), rows(37), routes(37)
+    experts, x, routed = weights(dtype, biased=True), rows(48), routes(48)
     gathers = functools.partial(blocked_experts, gather=lambda hidden: hidden)
     assert run(gathers, experts, x, routed).tobytes() == run(blocked_experts, experts, x, routed).tobytes()
 

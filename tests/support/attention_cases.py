@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from tests.support.host_layers import layer_from_host, layer_to_host
+from tests.support.instruction_sets import HAS_KERNELS, NAMES, registered
 from tests.support.models import TINY
+from xla_engine.config import AUTO
+from xla_engine.environment import requested_isa
 from xla_engine.graphs.attention.backend import Attention, AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
@@ -20,15 +23,22 @@ from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Extents
-from xla_engine.runner.backends import choose_attention
+from xla_engine.runner.native_library.build import ATTENTION
 
 INTERPRET = jax.default_backend() != "gpu"
 
+# The kernels' instruction set here. They are built by the first test that runs them (`build_kernels`), not at import.
+ISA = requested_isa() if requested_isa() != AUTO else next(iter(NAMES), "none")
 BACKENDS: list[Attention] = [XlaAttention(), GpuAttention(interpret=INTERPRET)]
-if isinstance(native := choose_attention("auto"), NativeAttention):
-    BACKENDS.append(native)
+BACKENDS += [NativeAttention(ISA)] * HAS_KERNELS
 
 POSITIONS = 512
+
+
+def build_kernels(backend: Attention) -> None:
+    """Build the C++ kernels if this is their backend; skip the test if that is impossible."""
+    if isinstance(backend, NativeAttention):
+        registered(backend.isa, *ATTENTION)
 
 
 def interpreted(backend: Attention) -> bool:
