@@ -115,8 +115,7 @@ class GpuProducts:
 
         activation: of the first half of the features, which multiplies the second: `[N, F / 2]` in the weight's dtype.
         """
-        ahead = weight if len(x) <= _FEW_ROWS else None
-        x = x.astype(weight.dtype) if norm is None else rms_norm(x, *norm, dtype=weight.dtype, ahead=ahead)
+        x = x.astype(weight.dtype) if norm is None else rms_norm(x, *norm, dtype=weight.dtype)
         features, rows = len(weight) // (1 if activation is None else 2), len(x)
         tiles = _tiles(features, weight.shape[1], rows, activation is not None, features_first)
         shape = (features, rows) if features_first else (rows, features)

@@ -12,41 +12,19 @@ from jax.experimental.pallas import triton as plgpu
 
 _SPAN = 64  # values that a program adds one after the other
 _COLUMNS = 128  # sums of a program
-_AHEAD = 8 << 20  # bytes that are read ahead: as many as a norm takes to read
-_AHEAD_TILE = 1 << 14  # values that one program reads ahead
 
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def gpu_rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    dtype: jnp.dtype,
-    *,
-    ahead: jax.Array | None = None,
-    interpret: bool = False,
+    x: jax.Array, weight: jax.Array, eps: float, dtype: jnp.dtype, *, interpret: bool = False
 ) -> jax.Array:
-    """`graphs.ops.norms.rms_norm` of `x f32 [..., D]`, rounded to `dtype`.
-
-    ahead: a matrix of which some columns are read meanwhile into the device's cache, because a product with it comes
-        next and few rows leave the device idle.
-    """
+    """`graphs.ops.norms.rms_norm` of `x f32 [..., D]`, rounded to `dtype`."""
     rows = x.reshape(-1, x.shape[-1])
-    columns = 0 if ahead is None else (_AHEAD // (len(ahead) * ahead.dtype.itemsize)).bit_length()
-    if ahead is None or columns == 0 or 1 << columns > ahead.shape[1]:  # the matrix is small
-        ahead, tile = None, (0, 0)
-    else:
-        tile = _AHEAD_TILE >> (columns - 1), 1 << (columns - 1)
-    others = 0 if ahead is None else pl.cdiv(len(ahead), tile[0])
     shape = jax.ShapeDtypeStruct(rows.shape, dtype)
-    out: jax.Array
-    out, *_ = _call(
-        functools.partial(norm_kernel, eps=eps, tile=tile),
-        (len(rows) + others,),
-        (shape, jax.ShapeDtypeStruct((max(others, 1),), jnp.float32)),
-        interpret,
-    )(rows, weight, ahead)
+    out: jax.Array = _call(functools.partial(norm_kernel, eps=eps), (len(rows),), shape, interpret)(
+        rows, weight
+    )
     return out.reshape(x.shape)
 
 
@@ -83,33 +61,15 @@ def _call(kernel: Callable[..., None], grid: tuple[int, ...], shape: Any, interp
 def norm_kernel(
     x_ref: Ref,  # [N, D]
     weight_ref: Ref,  # [D]
-    ahead_ref: Ref | None,  # [F, K]
     out_ref: Ref,  # [N, D]
-    seen_ref: Ref,  # [A], of no meaning
     *,
     eps: float,
-    tile: tuple[int, int],
 ) -> None:
-    """One row, or a tile of the first columns of what is read ahead."""
-    program, rows = pl.program_id(0), len(x_ref)
-
-    @pl.when(program < rows)
-    def _() -> None:
-        x, at, inside = _row(x_ref, program)
-        weight = plgpu.load(weight_ref.at[at[1]], mask=inside, other=0.0)
-        scale = lax.rsqrt(jnp.sum(x * x) / x_ref.shape[1] + eps)
-        plgpu.store(out_ref.at[at], (x * scale * weight).astype(out_ref.dtype), mask=inside)
-
-    if ahead_ref is None:
-        return
-
-    @pl.when(program >= rows)
-    def _() -> None:
-        place, (height, width) = program - rows, tile
-        row, column = place * height + jnp.arange(height)[:, None], jnp.arange(width)[None]
-        inside = jnp.broadcast_to(row < len(ahead_ref), tile)
-        found = plgpu.load(ahead_ref.at[row, column], mask=inside, other=0.0)
-        seen_ref[place] = jnp.sum(found.astype(jnp.float32))
+    """One row."""
+    x, at, inside = _row(x_ref)
+    weight = plgpu.load(weight_ref.at[at[1]], mask=inside, other=0.0)
+    scale = lax.rsqrt(jnp.sum(x * x) / x_ref.shape[1] + eps)
+    plgpu.store(out_ref.at[at], (x * scale * weight).astype(out_ref.dtype), mask=inside)
 
 
 def row_sum_kernel(
@@ -117,14 +77,14 @@ def row_sum_kernel(
     out_ref: Ref,  # [N]
 ) -> None:
     """One row."""
-    values, at, _ = _row(values_ref, pl.program_id(0))
+    values, at, _ = _row(values_ref)
     out_ref[at[0]] = jnp.sum(values)
 
 
-def _row(ref: Ref, row: jax.Array) -> tuple[jax.Array, tuple[Any, jax.Array], jax.Array]:
-    """A row of `[N, D]`, zeros behind it, where it lies, and which of it lies inside."""
+def _row(ref: Ref) -> tuple[jax.Array, tuple[Any, jax.Array], jax.Array]:
+    """This program's row of `[N, D]`, zeros behind it, where it lies, and which of it lies inside."""
     width = ref.shape[1]
-    at = row, jnp.arange(1 << (width - 1).bit_length())
+    at = pl.program_id(0), jnp.arange(1 << (width - 1).bit_length())
     inside = at[1] < width
     return plgpu.load(ref.at[at], mask=inside, other=0.0), at, inside
 

@@ -19,25 +19,15 @@ def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax
     return jax.lax.optimization_barrier(flat).reshape(values.shape)
 
 
-def rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    dtype: jnp.dtype | None = None,
-    *,
-    ahead: jax.Array | None = None,
-) -> jax.Array:
-    """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019), rounded to `dtype`.
-
-    ahead: a matrix that is multiplied next, for kernels that read it meanwhile.
-    """
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019), rounded to `dtype`."""
     rounded = jnp.dtype(jnp.float32 if dtype is None else dtype)
     if jax.default_backend() == "cpu":  # Pallas takes a while to import
         return _written_out(x, weight, eps, rounded)
     from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm
 
     return jax.lax.platform_dependent(
-        cuda=lambda: gpu_rms_norm(x, weight, eps, rounded, ahead=ahead),
+        cuda=lambda: gpu_rms_norm(x, weight, eps, rounded),
         default=lambda: _written_out(x, weight, eps, rounded),
     )
 

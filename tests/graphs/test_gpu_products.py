@@ -11,7 +11,6 @@ import pytest
 from tests.graphs.test_attention_lowering import hopper
 from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.linear.products import Norm
-from xla_engine.graphs.ops import gpu_rows
 from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm, gpu_sum_last, gpu_sum_middle
 
 PRODUCTS = GpuProducts(interpret=jax.default_backend() != "gpu")
@@ -67,13 +66,6 @@ def test_a_row_has_its_own_sums_whatever_lies_beside_it() -> None:
     found = gpu_sum_middle(values, interpret=interpret)
     np.testing.assert_allclose(found, np.asarray(values, np.float64).sum(axis=1), atol=1e-4)
     assert np.array_equal(found[1:, :5], gpu_sum_middle(values[1:, :, :5], interpret=interpret))
-
-
-def test_what_is_read_ahead_changes_no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_rows, "_AHEAD", 1 << 12)
-    weight, x = operands(3)
-    norm = functools.partial(gpu_rms_norm, x, jnp.ones(WIDTH), 1e-6, x.dtype, interpret=PRODUCTS.interpret)
-    assert np.array_equal(norm(ahead=weight), norm())
 
 
 def test_widths_of_no_whole_steps_are_products_too() -> None:

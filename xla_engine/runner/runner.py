@@ -111,7 +111,7 @@ class Runner:
         self.block_storage: BlockStorage | None = None
         model = model.within(self.context_length)
         self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
-        if device.platform != "cpu" and not self.has_one_row_code:
+        if device.platform != "cpu" and not self.has_one_prefill_code:
             # XLA's products of other sizes may add in another order there, which changes a bit now and then: too
             # seldom for the self-check to find it each time (findings/gpu.md).
             config = replace(config, prefill_lanes=config.prefill_lanes[-1:])
@@ -130,7 +130,7 @@ class Runner:
         extra = memory.NOTHING if self._device_proposer is None else self._device_proposer.extra
         self.config = config = resolve_sizes(config, self.spec, self.context_length, device, extra)
         # Those in use. The self-check removes all but the largest if the choice would change bits.
-        few = few_rows(config) if self.spec.isa and self.has_one_row_code else ()
+        few = few_rows(config) if self.has_one_row_code else ()
         self.sizes = Sizes(config.prefill_lanes, self.buckets, few)
         pool = None
         if config.num_blocks is not None:
@@ -372,15 +372,22 @@ class Runner:
 
     @property
     def has_one_row_code(self) -> bool:
-        """Whether a row runs through the same code in prefill and decode, at any place in a call: kernels of C++, or
-        of Pallas on a GPU.
+        """Whether a row runs through the same code in prefill and decode, at any place in a call: the C++ kernels.
 
         Otherwise, even if the self-check found equal bits, they may differ in one sample of a hundred.
         """
         spec = self.spec
         state = spec.config.delta is None or spec.native_state is not None
-        names = None if spec.products is None else spec.products.name, spec.attention.name
-        return names in (("native", "native"), ("gpu", "gpu")) and state
+        native = spec.products is not None and spec.products.name == spec.attention.name == "native"
+        return native and state
+
+    @property
+    def has_one_prefill_code(self) -> bool:
+        """Whether a prompt's positions run through the same code in prefill calls of any size, from any cut on: also
+        the kernels of a GPU (findings/gpu.md)."""
+        spec = self.spec
+        on_gpu = spec.products is not None and spec.products.name == spec.attention.name == "gpu"
+        return self.has_one_row_code or (on_gpu and spec.config.delta is None)
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
