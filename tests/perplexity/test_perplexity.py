@@ -23,6 +23,8 @@ from xla_engine.perplexity import LogitsFile, LogitsWriter, measure
 from xla_engine.perplexity.figures import Comparison, divergence, log_softmax
 from xla_engine.sampling_params import SamplingParams
 
+MODEL = replace(TINY, num_hidden_layers=1)  # logits are compared, not what layers do to each other
+CONFIG = replace(TINY_ENGINE, key_buckets=(300,), preemption=False)
 CTX = 40
 DRAW = random.Random(5)
 STEM = [DRAW.randrange(1, TINY.vocab_size) for _ in range(CTX)]
@@ -40,7 +42,9 @@ def engines() -> Iterator[dict[str, XlaBatchEngine]]:
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
-                XlaBatchEngine(tiny_checkpoint(dtype), None, replace(TINY_ENGINE, quantization=quantization))
+                XlaBatchEngine(
+                    tiny_checkpoint(dtype, model=MODEL), None, replace(CONFIG, quantization=quantization)
+                )
             )
             for name, (dtype, quantization) in PRECISIONS.items()
         }
@@ -56,9 +60,8 @@ def base(engines: dict[str, XlaBatchEngine], tmp_path_factory: pytest.TempPathFa
 def plain_log_probs(name: str) -> np.ndarray:
     """Of the tokens in the second half of each window, by whole forward passes: f64 `[C, S, V]`."""
     dtype, quantization = PRECISIONS[name]
-    reference = Reference(
-        tiny_checkpoint(dtype), TINY_ENGINE.max_model_len, quantized=quantization is not None
-    )
+    checkpoint = tiny_checkpoint(dtype, model=MODEL)
+    reference = Reference(checkpoint, CONFIG.max_model_len, quantized=quantization is not None)
     windows = np.array(TEXT[: 5 * CTX]).reshape(5, CTX)
     logits = np.array([reference.logits(window.tolist())[CTX // 2 : -1] for window in windows], np.float64)
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
@@ -142,13 +145,13 @@ def test_no_digit_depends_on_batch_size_or_cache(
     add(engine)
     for slots, lanes, caching in [(1, (2,), True), (3, (2, 8), False)]:
         config = replace(
-            TINY_ENGINE,
+            CONFIG,
             max_num_seqs=slots,
             prefill_lanes=lanes,
             enable_prefix_caching=caching,
             quantization=quantization,
         )
-        with XlaBatchEngine(tiny_checkpoint(dtype), None, config) as other:
+        with XlaBatchEngine(tiny_checkpoint(dtype, model=MODEL), None, config) as other:
             add(other)
     assert len(lines) == 1 and len(files) == 1
 
@@ -232,11 +235,11 @@ def test_a_text_shorter_than_a_window_is_refused(engines: dict[str, XlaBatchEngi
 
 
 def test_logits_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("float32")
+    checkpoint = tiny_checkpoint("float32", model=MODEL)
     weights = {name: np.asarray(leaf) for name, leaf in checkpoint.weights.items()}
     weights["final_norm"] = np.full_like(weights["final_norm"], np.nan)
     path = tmp_path / "nan.logits"
-    config = replace(TINY_ENGINE, self_check=False)
+    config = replace(CONFIG, self_check=False)
     with XlaBatchEngine(replace(checkpoint, weights=weights), None, config) as engine:
         with pytest.raises(InvalidRequestError, match=r"position 20: a logit is not a number"):
             measure(engine, TEXT, ctx_size=CTX, save_logits=path)

@@ -38,6 +38,7 @@ CONFIG = replace(TINY_ENGINE, max_model_len=128)
 BF16, WHOLE = jnp.dtype(jnp.bfloat16), replace(TINY, hidden_size=64, intermediate_size=128)
 PARAMS = SamplingParams(temperature=0.7, max_tokens=12, n=2, logprobs=0, seed=5, ignore_eos=True)
 PROMPTS = [list(range(length)) for length in (1, 17, 40, 40, 3)]
+ONE_LAYER = replace(TINY, num_hidden_layers=1)  # where logits only have to be processed
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -66,7 +67,7 @@ def letters() -> Tokenizer:
 @pytest.fixture(scope="module")
 def processing_llm() -> Iterator[LLM]:
     config = replace(CONFIG, logprobs_mode="processed_logprobs", enable_dry=True)
-    with XlaBatchEngine(tiny_checkpoint(), letters(), config) as engine:
+    with XlaBatchEngine(tiny_checkpoint(model=ONE_LAYER), letters(), config) as engine:
         yield LLM.from_engine(engine)
 
 
@@ -88,12 +89,14 @@ def same_bits(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("model", "config"),
     [
-        pytest.param(CONFIG, id="raw"),
+        pytest.param(TINY, CONFIG, id="raw"),
         pytest.param(
+            ONE_LAYER,
             replace(
                 CONFIG,
+                max_num_seqs=4,
                 num_blocks=32,
                 block_size=32,
                 speculative_config=LOOKUP,
@@ -103,10 +106,10 @@ def same_bits(found: Any, expected: Any) -> bool:
         ),
     ],
 )
-def test_log_probabilities_are_the_sampled_bits(config: EngineConfig) -> None:
+def test_log_probabilities_are_the_sampled_bits(model: ModelConfig, config: EngineConfig) -> None:
     """Sampled twice, so that the second time prompts come from the cache; and the batch has another width, and half
     the rows."""
-    with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+    with XlaBatchEngine(tiny_checkpoint(model=model), None, config) as engine:
         llm = LLM.from_engine(engine)
         policy = Policy(llm)
         weights = policy.params()
@@ -297,10 +300,10 @@ def test_the_gradient_of_processed_ones_is_that_of_the_model(
     """Beside XLA's own in float32. The tokens that could be sampled are constants of both."""
     policy, params = processing_policy, replace(PARAMS, **PROCESSED["penalties"], **PROCESSED["truncation"])
     batch = policy.batch(rolled_out(processing_llm, params), params)
-    rope, weights = jnp.asarray(rope_tables(TINY, 128)), policy.params()
+    rope, weights = jnp.asarray(rope_tables(ONE_LAYER, 128)), policy.params()
 
     def of_xla(params: Any) -> jax.Array:
-        return jnp.sum(xla_logps(TINY, rope, params, batch, dtype=jnp.float32))
+        return jnp.sum(xla_logps(ONE_LAYER, rope, params, batch, dtype=jnp.float32))
 
     found = jax.jit(jax.grad(lambda params: policy.logps(params, batch).sum()))(weights)
     for name, leaf in jax.jit(jax.grad(of_xla))(weights).items():
