@@ -256,6 +256,7 @@ struct FoursKernel {
 #pragma GCC unroll 8
       for (int64_t line = 0; line < kBytesOfGroup; line += 64) __builtin_prefetch(codes + line + ahead, 0, 2);
       Unrolled(std::make_integer_sequence<int, kStep / kRun>(), [&](auto run) __attribute__((always_inline)) {
+        if constexpr (run > 0) asm("" : "+r"(floats));  // scales are loaded again: no room to keep them
         const Word* starts = rows + (kRun == kStep ? kStart + variant.start : run + kSecond - 1) * kApart;
         Words sum[kRows];
 #pragma GCC unroll 12
