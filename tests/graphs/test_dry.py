@@ -27,7 +27,8 @@ from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.sampling_params import SamplingParams
 
 ROWS, VOCABULARY, POSITIONS = 4, 23, 90
-DRY = replace(TINY_ENGINE, max_num_seqs=4, enable_dry=True)
+EIGHT = replace(TINY_ENGINE, enable_dry=True)
+DRY = replace(EIGHT, max_num_seqs=4)
 
 
 def reference(
@@ -161,7 +162,7 @@ def test_bits_are_those_of_alone_whatever_happens_to_the_row(
 
 
 def test_dry_ends_a_loop_and_the_window_forgets(make_engine: Callable[..., XlaBatchEngine]) -> None:
-    engine = make_engine(DRY)
+    engine = make_engine(EIGHT)
     bias = {5: 60.0, 6: 59.0, 7: 58.0}  # the model says 5 for ever
 
     def tokens(**fields: Any) -> tuple[int, ...]:
@@ -180,7 +181,7 @@ def test_dry_ends_a_loop_and_the_window_forgets(make_engine: Callable[..., XlaBa
 def test_an_engine_with_the_option_gives_other_requests_the_bits_they_have(
     tiny: XlaBatchEngine, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    engine = make_engine(replace(TINY_ENGINE, enable_dry=True))
+    engine = make_engine(EIGHT)
     assert verify(engine, requests=40, schedules=2, seed=5, lags=(0, 1)).ok
     plain = SamplingParams(temperature=0.8, seed=4, max_tokens=20, logprobs=1, repetition_penalty=1.2)
     results = []

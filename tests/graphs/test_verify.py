@@ -25,23 +25,24 @@ from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
 from xla_engine.graphs.steps.verify import Drafts, looked_up, verify_step
 from xla_engine.runner.backends import make_spec
 
+MODEL = replace(TINY, num_hidden_layers=1)
 SLOTS, LANES, WIDTH, POSITIONS, TOKENS, HELD = 8, 8, 4, 256, 24, 8
 PROMPT = 16
 Stream = list[tuple[int, int]]  # token and bits of its log-probability
 
 
 class Device:
-    """The three programs of the tiny model, and the state after eight prompts."""
+    """The three programs of a tiny model, and the state after eight prompts."""
 
     def __init__(self, block_size: int | None) -> None:
         config = EngineConfig()
-        self.spec = make_spec(config, TINY, jnp.dtype("bfloat16"))
-        checkpoint = tiny_checkpoint()
+        self.spec = make_spec(config, MODEL, jnp.dtype("bfloat16"))
+        checkpoint = tiny_checkpoint(model=MODEL)
         leaves, stored = self.spec.leaves, {}
         for name in leaves.sources:
             stored.update(leaves.stored(name, checkpoint.weights[name]))
         weights = [jnp.asarray(stored[name]) for name in leaves]
-        rope = jnp.asarray(rope_tables(TINY, POSITIONS))
+        rope = jnp.asarray(rope_tables(MODEL, POSITIONS))
         pool = None
         if block_size is not None:
             pool = Pool(SLOTS * POSITIONS // block_size, block_size, POSITIONS // block_size)
@@ -50,7 +51,7 @@ class Device:
         self.decode = shared(functools.partial(decode_step, self.spec, POSITIONS, weights, rope))
         self.prefill = shared(functools.partial(prefill_chunk, self.spec, POSITIONS, 8, weights, rope))
         self.verify = shared(functools.partial(verify_step, self.spec, POSITIONS, WIDTH, weights, rope))
-        tables: Any = make_tables(SLOTS, TINY.vocab_size, has_blocks=pool is not None, drafts=WIDTH - 1)
+        tables: Any = make_tables(SLOTS, MODEL.vocab_size, has_blocks=pool is not None, drafts=WIDTH - 1)
         self.tables = jax.tree.map(jnp.asarray, tables)
 
     def start(
@@ -215,7 +216,7 @@ def test_lookup_by_hand(tokens: list[int], expected: list[int]) -> None:
     assert found[0].tolist() == expected
 
 
-@given(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=40), most=st.integers(1, 9))
+@given(tokens=st.lists(st.integers(0, 2), min_size=2, max_size=40), most=st.sampled_from([1, 2, 5, 9]))
 @settings(max_examples=60, deadline=None)
 def test_lookup_is_the_naive_search(tokens: list[int], most: int) -> None:
     def naive() -> list[int]:
