@@ -97,12 +97,19 @@ def _run(
     inside = [own for own in owners if own not in results]
     offsets, size = laid_out([(min(uses[own]), max(uses[own]), own.aval) for own in inside])
 
-    # In the order of `RunCalls`. A result that takes an argument's memory has the argument's place.
-    places: dict[Any, int] = {}
+    # In the order of `RunCalls`. Memory that an argument shares with a result has two places: kernels compare them.
+    read_at: dict[Any, int] = {}
+    written_at: dict[Any, int] = {}
     for place, key in enumerate((*given, *results, None, *inside, *empty)):
-        places.setdefault(key, place)
+        read_at.setdefault(key, place)
+        written_at[key] = place
     stored = [*zip(inside, offsets, strict=True), *((each, 0) for each in empty.values())]
-    words = _program(calls.values(), stored, lambda key: places[owner.get(key, key)])
+    words = _program(
+        calls.values(),
+        stored,
+        lambda value: read_at[owner.get(_key(value), _key(value))],
+        lambda value: written_at[owner[value]],
+    )
     found = jax.ffi.ffi_call(
         f"{JOINED}_{isa}",
         (
@@ -115,7 +122,10 @@ def _run(
 
 
 def _program(
-    calls: Collection[Any], stored: Sequence[tuple[Any, int]], place_of: Callable[[Any], int]
+    calls: Collection[Any],
+    stored: Sequence[tuple[Any, int]],
+    read_at: Callable[[Any], int],
+    written_at: Callable[[Any], int],
 ) -> list[int]:
     """Calls as `RunCalls` reads them. stored: values in the shared buffer, and their offsets."""
     targets = list(dict.fromkeys(call.params["target_name"] for call in calls))
@@ -126,7 +136,7 @@ def _program(
     for call in calls:
         target, attributes = call.params["target_name"], call.params["attributes"]
         words += [targets.index(target), len(call.invars), len(call.outvars), len(attributes)]
-        words += map(place_of, (*map(_key, call.invars), *call.outvars))
+        words += [*map(read_at, call.invars), *map(written_at, call.outvars)]
         words += [word for name, value in attributes for word in _words(name, value)]
     return words
 
