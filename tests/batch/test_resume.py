@@ -7,7 +7,9 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from xla_engine.batch.resume import FileSystem, FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import OutputError, ResumeError
+from xla_engine.utils import file_lock
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,7 +179,8 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
         done.read(other, FileSystem())
 
 
-def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
+def test_only_one_run_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_lock, "PATIENCE_S", 0)
     path = str(tmp_path / "out.jsonl")
     with OutputFile(path, Mode.NEW) as first:
         first.claim(FinishedLines())
@@ -186,6 +190,29 @@ def test_only_one_run_writes_a_file(tmp_path: Path) -> None:
     with OutputFile(path, Mode.NEW) as third:
         third.claim(FinishedLines())
     assert not Path(path).exists()  # it stayed empty
+
+
+def test_a_child_that_has_not_begun_its_program_locks_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the compiler that a start asks for its version: until then it shares the locks of its parent."""
+    path = str(tmp_path / "out.jsonl")
+    with OutputFile(path, Mode.NEW) as first:
+        first.claim(FinishedLines())
+        first.begin().write(b"{}\n")
+        command = [sys.executable, "-c", "input()"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[first.file.fileno()])
+    waits: list[float] = []
+
+    def begin_program(seconds: float) -> None:
+        waits.append(seconds)
+        child.communicate(b"\n")
+
+    monkeypatch.setattr(file_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=begin_program))
+    monkeypatch.setattr(file_lock, "PATIENCE_S", 600)
+    with OutputFile(path, Mode.OVERWRITE) as second:
+        second.claim(FinishedLines())
+    assert len(waits) == 1
 
 
 def test_standard_output_cannot_be_resumed() -> None:

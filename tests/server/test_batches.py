@@ -25,6 +25,7 @@ from xla_engine.batch.fields import CHAT_URL
 from xla_engine.errors import ConfigError
 from xla_engine.server.batches.store import BatchRecord, Store
 from xla_engine.text.parsers.chats import Dialect
+from xla_engine.utils import file_lock
 
 
 def lines_of(bodies: list[dict[str, Any]], url: str = "/v1/completions") -> bytes:
@@ -159,7 +160,8 @@ def test_an_expired_batch_answers_every_line(client: openai.OpenAI, server: Runn
     assert codes == ["batch_expired"] * 5
 
 
-def test_a_folder_has_one_server(tmp_path: Path) -> None:
+def test_a_folder_has_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_lock, "PATIENCE_S", 0)
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match="another server"):
         Store(tmp_path)

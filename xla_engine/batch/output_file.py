@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed
 from xla_engine.errors import OutputError
+from xla_engine.utils.file_lock import lock
 
 CHECK_EVERY_S = 1.0  # how often a run checks that its file still exists
 
@@ -123,15 +124,11 @@ class OutputFile:
     def _lock(self, path: Path) -> None:
         """Lock the file until the process closes it or dies. Raises OutputError if another process has locked it."""
         try:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"{path} is being written by another process; wait for it or use another file"
-            ) from None
+            locked = lock(self.file)
         except (ImportError, OSError):  # systems, and some network file systems, without such locks
-            pass
+            return
+        if not locked:
+            raise OutputError(f"{path} is being written by another process; wait for it or use another file")
 
     def _give_back(self) -> None:
         if self._path is None:

@@ -17,6 +17,7 @@ import msgspec
 
 from xla_engine.errors import ConfigError
 from xla_engine.server.errors import ApiError
+from xla_engine.utils.file_lock import lock
 from xla_engine.utils.new_file import replacing
 
 UNFINISHED = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
@@ -144,15 +145,10 @@ class Store:
             each.mkdir(parents=True, exist_ok=True)
         self._saving = threading.Lock()
         self._lock = open(folder / "lock", "wb")  # noqa: SIM115, open as long as the store
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(f"another server uses {folder}; use another --batch-dir") from error
+        with contextlib.suppress(ImportError):
+            if not lock(self._lock):
+                self._lock.close()
+                raise ConfigError(f"another server uses {folder}; use another --batch-dir")
         self.files = _load(self._files_folder, "meta.json", FileRecord)
         self.batches = _load(self._batches_folder, "batch.json", BatchRecord)
         self.stored = StoredBytes(max_stored_bytes)
