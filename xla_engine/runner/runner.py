@@ -384,10 +384,11 @@ class Runner:
     @property
     def has_one_prefill_code(self) -> bool:
         """Whether a prompt's positions run through the same code in prefill calls of any size, from any cut on: also
-        the kernels of a GPU (findings/gpu.md)."""
+        the kernels of a GPU, for models whose layers are all in them (findings/gpu.md)."""
         spec = self.spec
         on_gpu = spec.products is not None and spec.products.name == spec.attention.name == "gpu"
-        return self.has_one_row_code or (on_gpu and spec.config.delta is None)
+        dense = spec.config.delta is None and spec.config.experts is None
+        return self.has_one_row_code or (on_gpu and dense)
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
