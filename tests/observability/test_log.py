@@ -75,9 +75,12 @@ def test_each_failed_step_and_the_recovery_is_a_line(
 def test_who_configures_nothing_sees_nothing() -> None:
     """Python prints warnings of loggers without a handler; a library's are its own."""
     script = (
-        "from tests.support.models import TINY_ENGINE, tiny_checkpoint\n"
+        "from dataclasses import replace\n"
+        "from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint\n"
         "from xla_engine import SamplingParams, XlaBatchEngine\n"
-        "engine = XlaBatchEngine(tiny_checkpoint(), None, TINY_ENGINE)\n"
+        "model = replace(TINY, num_hidden_layers=1)\n"  # every program is compiled here
+        "config = replace(TINY_ENGINE, preemption=False, enable_prefix_caching=False)\n"
+        "engine = XlaBatchEngine(tiny_checkpoint(model=model), None, config)\n"
         "real, count = engine.runner.wait, []\n"
         "def wait(step):\n"
         "    count.append(1)\n"
