@@ -195,8 +195,9 @@ struct FoursKernel {
   static void Quantize(const Vec* from, int64_t apart, Word* to) {
     const EightBits<kStep, false> quantized(from);
     alignas(64) int8_t bytes[kStep];
-    const auto total = [&](int half) { return Reduce(quantized.values[half], [](auto a, auto b) { return a + b; }); };
-    const int32_t first = total(0), all = first + total(1);
+    // Sums of sixteen bytes take twelve bits, so one pass finds both.
+    const int32_t both = Reduce(quantized.values[0] + (quantized.values[1] << 16), [](auto a, auto b) { return a + b; });
+    const int32_t first = static_cast<int16_t>(both), all = first + ((both - first) >> 16);
     for (int half = 0; half < 2; ++half) StoreAs(bytes + half * kVector, Convert<Bytes>(quantized.values[half]));
     for (int64_t word = 0; word < kWords; ++word) std::memcpy(to + word * apart, bytes + word * 4, 4);
     const auto start = [&](int64_t place, int32_t bias, int32_t sum) { to[place * apart] = static_cast<Word>(kMagic - bias * sum); };
