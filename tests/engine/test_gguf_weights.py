@@ -127,7 +127,7 @@ def test_memory_is_that_of_the_file(path: Path) -> None:
     stored = sum(info.size for info in GgufReader(path).tensors.values())
     found = [inspect_model(path, replace(KEPT, quantization=kind)) for kind in ("gguf", "gguf-int8", None)]
     kept, fast, plain = (each.memory["weights"] for each in found if each.memory is not None)
-    assert all(each.ok for each in found) and kept <= 1.05 * stored < fast <= 1.4 * stored < plain
+    assert all(each.ok for each in found) and max(kept, fast) <= 1.05 * stored < plain
 
 
 def test_inspect_names_what_does_not_stay_packed(path: Path, tmp_path: Path) -> None:
