@@ -169,7 +169,7 @@ XLA_FFI_Error* RunCalls(XLA_FFI_CallFrame* frame) {
     XLA_FFI_CallFrame call = {};
     call.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
     call.api = &api;
-    call.ctx = reinterpret_cast<XLA_FFI_InvokeContext*>(team.get());
+    call.ctx = reinterpret_cast<decltype(call.ctx)>(team.get());
     call.stage = frame->stage;
     call.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, arguments, nullptr, given.data()};
     call.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, results, nullptr, given.data() + arguments};
