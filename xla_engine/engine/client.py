@@ -136,10 +136,12 @@ def drain_engine(
             if engine.has_work and engine.clock() >= until:
                 engine.abort_all(drained(timeout_s))
             _turn(engine, collector)
-            ended += (request for request in collector.take() if request.finished)
+            with engine.lock:
+                ended += (request for request in collector.take() if request.finished)
     except BaseException:
-        for request in ended:  # not delivered yet: the next `step` or `drain` must return them
-            collector.put(request)
+        with engine.lock:
+            for request in ended:  # not delivered yet: the next `step` or `drain` must return them
+                collector.put(request)
         raise
     finally:
         accepting.draining = draining
