@@ -16,6 +16,7 @@ from tests.support.requests import comparable
 from tests.support.simulation import COST
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.waiter import Pending
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
@@ -87,8 +88,9 @@ def alone(engine: XlaBatchEngine, params: SamplingParams, name: str) -> Any:
 
 
 def until_a_mask_is_made(engine: XlaBatchEngine, masks: Masks) -> None:
-    while not masks.entered.is_set():
+    while not any(isinstance(row, Pending) for row in engine.state.masks._rows.values()):
         engine.step()
+    assert masks.entered.wait(600)  # no step meanwhile: without another row it would wait for the mask
 
 
 def test_other_rows_take_no_step_more_while_a_mask_is_made(embedded: XlaBatchEngine, masks: Masks) -> None:
