@@ -212,7 +212,8 @@ def test_a_checkout_has_no_libraries() -> None:
 def test_the_start_says_where_the_library_came_from(make_engine: Callable[..., XlaBatchEngine]) -> None:
     engine = make_engine(TINY_ENGINE)
     assert engine.runner.library == build.COMPILED and engine.self_check is not None
-    assert f"by C++ that was compiled on this machine ({BEST.name})" in engine.self_check.promise
+    isa = engine.self_check.isa  # not the best on a machine with AMX, which models this narrow do not use
+    assert isa in NAMES and f"by C++ that was compiled on this machine ({isa})" in engine.self_check.promise
 
 
 def test_variants_have_a_name_and_flags_of_their_own() -> None:
