@@ -157,7 +157,13 @@ struct FoursWeights {
   FoursTask At(int64_t one, int64_t other) const { return {&coded, one / 16, other / 16}; }
 };
 
+struct FoursTiles;  // coded_tiles.h
+
 struct FoursKernel {
+#ifdef XLA_ENGINE_AMX
+  using Many = FoursTiles;  // from so many rows on
+  static constexpr int64_t kMany = 10;
+#endif
   static constexpr int64_t kStep = 32;  // K comes in multiples of it
   static constexpr int64_t kWords = kStep / 4;
   // Words of a row of a group of K: its own, then these.

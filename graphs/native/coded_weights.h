@@ -482,6 +482,35 @@ void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, ch
 
 #endif
 
+#ifdef XLA_ENGINE_AMX
+
+// The sums of up to 32 rows by a task whose blocks have one kind, in tiles 0-3. While 32 K are multiplied, the next are unpacked: to
+// `strip`, where all of them have room, or if there is none, to two places in turns.
+template <int index>
+__attribute__((noinline)) void SumTiles(const char* rows, int64_t pitch, int64_t width, const char* const* blocks, bool second, char* strip) {
+  alignas(64) char turns[2 * 2 * 1024];
+  char* const lines = strip ? strip : turns;
+  const int64_t mask = strip ? -1 : 1, other = strip ? width * 32 : 2 * 1024, steps = width / 32;
+  const auto unpack = [&](int64_t step) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+    for (int64_t block = 0; block < 2; ++block) {
+      char* at = lines + (step & mask) * 1024 + block * other;
+      UnpackGroup<index>(blocks[block], width, step * 32, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+        StoreAs(at + (word - step * 16) * 64, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+      });
+    }
+  };
+  unpack(0);
+  for (int64_t step = 0; step < steps; ++step) {
+    const char* now = lines + (step & mask) * 1024;
+    Written();
+    MultiplyPacked(rows + step * 1024, pitch, {now, now + other}, 1, second, {}, 0);
+    if (step + 1 < steps) unpack(step + 1);
+  }
+}
+
+#endif
+
 // Rows times a task: the first group of rows while the task is unpacked, or all of them afterwards.
 template <typename Kernel, typename Take>
 void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
@@ -499,6 +528,29 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask ta
     take(n, rows, sums);
   }
 #else
+#ifdef XLA_ENGINE_AMX
+  const int64_t first = std::min<int64_t>(16, count), second = std::min<int64_t>(32, count) - first;
+  char* strip = count > 32 ? kept.Bytes(width * 64) : nullptr;
+  int64_t done = 0;
+  task.weights->OfTask(task, [&](auto index, const char* const* at, int64_t alike, int64_t) {
+    if (alike < 2) return;
+    Sums<float> sums[2];
+    ConfigurePacked(first, second);
+    Begin(sums, second > 0, true);
+    SumTiles<index>(blocks, Kernel::GroupBytes(width), width, at, second > 0, strip);
+    Leave(sums, second > 0);
+    _tile_release();
+    take(0, first, sums[0]);
+    if (second) take(16, second, sums[1]);
+    done = first + second;
+  });
+  if (done == count) return;
+  if (done) {
+    const auto later = [&](int64_t n, int64_t rows, const auto& sums) { take(done + n, rows, sums); };
+    const Stream weights = {strip, strip + width * 32};
+    return Kernel::Multiply(blocks + 2 * Kernel::GroupBytes(width), count - done, width, weights, weights, later);
+  }
+#endif
   char* one = kept.Bytes(width * 64);
   char* other = one + width * 32;
   task.weights->Unpack(task.one, one);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "coded_dots.h"
+#include "coded_tiles.h"
 #include "linear.h"
 
 namespace xla_engine {

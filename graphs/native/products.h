@@ -7,6 +7,7 @@
 #include "packed_dots.h"
 #include "packed_tiles.h"
 #include "parallel.h"
+#include "scaled_tiles.h"
 
 namespace xla_engine {
 
@@ -26,12 +27,22 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, Stream weigh
   Kernel::Multiply(blocks, count, width, weights, next, take);
 }
 
+// Whether many rows have a kernel of their own, with the same bits.
+template <typename Kernel, typename = void>
+constexpr bool kHasMany = false;
+template <typename Kernel>
+constexpr bool kHasMany<Kernel, std::void_t<typename Kernel::Many>> = true;
+
 // Multiplies the live rows of a source by weights. `pick(task)` returns a task's two blocks of features; prefetching them helps
 // for the first `whole` tasks. `finish(task, n, rows, sums)` consumes the sums of rows n .. n + rows; by then it can ask `adapters`
 // for their part, if there are any. `clear` is the first phase.
 template <typename Kernel, typename Clear, typename Pick, typename Finish, typename Added>
 void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, int64_t whole, const Phase<Clear>& clear,
                    const Pick& pick, const Finish& finish, [[maybe_unused]] Added* adapters) {
+  if constexpr (kHasMany<Kernel>) {
+    if (source.count >= Kernel::kMany)
+      return PackedProduct<typename Kernel::Many>(pool, source, tasks, whole, clear, pick, finish, adapters);
+  }
   thread_local Lines prepared;
   const int64_t count = source.count, width = source.width;
   const int64_t group = Kernel::GroupRows(count), groups = (count + group - 1) / group;
