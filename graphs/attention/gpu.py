@@ -13,15 +13,11 @@ splits with as many warps; that their bits agree is not promised (findings/gpu.m
 neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.attention.backend import (
     KEY_SPAN,
@@ -40,6 +36,7 @@ from xla_engine.graphs.attention.gpu_kernels import (
     write_kernel,
 )
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.ops.gpu_call import kernel_call
 from xla_engine.graphs.row_state.rows import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
@@ -86,8 +83,11 @@ class GpuAttention:
         layer, q = self._write(layer, qkv, jnp.repeat(lanes.slot, width), token, call)
         q = q.reshape(number, width, -1, layer.keys.shape[3])
         tile = min(QUERY_TILE, whole_tile(width))
-        out = self._call(
-            functools.partial(prefill_kernel, tile=tile, form=call.form),
+        out = kernel_call(
+            prefill_kernel,
+            tile=tile,
+            form=call.form,
+            interpret=self.interpret,
             grid=(number, q.shape[2], -(-width // tile)),
             out_shape=jax.ShapeDtypeStruct(q.shape, call.compute_dtype),
             warps=_WARPS,
@@ -121,11 +121,13 @@ class GpuAttention:
         groups = by_head.shape[1] // kv_heads - 2
         rope = call.rope.reshape(tokens, 2, -1)
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
-        keys, values, q = self._call(
-            functools.partial(write_kernel, eps=call.form.norm_eps),
+        keys, values, q = kernel_call(
+            write_kernel,
+            eps=call.form.norm_eps,
+            interpret=self.interpret,
             grid=(tokens,),
             out_shape=(*shapes, jax.ShapeDtypeStruct((tokens, kv_heads, groups, head_dim), layer.keys.dtype)),
-            aliases={4: 0, 5: 1},
+            aliases=((4, 0), (5, 1)),
             warps=4,
         )(slot, position, by_head, rope, *layer, call.block_tables, call.weights.q_norm, call.weights.k_norm)
         return LayerCache(keys, values), q
@@ -139,12 +141,15 @@ class GpuAttention:
         blocks = 1 if call.block_tables is None else call.block_tables.shape[1]
         splits = -(-blocks * layer.keys.shape[2] // key_tile(layer.keys))
         state = jax.ShapeDtypeStruct((rows, kv_heads, splits, groups), jnp.float32)
-        return self._call(
-            functools.partial(split_kernel, form=call.form),
+        parts: tuple[jax.Array, jax.Array, jax.Array] = kernel_call(
+            split_kernel,
+            form=call.form,
+            interpret=self.interpret,
             grid=(rows, kv_heads, splits),
             out_shape=(jax.ShapeDtypeStruct((*state.shape, head_dim), jnp.float32), state, state),
             warps=_WARPS,
         )(position, q, *layer, call.block_tables)
+        return parts
 
     def _combine(
         self,
@@ -157,29 +162,13 @@ class GpuAttention:
     ) -> jax.Array:
         """Splits of `size` keys, from the first to the last that the row sees: `[B, KV, G, Dh]`."""
         rows, kv_heads, _, groups, head_dim = parts.shape
-        return self._call(
-            functools.partial(combine_kernel, size=size, window=call.form.window),
+        out: jax.Array = kernel_call(
+            combine_kernel,
+            size=size,
+            window=call.form.window,
+            interpret=self.interpret,
             grid=(rows, kv_heads),
             out_shape=jax.ShapeDtypeStruct((rows, kv_heads, groups, head_dim), call.compute_dtype),
             warps=4,
         )(position, parts, peak, total, call.weights.sinks)
-
-    def _call(
-        self,
-        kernel: Callable[..., None],
-        *,
-        grid: tuple[int, ...],
-        out_shape: Any,
-        warps: int,
-        stages: int = 3,
-        aliases: dict[int, int] | None = None,
-    ) -> Callable[..., Any]:
-        return pl.pallas_call(
-            kernel,
-            grid=grid,
-            out_shape=out_shape,
-            input_output_aliases=aliases or {},
-            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-            interpret=self.interpret,
-            name=getattr(kernel, "func", kernel).__name__,
-        )
+        return out

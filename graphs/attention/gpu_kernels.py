@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.ops.gpu_call import Ref, dot, load, store
 
 _SPLITS = 8  # that are loaded together: each load waits for memory once
 _LEAST_ROWS = 16  # of a tensor core product
-
-Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def write_kernel(
@@ -44,18 +42,18 @@ def write_kernel(
     heads, half = kv_heads * groups, qkv_ref.shape[2] // 2
     position = position_ref[row]
     column = jnp.arange(_power_of_two(half))[None]
-    cos = _load(rope_ref, (row, 0, column), column < half)
-    sin = _load(rope_ref, (row, 1, column), column < half)
+    cos = load(rope_ref, (row, 0, column), column < half)
+    sin = load(rope_ref, (row, 1, column), column < half)
 
     def halves(first_head: int, head: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        return [_load(qkv_ref, (row, first_head + head, part * half + column), inside) for part in range(2)]
+        return [load(qkv_ref, (row, first_head + head, part * half + column), inside) for part in range(2)]
 
     def normed(norm_ref: Ref | None, parts: list[jax.Array]) -> list[jax.Array]:
         if norm_ref is None:
             return parts
         square = sum(jnp.sum(part * part, axis=1, keepdims=True) for part in parts)
         scale = lax.rsqrt(square / (2 * half) + eps)
-        weights = [_load(norm_ref, (part * half + column,), column < half) for part in range(2)]
+        weights = [load(norm_ref, (part * half + column,), column < half) for part in range(2)]
         return [part * scale * weight for part, weight in zip(parts, weights, strict=True)]
 
     def rotate(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +62,7 @@ def write_kernel(
     head = jnp.arange(_power_of_two(heads))[:, None]
     inside = (head < heads) & (column < half)
     for part, values in enumerate(rotate(*normed(q_norm_ref, halves(0, head, inside)))):
-        _store(q_ref, (row, head // groups, head % groups, part * half + column), values, inside)
+        store(q_ref, (row, head // groups, head % groups, part * half + column), values, inside)
 
     @pl.when(position >= 0)
     def _() -> None:
@@ -75,8 +73,8 @@ def write_kernel(
         block, offset = _locate(tables_ref, slot_ref[row], position, keys_ref.shape[2])
         for part in range(2):
             at = (block, head, offset, part * half + column)
-            _store(keys_ref, at, new_keys[part], inside)
-            _store(values_ref, at, new_values[part], inside)
+            store(keys_ref, at, new_keys[part], inside)
+            store(values_ref, at, new_values[part], inside)
 
 
 def split_kernel(
@@ -100,7 +98,7 @@ def split_kernel(
     def _() -> None:
         group, column = jnp.arange(whole_tile(groups)), jnp.arange(_power_of_two(head_dim))
         inside = (group[:, None] < groups) & (column[None] < head_dim)
-        q = _load(q_ref, (row, kv_head, group[:, None], column[None]), inside)
+        q = load(q_ref, (row, kv_head, group[:, None], column[None]), inside)
         peak, total, weighted = _attend(
             q,
             functools.partial(_load_tile, keys_ref, tables_ref, row, kv_head),
@@ -110,9 +108,9 @@ def split_kernel(
             position=jnp.broadcast_to(position, group.shape),
         )
         at = (row, kv_head, split, group[None], column[:, None])
-        _store(parts_ref, at, weighted, (group[None] < groups) & (column[:, None] < head_dim))
-        _store(peak_ref, (row, kv_head, split, group), peak, group < groups)
-        _store(total_ref, (row, kv_head, split, group), total, group < groups)
+        store(parts_ref, at, weighted, (group[None] < groups) & (column[:, None] < head_dim))
+        store(peak_ref, (row, kv_head, split, group), peak, group < groups)
+        store(total_ref, (row, kv_head, split, group), total, group < groups)
 
 
 def combine_kernel(
@@ -134,24 +132,24 @@ def combine_kernel(
     position = position_ref[row]
     first, end = _lowest(position, window) // size, pl.cdiv(position + 1, size)
 
-    def load(split: jax.Array) -> State:
+    def state_of(split: jax.Array) -> State:
         seen = (split >= first) & (split < end)
         at, mine = (row, kv_head, split, group), seen & (group < groups)
         each = (row, kv_head, split, group[None], column[:, None])
         return (
-            jnp.where(mine, _load(peak_ref, at, mine), -jnp.inf),
-            _load(total_ref, at, mine),
-            _load(parts_ref, each, seen & inside),
+            jnp.where(mine, load(peak_ref, at, mine), -jnp.inf),
+            load(total_ref, at, mine),
+            load(parts_ref, each, seen & inside),
         )
 
     def add(step: jax.Array, state: State) -> State:
-        return functools.reduce(_merged, [load(step * _SPLITS + each) for each in range(_SPLITS)], state)
+        return functools.reduce(_merged, [state_of(step * _SPLITS + each) for each in range(_SPLITS)], state)
 
     steps = first // _SPLITS, pl.cdiv(end, _SPLITS)
     state = lax.fori_loop(*steps, add, _nothing(len(group), len(column)))
     if sinks_ref is not None:
-        state = _with_sink(state, _load(sinks_ref, (kv_head * groups + group,), group < groups))
-    _store(out_ref, (row, kv_head, group[None], column[:, None]), _divide(state), inside)
+        state = _with_sink(state, load(sinks_ref, (kv_head * groups + group,), group < groups))
+    store(out_ref, (row, kv_head, group[None], column[:, None]), _divide(state), inside)
 
 
 def prefill_kernel(
@@ -181,11 +179,11 @@ def prefill_kernel(
     # The tile's rest takes the last query's position: what lies behind it in the slot may be stale NaN.
     position, last = jnp.minimum(start + query, longest - 1), None
     if reach_ref is not None:
-        reach = _load_index(reach_ref, (lane, query), query < count)
+        reach = load(reach_ref, (lane, query), query < count)
         last = jnp.where(query < count, reach - 1, position)
         longest = jnp.maximum(longest, jnp.max(last) + 1)
     lowest = _lowest(start + part * tile, form.window)
-    q, size = _load(q_ref, at, inside), key_tile(keys_ref)
+    q, size = load(q_ref, at, inside), key_tile(keys_ref)
 
     def add(split: jax.Array, state: State) -> State:
         found = _attend(
@@ -203,7 +201,7 @@ def prefill_kernel(
     if sinks_ref is not None:
         state = _with_sink(state, jnp.full((tile,), sinks_ref[head]))
     at = (lane, query[None], head, column[:, None])
-    _store(out_ref, at, _divide(state), (query[None] < width) & (column[:, None] < head_dim))
+    store(out_ref, at, _divide(state), (query[None] < width) & (column[:, None] < head_dim))
 
 
 # Of R queries: the largest score [R], the sum of weights [R], weighted values [Dh, R].
@@ -234,13 +232,13 @@ def _attend(
         load_keys(key, any_query),
         load_values(key, any_query),
     )  # both before the first is waited for
-    scores = _product(keys, q.T) * form.scale
+    scores = dot(keys, q.T) * form.scale
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.max(scores, axis=0)
     weights = jnp.exp(scores - _finite(peak)[None])
-    return peak, jnp.sum(weights, axis=0), _product(values.T, weights.astype(values.dtype))
+    return peak, jnp.sum(weights, axis=0), dot(values.T, weights.astype(values.dtype))
 
 
 def _merged(state: State, found: State) -> State:
@@ -284,11 +282,6 @@ def _divide(state: State) -> jax.Array:
     return weighted / jnp.where(total > 0, total, 1.0)[None]
 
 
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jnp.dot(left, right, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _load_tile(
     ref: Ref, tables_ref: Ref | None, slot: jax.Array, kv_head: jax.Array, key: jax.Array, wanted: jax.Array
 ) -> jax.Array:
@@ -297,7 +290,7 @@ def _load_tile(
     column = jnp.arange(_power_of_two(head_dim))[None]
     inside = wanted[:, None] & (column < head_dim)
     block, offset = _locate(tables_ref, slot, key[:, None], size, wanted[:, None])
-    return _load(ref, (block, kv_head, offset, column), inside)
+    return load(ref, (block, kv_head, offset, column), inside)
 
 
 def _locate(
@@ -308,19 +301,7 @@ def _locate(
         return slot, position
     if wanted is None:
         return tables_ref[slot, position // size], position % size
-    return _load_index(tables_ref, (slot, position // size), wanted), position % size
-
-
-def _load_index(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
-    return plgpu.load(ref.at[at], mask=mask, other=0)
-
-
-def _load(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
-    return plgpu.load(ref.at[at], mask=mask, other=0.0)
-
-
-def _store(ref: Ref, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) -> None:
-    plgpu.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+    return load(tables_ref, (slot, position // size), wanted), position % size
 
 
 def _power_of_two(size: int) -> int:

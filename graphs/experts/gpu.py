@@ -5,22 +5,19 @@ device before each iteration (findings/gpu.md). Empty blocks end at once, so tha
 the place of a row in a block changes none of its bits, and features are summed in tiles of fixed size and order.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.experts.routing import BLOCK_ROWS, Experts, Gather, Route, gate, summed
 from xla_engine.graphs.ops.coded import Coded
+from xla_engine.graphs.ops.gpu_call import Ref, dot, kernel_call, load, store
 from xla_engine.graphs.ops.int8 import Quantized
 
 _TILE = 64  # output features of a program, and input features that it sums at once
-
-Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 def gpu_experts(
@@ -43,14 +40,8 @@ def gpu_experts(
     most, inner, width = len(blocks.expert), gate_up.shape[1] // 2, down.shape[1]
 
     def call(kernel: Any, features: int, shape: tuple[int, int], dtype: Any, **static: Any) -> Any:
-        return pl.pallas_call(
-            functools.partial(kernel, **static),
-            grid=(pl.cdiv(features, _TILE), most),
-            out_shape=jax.ShapeDtypeStruct(shape, dtype),
-            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
-            interpret=interpret,
-            name=kernel.__name__,
-        )
+        grid, out = (pl.cdiv(features, _TILE), most), jax.ShapeDtypeStruct(shape, dtype)
+        return kernel_call(kernel, grid=grid, out_shape=out, warps=4, interpret=interpret, **static)
 
     rows = x.astype(gate_up.dtype)
     hidden = call(gated_kernel, inner, (most * BLOCK_ROWS, inner), down.dtype, per_row=per_row, limit=limit)(
@@ -121,20 +112,20 @@ def gated_kernel(
         def product(part: int, x: jax.Array, column: jax.Array) -> jax.Array:
             at = (expert, (part * inner + feature)[:, None], column[None])
             inside = (feature < inner)[:, None] & (column < width)[None]
-            return _product(x, _load(gate_up_ref, at, inside))
+            return dot(x, load(gate_up_ref, at, inside).T)
 
         def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             column = step * _TILE + jnp.arange(_TILE)
-            x = _load(rows_ref, (row[:, None], column[None]), taken[:, None] & (column < width)[None])
+            x = load(rows_ref, (row[:, None], column[None]), taken[:, None] & (column < width)[None])
             return sums[0] + product(0, x, column), sums[1] + product(1, x, column)
 
         nothing = jnp.zeros((BLOCK_ROWS, _TILE), jnp.float32)
         gates, ups = lax.fori_loop(0, pl.cdiv(width, _TILE), add, (nothing, nothing))
         if bias_ref is not None:
-            gates += _load(bias_ref, (expert, feature), feature < inner)[None]
-            ups += _load(bias_ref, (expert, inner + feature), feature < inner)[None]
+            gates += load(bias_ref, (expert, feature), feature < inner)[None]
+            ups += load(bias_ref, (expert, inner + feature), feature < inner)[None]
         at = (block * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)[:, None], feature[None])
-        _store(hidden_ref, at, gate(gates, ups, limit), (feature < inner)[None] & taken[:, None])
+        store(hidden_ref, at, gate(gates, ups, limit), (feature < inner)[None] & taken[:, None])
 
 
 def down_kernel(
@@ -159,31 +150,17 @@ def down_kernel(
         def add(step: jax.Array, sums: jax.Array) -> jax.Array:
             column = step * _TILE + jnp.arange(_TILE)
             inside = (column < inner)[None]
-            hidden = _load(hidden_ref, (place[:, None], column[None]), taken[:, None] & inside)
+            hidden = load(hidden_ref, (place[:, None], column[None]), taken[:, None] & inside)
             at = (expert, feature[:, None], column[None])
-            return sums + _product(hidden, _load(down_ref, at, (feature < width)[:, None] & inside))
+            return sums + dot(hidden, load(down_ref, at, (feature < width)[:, None] & inside).T)
 
         nothing = jnp.zeros((BLOCK_ROWS, _TILE), jnp.float32)
         sums = lax.fori_loop(0, pl.cdiv(inner, _TILE), add, nothing)
         if bias_ref is not None:
-            sums += _load(bias_ref, (expert, feature), feature < width)[None]
+            sums += load(bias_ref, (expert, feature), feature < width)[None]
         inside = taken[:, None] & (feature < width)[None]
-        _store(out_ref, (assignment[:, None], feature[None]), sums, inside)
+        store(out_ref, (assignment[:, None], feature[None]), sums, inside)
 
 
 def _members(assignment_ref: Ref, block: jax.Array) -> jax.Array:
-    return plgpu.load(assignment_ref.at[block, jnp.arange(BLOCK_ROWS)])
-
-
-def _load(ref: Ref, at: tuple[Any, ...], mask: jax.Array) -> jax.Array:
-    return plgpu.load(ref.at[at], mask=mask, other=0.0)
-
-
-def _store(ref: Ref, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) -> None:
-    plgpu.store(ref.at[at], values.astype(ref.dtype), mask=mask)
-
-
-def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """`rows [R, K]` times `weight [F, K]` transposed, float32."""
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    return jnp.dot(rows, weight.T, precision=precision, preferred_element_type=jnp.float32)
+    return load(assignment_ref, (block, jnp.arange(BLOCK_ROWS)))

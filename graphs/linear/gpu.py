@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route
@@ -33,12 +32,11 @@ from xla_engine.graphs.linear.products import (
     normed,
     rows_first,
 )
+from xla_engine.graphs.ops.gpu_call import Ref, dot, kernel_call, load, store
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sharding import Sharding
 
 _FEW_ROWS = 64  # as many as are one tile
-
-Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +117,16 @@ class GpuProducts:
         features, rows = len(weight) // (1 if activation is None else 2), len(x)
         tiles = _tiles(features, weight.shape[1], rows, activation is not None, features_first)
         shape = (features, rows) if features_first else (rows, features)
-        out: jax.Array = pl.pallas_call(
-            functools.partial(
-                product_kernel, tiles=tiles, features_first=features_first, activation=activation
-            ),
+        out: jax.Array = kernel_call(
+            product_kernel,
             grid=(pl.cdiv(rows, tiles.rows), pl.cdiv(features, tiles.features)),
             out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if activation is None else weight.dtype),
-            compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+            warps=tiles.warps,
+            stages=tiles.stages,
             interpret=self.interpret,
-            name=product_kernel.__name__,
+            tiles=tiles,
+            features_first=features_first,
+            activation=activation,
         )(x, weight, bias, residual)
         return out
 
@@ -190,7 +189,7 @@ def product_kernel(
             at = (part * features + feature[:, None], column[None])
             weight = _load(weight_ref, at, _within(feature, features), inside)
             left, right = (x, weight) if tiles.rows_left else (weight, x)
-            return jnp.dot(left, right.T, preferred_element_type=jnp.float32)
+            return dot(left, right.T)
 
         return [total + product(part) for part, total in enumerate(sums)]
 
@@ -199,17 +198,16 @@ def product_kernel(
     row, feature = (row[:, None], feature[None]) if tiles.rows_left else (row[None], feature[:, None])
     if bias_ref is not None:
         sums = [
-            total + plgpu.load(bias_ref.at[part * features + feature], mask=feature < features, other=0.0)
+            total + load(bias_ref, (part * features + feature,), feature < features)
             for part, total in enumerate(sums)
         ]
     total = sums[0] if activation is None else activate(sums[0], activation) * sums[1]
     whole = rows % tiles.rows == 0 and features % tiles.features == 0
     mask = None if whole else jnp.broadcast_to((row < rows) & (feature < features), shape)
     if residual_ref is not None:
-        residual = residual_ref.at[row, feature]
-        total += plgpu.load(residual) if mask is None else plgpu.load(residual, mask=mask, other=0.0)
+        total += load(residual_ref, (row, feature), mask)
     at = (feature, row) if features_first else (row, feature)
-    plgpu.store(out_ref.at[at], total.astype(out_ref.dtype), mask=mask)
+    store(out_ref, at, total, mask)
 
 
 def _within(index: jax.Array, size: int) -> jax.Array | None:
@@ -226,8 +224,5 @@ def _load(
         for mask in (None if first is None else first[:, None], None if second is None else second[None])
         if mask is not None
     ]
-    if not masks:
-        return plgpu.load(ref.at[at])
     shape = jnp.broadcast_shapes(at[0].shape, at[1].shape)
-    mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape)
-    return plgpu.load(ref.at[at], mask=mask, other=0.0)
+    return load(ref, at, jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None)

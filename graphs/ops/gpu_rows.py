@@ -1,19 +1,18 @@
 """Sums on CUDA, in Pallas for Triton: their order depends on what is summed alone, not on how much lies beside it."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+
+from xla_engine.graphs.ops.gpu_call import Ref, kernel_call, load, store
 
 _SPAN = 64  # values that a program adds one after the other
 _COLUMNS = 128  # sums of a program
-
-Ref = Any  # a Pallas reference: an array in device memory inside a kernel
+_SHAPE: dict[str, Any] = {"warps": 4, "stages": 1}
 
 
 def gpu_rms_norm(
@@ -22,9 +21,10 @@ def gpu_rms_norm(
     """`graphs.ops.norms.rms_norm` of `x f32 [..., D]`, rounded to `dtype`."""
     rows = x.reshape(-1, x.shape[-1])
     shape = jax.ShapeDtypeStruct(rows.shape, dtype)
-    out: jax.Array = _call(functools.partial(norm_kernel, eps=eps), (len(rows),), shape, interpret)(
-        rows, weight
+    call = kernel_call(
+        norm_kernel, eps=eps, grid=(len(rows),), out_shape=shape, interpret=interpret, **_SHAPE
     )
+    out: jax.Array = call(rows, weight)
     return out.reshape(x.shape)
 
 
@@ -32,7 +32,8 @@ def gpu_sum_last(values: jax.Array, *, interpret: bool = False) -> jax.Array:
     """`graphs.ops.fixed_order_sums.sum_last`."""
     rows = values.reshape(-1, values.shape[-1])
     shape = jax.ShapeDtypeStruct((len(rows),), values.dtype)
-    out: jax.Array = _call(row_sum_kernel, (len(rows),), shape, interpret)(rows)
+    call = kernel_call(row_sum_kernel, grid=(len(rows),), out_shape=shape, interpret=interpret, **_SHAPE)
+    out: jax.Array = call(rows)
     return out.reshape(*values.shape[:-1], 1)
 
 
@@ -43,19 +44,9 @@ def gpu_sum_middle(values: jax.Array, *, interpret: bool = False) -> jax.Array:
         columns = values.shape[2]
         grid = (pl.cdiv(columns, _COLUMNS), spans, count)
         shape = jax.ShapeDtypeStruct((count, spans, columns), values.dtype)
-        values = _call(span_sum_kernel, grid, shape, interpret)(values)
+        call = kernel_call(span_sum_kernel, grid=grid, out_shape=shape, interpret=interpret, **_SHAPE)
+        values = call(values)
     return values[:, 0]
-
-
-def _call(kernel: Callable[..., None], grid: tuple[int, ...], shape: Any, interpret: bool) -> Any:
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=shape,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name=getattr(kernel, "func", kernel).__name__,
-    )
 
 
 def norm_kernel(
@@ -67,9 +58,9 @@ def norm_kernel(
 ) -> None:
     """One row."""
     x, at, inside = _row(x_ref)
-    weight = plgpu.load(weight_ref.at[at[1]], mask=inside, other=0.0)
+    weight = load(weight_ref, at[1:], inside)
     scale = lax.rsqrt(jnp.sum(x * x) / x_ref.shape[1] + eps)
-    plgpu.store(out_ref.at[at], (x * scale * weight).astype(out_ref.dtype), mask=inside)
+    store(out_ref, at, x * scale * weight, inside)
 
 
 def row_sum_kernel(
@@ -86,7 +77,7 @@ def _row(ref: Ref) -> tuple[jax.Array, tuple[Any, jax.Array], jax.Array]:
     width = ref.shape[1]
     at = pl.program_id(0), jnp.arange(1 << (width - 1).bit_length())
     inside = at[1] < width
-    return plgpu.load(ref.at[at], mask=inside, other=0.0), at, inside
+    return load(ref, at, inside), at, inside
 
 
 def span_sum_kernel(
@@ -97,9 +88,8 @@ def span_sum_kernel(
     column = pl.program_id(0) * _COLUMNS + jnp.arange(_COLUMNS)
     span, place, (_, size, columns) = pl.program_id(1), pl.program_id(2), values_ref.shape
 
-    def load(index: Any) -> jax.Array:
-        inside = (column < columns) & (index < size)
-        return plgpu.load(values_ref.at[place, index, column], mask=inside, other=0.0)
+    def value(index: Any) -> jax.Array:
+        return load(values_ref, (place, index, column), (column < columns) & (index < size))
 
-    total = functools.reduce(jnp.add, [load(span * _SPAN + index) for index in range(_SPAN)])
-    plgpu.store(out_ref.at[place, span, column], total, mask=column < columns)
+    total = functools.reduce(jnp.add, [value(span * _SPAN + index) for index in range(_SPAN)])
+    store(out_ref, (place, span, column), total, column < columns)

@@ -1,6 +1,5 @@
 """Products on CUDA: the kernel, interpreted or on a GPU, against float64, and its lowering where there is no GPU."""
 
-import functools
 from typing import Any
 
 import jax
@@ -74,9 +73,13 @@ def test_widths_of_no_whole_steps_are_products_too() -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-def test_the_kernel_lowers_for_cuda(rows: int) -> None:
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((FEATURES, WIDTH), (rows, WIDTH))]
+def test_the_kernel_lowers_for_cuda_once_for_all_weights_of_a_shape(rows: int) -> None:
+    weight, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((FEATURES, WIDTH), (rows, WIDTH)))
+
+    def twice(first: jax.Array, second: jax.Array, x: jax.Array) -> list[jax.Array]:
+        return [GpuProducts().linear(each, x) for each in (first, second)]
+
     with hopper():
-        traced: Any = jax.jit(functools.partial(GpuProducts().linear)).trace(*shapes)
+        traced: Any = jax.jit(twice).trace(weight, weight, x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
