@@ -32,6 +32,7 @@ struct CodedKind {
 
   constexpr int FoursBias() const { return levels ? 128 : bias; }  // of the numbers that fours multiply
   constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
+  constexpr bool IsLinear() const { return !levels && !high; }  // see `UnpackLinear`
   constexpr int Run() const { return nested && !minimum && !levels ? 16 : 32; }  // K that share a scale
   constexpr int64_t SmallBytes() const { return nested ? 256 / Run() * 16 * (1 + minimum) : 0; }  // of 256 K
   constexpr int64_t StepBytes() const {  // of 32 K
@@ -256,8 +257,35 @@ inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t 
   }
 }
 
-// Calls take(word of K, the values of its line in two vectors) for 32 K from k on, in any order.
-template <int index, typename Take>
+#ifdef XLA_ENGINE_AMX
+
+// As `UnpackGroup`, of codes that stand for `code - bias` times a scale, to which a minimum is added. Behind 1 a code's bits are a fraction
+// of 2^15 or 2^11, so that one fused multiply-add is left, which is exact. Lines are loaded from where the byte that is taken is the
+// second of its word: registers are shifted by one unit, which rounding needs.
+template <int bits, bool kMinimum, typename Take>
+inline __attribute__((always_inline)) void UnpackLinear(const char* from, int bias, Both scale, Both minimum, const Take& take) {
+  constexpr float kPlace = 32768, kOther = bits == 8 ? kPlace : 2048;
+  const auto offset = static_cast<float>(bias);
+  const Both times = {scale.first * kPlace, scale.second * kOther};
+  const Both added = {scale.first * -(kPlace + offset), scale.second * -(kOther + offset)};
+#pragma GCC unroll 1
+  for (int64_t eight = 0; eight < 4; ++eight, from += 16 * bits) {
+    Unrolled(std::make_integer_sequence<int, 4>(), [&](auto byte) __attribute__((always_inline)) {
+      constexpr int32_t kOne = 0x3F800000, kMask = bits == 8 ? 0xFF00 : 0x0F00, kOtherMask = bits == 8 ? 0xFF00 : 0xF000;
+      const Words one = LoadAs<Words>(from + byte - 1), other = bits == 8 ? LoadAs<Words>(from + 63 + byte) : one;
+      Vec first = Fused(Cast<Vec>(Merged(one, kMask, WordRegister{} + kOne)), times.first, added.first);
+      Vec second = Fused(Cast<Vec>(Merged(other, kOtherMask, WordRegister{} + kOne)), times.second, added.second);
+      if constexpr (kMinimum) first = first + minimum.first, second = second + minimum.second;
+      take(eight * 4 + byte, first, second);
+    });
+  }
+}
+
+#endif
+
+// Calls take(word of K, the values of its line in two vectors) for 32 K from k on, in any order. kLinear: the shorter
+// way of kinds that have it, in which zeros lose their sign; no sum shows it.
+template <int index, bool kLinear = false, typename Take>
 inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_t width, int64_t k, const Take& take) {
   constexpr CodedKind kind = kCodedKinds[index];
   const char* low = block + k * 2 * kind.low;
@@ -301,6 +329,14 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
     });
   };
   ready(0);
+#ifdef XLA_ENGINE_AMX
+  if constexpr (kLinear && kind.IsLinear()) {
+    UnpackLinear<kind.low, kind.minimum>(low, kind.bias, scale, minimum, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+      take(k / 2 + word, first, second);
+    });
+    return;
+  }
+#endif
   if constexpr (kind.high) {
     Unrolled(std::make_integer_sequence<int, 4>(), [&](auto eight) __attribute__((always_inline)) {
       if constexpr (eight == 2 && kind.Run() == 16) ready(1);
@@ -486,7 +522,7 @@ void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, ch
 
 // The sums of up to 32 rows by a task whose blocks have one kind, in tiles 0-3. While 32 K are multiplied, the next are unpacked: to
 // `strip`, where all of them have room, or if there is none, to two places in turns.
-template <int index>
+template <int index, bool kLinear>
 __attribute__((noinline)) void SumTiles(const char* rows, int64_t pitch, int64_t width, const char* const* blocks, bool second, char* strip) {
   alignas(64) char turns[2 * 2 * 1024];
   char* const lines = strip ? strip : turns;
@@ -495,7 +531,7 @@ __attribute__((noinline)) void SumTiles(const char* rows, int64_t pitch, int64_t
 #pragma GCC unroll 1
     for (int64_t block = 0; block < 2; ++block) {
       char* at = lines + (step & mask) * 1024 + block * other;
-      UnpackGroup<index>(blocks[block], width, step * 32, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
+      UnpackGroup<index, kLinear>(blocks[block], width, step * 32, [&](int64_t word, Vec first, Vec second) __attribute__((always_inline)) {
         StoreAs(at + (word - step * 16) * 64, (WordRegister)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
       });
     }
@@ -537,7 +573,9 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask ta
     Sums<float> sums[2];
     ConfigurePacked(first, second);
     Begin(sums, second > 0, true);
-    SumTiles<index>(blocks, Kernel::GroupBytes(width), width, at, second > 0, strip);
+    constexpr bool linear = kCodedKinds[index].IsLinear(), always = !linear || !kCodedKinds[index].minimum;
+    const auto sum = always || !second ? SumTiles<index, linear> : SumTiles<index, linear && always>;  // with minima, of up to 16 rows
+    sum(blocks, Kernel::GroupBytes(width), width, at, second > 0, strip);
     Leave(sums, second > 0);
     _tile_release();
     take(0, first, sums[0]);
