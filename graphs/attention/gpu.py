@@ -9,7 +9,7 @@ The kernels are in `graphs.attention.gpu_kernels`.
 
 Law 1 by construction: a program reads one row, splits have one size and are merged in order up to the row's own
 length, so that neither the other rows nor the cache's length can change a bit. Prefill and decode merge the same
-splits with as many warps; that their bits agree is not promised (findings/gpu.md). Keys a query must not see are
+splits, scored by the same code with as many warps: their bits agree (findings/gpu.md). Keys a query must not see are
 neither scored nor, if values, loaded: stale NaN is harmless without being cleared.
 """
 

@@ -1,4 +1,9 @@
-"""Calls of Pallas kernels for CUDA, lowered through Triton: once for each shape in a program, not in every layer."""
+"""Calls of Pallas kernels for CUDA, lowered through Triton: once for each shape in a program, not in every layer.
+
+XLA launches each kernel as a programmatic dependent of the one before: it waits, as its first instruction, until that
+one has ended and its results can be read. Here each kernel also lets the next one start early, which then only waits,
+so that nothing is launched while the device is idle (findings/gpu.md).
+"""
 
 import functools
 from collections.abc import Callable
@@ -28,9 +33,15 @@ def kernel_call(
 
     static: further arguments of the kernel.
     """
+
+    def run(*refs: Ref) -> None:
+        if not interpret and starts_early():
+            _start_next(refs[-1])
+        kernel(*refs, **static)
+
     return jax.jit(
         pl.pallas_call(
-            functools.partial(kernel, **static),
+            run,
             grid=grid,
             out_shape=out_shape,
             input_output_aliases=dict(aliases),
@@ -39,6 +50,30 @@ def kernel_call(
             name=kernel.__name__,
         )
     )
+
+
+@functools.cache
+def starts_early() -> bool:
+    """Whether the device knows dependent launches: from compute capability 9 on."""
+    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9
+
+
+def _start_next(out_ref: Ref) -> None:
+    """Let the next kernel start when all programs of this one have come here or ended.
+
+    The instruction needs a result that is used: by a store of nothing.
+    """
+    index = jnp.arange(32)
+    word = jax.ShapeDtypeStruct(index.shape, jnp.int32)
+    (never,) = plgpu.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        args=[index],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[word],
+    )
+    at = (index, *(0 for _ in out_ref.shape[1:]))
+    store(out_ref, at, jnp.zeros(index.shape, out_ref.dtype), never != 0)
 
 
 def load(ref: Ref, at: tuple[Any, ...], mask: jax.Array | None = None) -> jax.Array:

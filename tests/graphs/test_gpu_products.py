@@ -10,6 +10,7 @@ import pytest
 from tests.graphs.test_attention_lowering import hopper
 from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.linear.products import Norm
+from xla_engine.graphs.ops import gpu_call
 from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm, gpu_sum_last, gpu_sum_middle
 
 PRODUCTS = GpuProducts(interpret=jax.default_backend() != "gpu")
@@ -83,3 +84,17 @@ def test_the_kernel_lowers_for_cuda_once_for_all_weights_of_a_shape(rows: int) -
         traced: Any = jax.jit(twice).trace(weight, weight, x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_on_a_device_that_can_a_kernel_lets_the_next_one_start(
+    early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_call, "starts_early", lambda: early)
+    gpu_call.kernel_call.cache_clear()
+    x = jax.ShapeDtypeStruct((3, WIDTH), jnp.float32)
+    with hopper():
+        traced: Any = jax.jit(lambda x: gpu_sum_last(x)).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    gpu_call.kernel_call.cache_clear()
+    assert text.count("griddepcontrol.launch_dependents") == early

@@ -90,7 +90,7 @@ def test_other_configurations_give_the_same_bits(make_engine: Callable[..., XlaB
     model = replace(TINY, vocab_size=256, head_dim=32)
     config = replace(BOTH_LANES, max_num_seqs=16)
     base = make_engine(config, model=model)
-    if jax.default_backend() != "cpu" and not base.runner.has_one_prefill_code:
+    if jax.default_backend() != "cpu" and not base.runner.has_one_row_code:
         pytest.skip("level B is promised on CPUs and NVIDIA GPUs")
     other_sizes = replace(config, max_num_seqs=8, prefill_lanes=(4,), chunk_size=32, key_buckets=(512,))
     others = [

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.graphs.test_hybrid import MODEL as HYBRID
@@ -14,9 +17,13 @@ from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.attention.gpu import GpuAttention
+from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.linear.gpu import GpuProducts
+from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.steps.decode import decode_few_rows
 from xla_engine.runner.compile_cache import compiles_of_this_thread
+from xla_engine.runner.runner import Runner
 from xla_engine.runner.sizing import few_rows
 
 MakeEngine = Callable[..., XlaBatchEngine]
@@ -124,3 +131,17 @@ def test_the_self_check_takes_them_away_where_they_change_bits(
     check = engine.self_check
     assert check is not None and check.row_invariant and not check.few_invariant and not check.ok
     assert "every decode step runs all rows" in caplog.text
+
+
+def test_a_gpu_has_one_row_code_for_dense_models_in_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_one(model: ModelConfig, products: GpuProducts | None = GpuProducts()) -> bool:  # noqa: B008
+        runner: Any = SimpleNamespace(
+            spec=ModelSpec(model, jnp.dtype(jnp.bfloat16), GpuAttention(), products)
+        )
+        return bool(vars(Runner)["has_one_row_code"].fget(runner))
+
+    assert not has_one(TINY), "interpreted on a CPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    experts = RoutedExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert has_one(TINY) and not has_one(replace(TINY, experts=experts))
+    assert not has_one(HYBRID) and not has_one(TINY, None)

@@ -11,8 +11,7 @@ def scheduler_config(
     config: EngineConfig, runner: Runner, found: SelfCheck | None, cache_key: str
 ) -> SchedulerConfig:
     """found: the result of the self-check, None if it did not run. cache_key: the model's fingerprint."""
-    decode = found is not None and runner.has_one_row_code and found.prefill_equals_decode
-    cuts = found is not None and runner.has_one_prefill_code and found.cut_invariant
+    shown = found if runner.has_one_row_code else None
     host_bytes = int(config.swap_space * 2**30) if config.parks else 0
     return SchedulerConfig(
         max_num_seqs=config.num_slots,
@@ -30,8 +29,8 @@ def scheduler_config(
         mamba_cache_states=max(config.saved_states, 1),
         num_blocks=config.num_blocks,
         cache_key=cache_key,
-        prefill_equals_decode=decode,
-        cut_invariant=cuts,
+        prefill_equals_decode=shown is not None and shown.prefill_equals_decode,
+        cut_invariant=shown is not None and shown.cut_invariant,
         keeps_finished=config.keep_finished > 0,
         feature_places=0 if runner.features is None else runner.features.places,
         whole_tiles=runner.features is not None and runner.features.tower.config.averages,

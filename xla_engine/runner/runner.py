@@ -111,7 +111,7 @@ class Runner:
         self.block_storage: BlockStorage | None = None
         model = model.within(self.context_length)
         self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
-        if device.platform != "cpu" and not self.has_one_prefill_code:
+        if device.platform != "cpu" and not self.has_one_row_code:
             # XLA's products of other sizes may add in another order there, which changes a bit now and then: too
             # seldom for the self-check to find it each time (findings/gpu.md).
             config = replace(config, prefill_lanes=config.prefill_lanes[-1:])
@@ -209,7 +209,7 @@ class Runner:
         """Raise ConfigError if this runner cannot have `prefix_cache_dir`. drafts: a model drafts on the device."""
         if self.config.prefix_cache_dir is None:
             return
-        if not self.has_one_row_code:
+        if self.isa is None or not self.has_one_row_code:
             raise ConfigError(
                 "prefix_cache_dir needs the C++ kernels, with which a prefix has the same bits in every run: leave "
                 "it out, or choose dtype bfloat16 and an isa of this machine"
@@ -225,7 +225,8 @@ class Runner:
         if self.config.speculation is None or (self.config.self_check and self.has_one_row_code):
             return
         why = (
-            "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8)"
+            "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8, and on "
+            "a GPU in bfloat16, without experts, recurrent layers and adapters)"
         )
         if not self.config.self_check:
             why = "no self-check runs (set self_check)"
@@ -372,23 +373,16 @@ class Runner:
 
     @property
     def has_one_row_code(self) -> bool:
-        """Whether a row runs through the same code in prefill and decode, at any place in a call: the C++ kernels.
+        """Whether a row runs through the same code in prefill and decode, at any place in a call: the C++ kernels, and
+        on a GPU its kernels, for models whose layers are all in them (findings/gpu.md).
 
         Otherwise, even if the self-check found equal bits, they may differ in one sample of a hundred.
         """
-        spec = self.spec
-        state = spec.config.delta is None or spec.native_state is not None
-        native = spec.products is not None and spec.products.name == spec.attention.name == "native"
-        return native and state
-
-    @property
-    def has_one_prefill_code(self) -> bool:
-        """Whether a prompt's positions run through the same code in prefill calls of any size, from any cut on: also
-        the kernels of a GPU, for models whose layers are all in them (findings/gpu.md)."""
-        spec = self.spec
-        on_gpu = spec.products is not None and spec.products.name == spec.attention.name == "gpu"
-        dense = spec.config.delta is None and spec.config.experts is None
-        return self.has_one_row_code or (on_gpu and dense)
+        spec, model = self.spec, self.spec.config
+        names = {spec.attention.name, None if spec.products is None else spec.products.name}
+        if names == {"gpu"}:  # interpreted on a CPU, products are XLA's
+            return jax.default_backend() == "gpu" and model.delta is None and model.experts is None
+        return names == {"native"} and (model.delta is None or spec.native_state is not None)
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
