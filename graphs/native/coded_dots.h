@@ -162,7 +162,7 @@ struct FoursTiles;  // coded_tiles.h
 struct FoursKernel {
 #ifdef XLA_ENGINE_AMX
   using Many = FoursTiles;  // from so many rows on
-  static constexpr int64_t kMany = 10;
+  static constexpr int64_t kMany = 13;
 #endif
   static constexpr int64_t kStep = 32;  // K comes in multiples of it
   static constexpr int64_t kWords = kStep / 4;

@@ -79,7 +79,7 @@ struct GroupKernel {
   using D = Dots<int8_t>;
 #ifdef XLA_ENGINE_AMX
   using Many = GroupTiles;  // from so many rows on
-  static constexpr int64_t kMany = 10;
+  static constexpr int64_t kMany = 9;
 #endif
   static constexpr int64_t kStep = kScaleGroup;  // K comes in multiples of it
   // Words of a row of a group of K: its own, then where its sums start, its scale, and -kMagic times the scale.
