@@ -13,6 +13,7 @@ from tests.support.parallel import pytest_collection as pytest_collection
 from tests.support.parallel import pytest_collection_finish as pytest_collection_finish
 from tests.support.parallel import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.shared_programs import shared_programs
+from tests.support.traced_programs import remembering
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import compile_cache_directory
@@ -28,8 +29,8 @@ def compile_cache() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_of_this_process() -> Iterator[None]:
-    """Engines of this process share programs, and trace all of them while a test replaces what is traced."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Engines of all processes share programs, and trace all of them while a test replaces what is traced."""
+    with pytest.MonkeyPatch.context() as patch, remembering():
         patch.setattr("xla_engine.runner.runner.program_store", shared_programs)
         shared_programs("")  # sees what there is before tests replace it
         yield

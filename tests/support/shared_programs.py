@@ -1,4 +1,8 @@
-"""Engines of a test process share compiled programs, but not while a test replaces what programs are made by."""
+"""Engines of tests share compiled programs, but not while a test replaces what programs are made by.
+
+Engines of a process share them in memory. Other processes of a run, and later runs of the same code, find beside JAX's
+cache which of its entries is a program, and neither trace nor lower it again.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+from tests.support import traced_programs
 from xla_engine.graphs.inventory import GraphReport, Program
 from xla_engine.runner.compile_cache import count_compile
-from xla_engine.runner.program_key import NoKeyError, platform_key, program_key
+from xla_engine.runner.program_key import NoKeyError, package_digest, platform_key, program_key
 
 _MOST = 400  # programs
 _MAKING = ("xla_engine.graphs", "xla_engine.runner")
@@ -21,13 +26,13 @@ _programs: OrderedDict[str, tuple[Any, GraphReport]] = OrderedDict()
 
 
 class SharedPrograms:
-    """`runner.program_store.ProgramStore` in memory, without a digest of the code: it is one process's."""
+    """`runner.program_store.ProgramStore` in memory, and in entries of JAX's cache."""
 
     token = ""
     has_new = False
 
     def __init__(self, kind: str) -> None:
-        self._keys = platform_key(), kind
+        self._keys = package_digest(), platform_key(), kind
 
     def key(self, program: Program) -> str | None:
         try:
@@ -36,14 +41,19 @@ class SharedPrograms:
             return None
 
     def load(self, key: str, name: str) -> tuple[Any, GraphReport] | None:
-        if key not in _programs:
+        if (found := _programs.get(key) or traced_programs.load(key)) is None:
             return None
-        _programs.move_to_end(key)
+        self._keep(key, found)
         count_compile(name)
-        return _programs[key]
+        return found
 
     def save(self, key: str, compiled: Any, report: GraphReport) -> None:
-        _programs[key] = compiled, report
+        self._keep(key, (compiled, report))
+        traced_programs.save(key, compiled, report)
+
+    def _keep(self, key: str, found: tuple[Any, GraphReport]) -> None:
+        _programs[key] = found
+        _programs.move_to_end(key)
         if len(_programs) > _MOST:
             _programs.popitem(last=False)
 
