@@ -12,7 +12,7 @@ from tests.support.parallel import pytest_cmdline_main as pytest_cmdline_main
 from tests.support.parallel import pytest_collection as pytest_collection
 from tests.support.parallel import pytest_collection_finish as pytest_collection_finish
 from tests.support.parallel import pytest_collection_modifyitems as pytest_collection_modifyitems
-from tests.support.shared_programs import shared_programs
+from tests.support.shared_programs import shared_inventory, shared_programs
 from tests.support.traced_programs import remembering
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -32,6 +32,7 @@ def programs_of_this_process() -> Iterator[None]:
     """Engines of all processes share programs, and trace all of them while a test replaces what is traced."""
     with pytest.MonkeyPatch.context() as patch, remembering():
         patch.setattr("xla_engine.runner.runner.program_store", shared_programs)
+        patch.setattr("xla_engine.runner.vision_tower.Inventory", shared_inventory)
         shared_programs("")  # sees what there is before tests replace it
         yield
 

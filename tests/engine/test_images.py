@@ -44,7 +44,6 @@ SMALL = EngineConfig(
     prefill_lanes=(2,),
     block_size=16,
     self_check=False,
-    compile_cache=False,
 )
 FULL = pytest.mark.full
 

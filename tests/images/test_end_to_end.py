@@ -65,7 +65,6 @@ OPTIONS: dict[str, Any] = {
     "chunk_size": 16,
     "prefill_lanes": (2,),
     "self_check": False,
-    "compile_cache": False,
 }
 
 
@@ -314,7 +313,9 @@ def test_a_record_holds_tiles_and_replays_to_the_bit(
 @pytest.mark.full
 def test_the_self_check_covers_the_tower(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tower whose features depend on the tile before is found."""
-    with XlaBatchEngine.from_pretrained(model, EngineConfig(**OPTIONS | {"self_check": True})) as engine:
+    with XlaBatchEngine.from_pretrained(
+        model, EngineConfig(**OPTIONS | {"self_check": True, "compile_cache": False})
+    ) as engine:
         found, features = engine.self_check, engine.runner.features
         assert found is not None and found.ok and features is not None
         honest, before = features.tower.glance, 0.0

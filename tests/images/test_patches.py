@@ -248,7 +248,7 @@ def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
     small, wide = as_file(20, 30), as_file(64, 16)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     options = {"max_num_seqs": 2, "max_model_len": 128, "chunk_size": 16, "prefill_lanes": (2,)}
-    options |= {"self_check": False, "compile_cache": False}
+    options |= {"self_check": False}
 
     def asked(*files: bytes) -> dict[str, Any]:
         images = [Image.open(BytesIO(file)) for file in files]

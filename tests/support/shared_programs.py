@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 from tests.support import traced_programs
-from xla_engine.graphs.inventory import GraphReport, Program
+from xla_engine.graphs.inventory import GraphReport, Inventory, Program
 from xla_engine.runner.compile_cache import count_compile
 from xla_engine.runner.program_key import NoKeyError, package_digest, platform_key, program_key
 
@@ -62,6 +62,11 @@ def shared_programs(kind: str) -> SharedPrograms | None:
     """Stands for `program_store`; None while something that makes programs is replaced."""
     replaced = [name for name, value in _definitions() if _first_seen.setdefault(name, value) is not value]
     return None if replaced else SharedPrograms(kind)
+
+
+def shared_inventory() -> Inventory:
+    """Stands for the inventory of a vision tower, which no store belongs to."""
+    return Inventory(store=shared_programs("tower"))
 
 
 def _definitions() -> Iterator[tuple[tuple[str, ...], Any]]:
