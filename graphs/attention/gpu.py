@@ -67,16 +67,18 @@ class GpuAttention:
     def attend_decode(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
-        position = jnp.where(live, length, -1).astype(jnp.int32)
-        layer, q = self._write(layer, qkv, jnp.arange(len(qkv), dtype=jnp.int32), position, call)
-        parts = self._partial(layer, q, position, call)
-        out = self._combine(*parts, position, call, key_tile(layer.keys))
-        return layer, out.reshape(len(qkv), -1)
+        return self._decode(
+            layer, qkv, jnp.arange(len(qkv), dtype=jnp.int32), jnp.where(live, length, -1), call
+        )
 
     def attend_prefill(
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
         number, width = call.rope.shape[:2]
+        if (
+            width == 1 and call.reach is None
+        ):  # a decode step of some rows, whose keys are many programs' work
+            return self._decode(layer, qkv, lanes.slot, jnp.where(lanes.size > 0, lanes.start, -1), call)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = jnp.where(offset < lanes.size[:, None], lanes.start[:, None] + offset, -1)
         token = position.reshape(-1).astype(jnp.int32)
@@ -109,6 +111,16 @@ class GpuAttention:
             )
         )
 
+    def _decode(
+        self, layer: LayerCache, qkv: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall
+    ) -> tuple[LayerCache, jax.Array]:
+        """One token of each `slot [N]`, at `position [N]`; negative: none."""
+        position = position.astype(jnp.int32)
+        layer, q = self._write(layer, qkv, slot, position, call)
+        parts = self._partial(layer, q, slot, position, call)
+        out = self._combine(*parts, position, call, key_tile(layer.keys))
+        return layer, out.reshape(len(qkv), -1)
+
     def _write(
         self, layer: LayerCache, qkv: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[LayerCache, jax.Array]:
@@ -133,7 +145,7 @@ class GpuAttention:
         return LayerCache(keys, values), q
 
     def _partial(
-        self, layer: LayerCache, q: jax.Array, position: jax.Array, call: AttentionCall
+        self, layer: LayerCache, q: jax.Array, slot: jax.Array, position: jax.Array, call: AttentionCall
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Per split of keys the weighted values `[B, KV, J, G, Dh]`, the largest score and the sum of weights
         `[B, KV, J, G]`; splits without a key that the row sees are left as they were."""
@@ -148,7 +160,7 @@ class GpuAttention:
             grid=(rows, kv_heads, splits),
             out_shape=(jax.ShapeDtypeStruct((*state.shape, head_dim), jnp.float32), state, state),
             warps=_WARPS,
-        )(position, q, *layer, call.block_tables)
+        )(slot, position, q, *layer, call.block_tables)
         return parts
 
     def _combine(

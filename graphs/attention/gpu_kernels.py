@@ -78,13 +78,14 @@ def write_kernel(
 
 
 def split_kernel(
-    position_ref: Ref,  # [B]
-    q_ref: Ref,  # [B, KV, G, Dh]
+    slot_ref: Ref,  # [N]
+    position_ref: Ref,
+    q_ref: Ref,  # [N, KV, G, Dh]
     keys_ref: Ref,  # [B, KV, S, Dh]
     values_ref: Ref,
     tables_ref: Ref | None,  # [B, blocks]
-    parts_ref: Ref,  # [B, KV, J, G, Dh] float32
-    peak_ref: Ref,  # [B, KV, J, G] float32
+    parts_ref: Ref,  # [N, KV, J, G, Dh] float32
+    peak_ref: Ref,  # [N, KV, J, G] float32
     total_ref: Ref,
     *,
     form: AttentionForm,
@@ -92,7 +93,7 @@ def split_kernel(
     """Softmax of one row and key/value head over one split of its keys."""
     row, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     groups, head_dim = q_ref.shape[2:]
-    position, size = position_ref[row], key_tile(keys_ref)
+    slot, position, size = slot_ref[row], position_ref[row], key_tile(keys_ref)
 
     @pl.when((split * size <= position) & (_lowest(position, form.window) < (split + 1) * size))
     def _() -> None:
@@ -101,8 +102,8 @@ def split_kernel(
         q = load(q_ref, (row, kv_head, group[:, None], column[None]), inside)
         peak, total, weighted = _attend(
             q,
-            functools.partial(_load_tile, keys_ref, tables_ref, row, kv_head),
-            functools.partial(_load_tile, values_ref, tables_ref, row, kv_head),
+            functools.partial(_load_tile, keys_ref, tables_ref, slot, kv_head),
+            functools.partial(_load_tile, values_ref, tables_ref, slot, kv_head),
             split * size + jnp.arange(size),
             form=form,
             position=jnp.broadcast_to(position, group.shape),

@@ -33,6 +33,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import Attention
+from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import make_cache
@@ -189,6 +190,22 @@ def test_a_lane_depends_on_nothing_but_its_slot(backend: Attention) -> None:
     _, found = case.prefill(backend, cache=stale)
     for lane, width in ((0, 24), (1, 19)):
         assert bits(found[lane, :width]) == bits(expected[lane, :width]), "stale NaN"
+
+
+def test_a_lane_of_one_token_is_a_row_that_decodes() -> None:
+    """On a GPU it is the same kernels: one program for all keys would be slow."""
+    case, backend = Case(*SHAPES[0]), GpuAttention(interpret=INTERPRET)
+    (keys, values), out = case.decode(backend)
+    slot = np.array([3, 1, 2], np.int32)
+    count = np.array([1, 1, 0], np.int32)
+    chunks = case.qkv[slot][:, None]
+    (found_keys, found_values), found = case.prefill(
+        backend, chunks=chunks, slot=slot, start=case.length[slot], count=count
+    )
+    assert bits(found[:2, 0]) == bits(out[slot[:2]])
+    for new, old, given in zip((found_keys, found_values), (keys, values), case.cache, strict=True):
+        assert bits(new[[3, 1]]) == bits(old[[3, 1]])
+        assert bits(new[[0, 2]]) == bits(np.asarray(given[[0, 2]]).astype(new.dtype))
 
 
 @each_backend
