@@ -54,8 +54,9 @@ def kernel_call(
 
 @functools.cache
 def starts_early() -> bool:
-    """Whether the device knows dependent launches: from compute capability 9 on."""
-    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9
+    """Whether the device knows dependent launches: NVIDIA's, from compute capability 9 on."""
+    device: Any = jax.devices()[0]
+    return "NVIDIA" in device.device_kind and float(device.compute_capability) >= 9
 
 
 def _start_next(out_ref: Ref) -> None:
