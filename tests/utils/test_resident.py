@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from xla_engine.utils.resident import HUGE, huge_ranges, use_huge_pages
+from xla_engine.utils.resident import HugePages
 
 SCRIPT = """
 import numpy as np
@@ -32,24 +33,21 @@ def test_freed_blocks_between_others_are_released() -> None:
     assert int(found.stdout) > 60_000_000  # of 90
 
 
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([], []),
-        ([(HUGE, HUGE - 1)], []),
-        ([(1, 3 * HUGE)], [(HUGE, 2 * HUGE)]),
-        ([(HUGE, 2 * HUGE), (5 * HUGE, HUGE)], [(HUGE, 2 * HUGE), (5 * HUGE, HUGE)]),
-        ([(3 * HUGE + 64, HUGE), (2 * HUGE, HUGE + 32)], [(2 * HUGE, 2 * HUGE)]),
-        ([(HUGE, 3 * HUGE), (2 * HUGE, 64)], [(HUGE, 3 * HUGE)]),
-    ],
-)
-def test_huge_ranges_are_whole_pages(spans: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
-    assert huge_ranges(spans) == expected
+def test_arrays_in_huge_pages_are_the_same_and_apart() -> None:
+    pages = HugePages()
+    given = [np.arange(size, dtype=np.float32) for size in (0, 1, 17, 1000, 900_000, 3_000_000)] * 3
+    given.append(np.arange(6_000_000, dtype=np.int16).reshape(2, -1).T)
+    held = [pages.hold(array) for array in given]
+    for array, copy in zip(given, held, strict=True):
+        assert (array == copy).all() and array.dtype == copy.dtype
+        assert array.size == 0 or copy.ctypes.data % 64 == 0
+    places = sorted((copy.ctypes.data, copy.nbytes) for copy in held if copy is not None)
+    assert all(first + size <= second for (first, size), (second, _) in pairwise(places))
 
 
-def test_memory_in_huge_pages_keeps_its_contents() -> None:
-    array = np.arange(4 << 20, dtype=np.uint32)
-    use_huge_pages(
-        [(array.ctypes.data, array.nbytes), (8, 16 * HUGE)]
-    )  # the latter is nobody's: nothing happens
-    assert (array == np.arange(4 << 20, dtype=np.uint32)).all()
+def test_large_arrays_that_jax_can_adopt_stay_where_they_are() -> None:
+    raw = np.zeros((8 << 20) + 64, np.uint8)
+    array = raw[-raw.ctypes.data % 64 :][: 8 << 20]
+    pages = HugePages()
+    assert pages.hold(array) is array
+    assert pages.hold(raw[-raw.ctypes.data % 64 + 1 :]).ctypes.data % 64 == 0

@@ -26,7 +26,7 @@ from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.programs import READ, READ_BLOCKS
-from xla_engine.utils.resident import use_huge_pages
+from xla_engine.utils.resident import HugePages
 from xla_engine.utils.startup import StartupProgress, StartupStep
 
 READS = (READ, READ_BLOCKS)  # programs that return the content of slots or blocks
@@ -40,6 +40,7 @@ class Devices:
     def __init__(self, count: int | None) -> None:
         self._mesh = None if count is None else Mesh(np.array(_first(count)), (AXIS,))
         self._everywhere = None if self._mesh is None else NamedSharding(self._mesh, _ANYWHERE)
+        self._pages = HugePages() if jax.default_backend() == "cpu" else None
 
     @property
     def is_one(self) -> bool:
@@ -90,13 +91,16 @@ class Devices:
         if leaf.form is not None:
             return {name: self._coded(spec, weights, name, leaf.form)}
         if self._mesh is None or leaf.cut is None:
-            return {part: self.put(array) for part, array in spec.leaves.stored(name, weights[name]).items()}
+            whole = spec.leaves.stored(name, weights[name])
+            return {part: self.put(self._held(array)) for part, array in whole.items()}
         shape, parts = leaf.on_devices().shape, dict[str, list[jax.Array]]()
         for place, device in enumerate(self._mesh.devices.flat):
             rows = read_rows(weights, name, leaf.cut.flat_rows(place, leaf.shape))
             stored = spec.leaves.stored(name, rows.reshape(shape))
             for part, array in stored.items():
-                parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
+                parts.setdefault(part, []).append(
+                    jax.block_until_ready(jax.device_put(self._held(array), device))
+                )
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
 
     def _coded(
@@ -106,13 +110,17 @@ class Devices:
         assert isinstance(weights, StoredWeights)
         leaf = spec.leaves[name]
         if self._mesh is None or leaf.cut is None:
-            whole: jax.Array = self.put(weights.coded(name, form))
+            whole: jax.Array = self.put(self._held(weights.coded(name, form)))
             return whole
         arrays = [
-            jax.block_until_ready(jax.device_put(weights.coded(name, form, rows), device))
+            jax.block_until_ready(jax.device_put(self._held(weights.coded(name, form, rows)), device))
             for rows, device in zip(leaf.cut.rows, self._mesh.devices.flat, strict=True)
         ]
         return self._joined(spec, name, arrays)
+
+    def _held(self, array: np.ndarray) -> np.ndarray:
+        """The array as it is put on a device: in huge pages, if that is the host's memory."""
+        return array if self._pages is None else self._pages.hold(array)
 
     def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
         """Load one adapter's part of each of `spec.leaves.adapters`, sharded. leaves: unsharded, by name."""
@@ -230,12 +238,6 @@ class HeldWeights:
     @property
     def nbytes(self) -> int:
         return weights_bytes(self._spec)
-
-    def use_huge_pages(self) -> None:
-        """Move them into huge pages, if a CPU has them."""
-        if jax.default_backend() == "cpu":
-            shards = [shard.data for leaf in self.leaves for shard in leaf.addressable_shards]
-            use_huge_pages((each.unsafe_buffer_pointer(), each.nbytes) for each in shards if each.nbytes)
 
     def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
         """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""

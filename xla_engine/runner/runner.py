@@ -199,7 +199,6 @@ class Runner:
         if store is not None and store.has_new:
             store.tidy()
         release_free_memory()  # and what compiling or loading programs has freed
-        self.weights.use_huge_pages()  # after it, since a page of which a part is free would be split again
         progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began

@@ -3,11 +3,14 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
+import threading
 from pathlib import Path
 
-HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with pages of 4 kB
-_COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1
+import numpy as np
+
+_ALIGNMENT = 64  # bytes; jax adopts a host array with this alignment, and copies any other
+_LARGE = 4 << 20  # bytes; numpy asks Linux for huge pages from this size on
+_BLOCK = 32 << 20  # bytes; glibc maps as much apart, so that it goes back to the system with its last array
 
 
 def resident_bytes(process: int | str = "self") -> int | None:
@@ -30,24 +33,32 @@ def release_free_memory() -> None:
             trim(0)
 
 
-def use_huge_pages(spans: Iterable[tuple[int, int]]) -> None:
-    """Move memory into huge pages, from which it is read faster, if the system can (Linux 6.1). Contents and addresses
-    stay. spans: addresses and sizes in bytes."""
-    if sys.platform == "linux":
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for address, size in huge_ranges(spans):
-            advise(address, size, _COLLAPSE)  # an error leaves pages as they are
+class HugePages:
+    """Copies arrays into huge pages, from which a CPU reads faster, if the system has them. Threads may share it.
 
+    Linux makes huge pages when memory is first written, which takes less time than many small ones; moving memory
+    there later takes a second copy of all. Small arrays are cut from blocks, since numpy asks for huge pages in large
+    ones only. A block is freed with the last of its arrays.
+    """
 
-def huge_ranges(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole huge pages in spans of memory, as addresses and sizes. Less than a page between two spans counts as
-    theirs: it belongs to the same heap."""
-    joined: list[list[int]] = []  # begin, end
-    for begin, size in sorted(spans):
-        if joined and begin - joined[-1][1] < HUGE:
-            joined[-1][1] = max(joined[-1][1], begin + size)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = np.empty(0, np.uint8)  # the rest of the newest block
+
+    def hold(self, array: np.ndarray) -> np.ndarray:
+        """A copy that jax can adopt; the array itself if it is large and jax can adopt it."""
+        if array.nbytes >= _LARGE:
+            if array.ctypes.data % _ALIGNMENT == 0:
+                return array
+            room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+            room = room[-room.ctypes.data % _ALIGNMENT :]
         else:
-            joined.append([begin, begin + size])
-    pages = [(-(-begin // HUGE) * HUGE, end // HUGE * HUGE) for begin, end in joined]
-    return [(first, last - first) for first, last in pages if first < last]
+            size = -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            with self._lock:
+                if size > len(self._free):
+                    block = np.empty(_BLOCK, np.uint8)
+                    self._free = block[-block.ctypes.data % _ALIGNMENT :]
+                room, self._free = self._free[:size], self._free[size:]
+        copy: np.ndarray = room[: array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
