@@ -13,7 +13,9 @@ from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.rows import Rows, Tables
-from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.steps.advance import advance, ends
 from xla_engine.graphs.steps.verify import Drafts, verify_step
 
 
@@ -74,20 +76,29 @@ def decode_step(
     logits = model.logits(hidden, products)
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     rows = replace(rows, history=rows.remember(every, rows.length, rows.token, live))
-    at = SampledRows(
+    context = SamplingContext(
         live=live,
         slot=every,
-        position=rows.length + 1,
+        length=rows.length + 1,
         prompt_length=rows.prompt_length,
         min_remaining=rows.min_remaining,
         stop_ids=rows.stop_ids,
-        sampling=rows.sampling,
+        history=rows.history,
+        tables=tables,
+        block_tables=rows.block_tables,
     )
-    sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed_logprobs)
+    sampled = sample(
+        logits,
+        rows.sampling,
+        context.length,
+        context,
+        processed_logprobs=processed_logprobs,
+        native=spec.isa,
+    )
     advanced = advance(
         rows,
         token=sampled.token,
-        length=at.position,
+        length=context.length,
         ended=ends(sampled.token, rows.stop_ids),
         emitted=1,
         remaining=rows.remaining,

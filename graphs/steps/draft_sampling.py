@@ -15,7 +15,8 @@ from jax import lax
 
 from xla_engine.graphs.row_state.rows import Rows, Tables
 from xla_engine.graphs.sampling.logits import Logits
-from xla_engine.graphs.steps.sample_rows import SampledRows, sample_rows
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
 
 Held = TypeVar("Held")
@@ -54,17 +55,19 @@ def draw(
     def one(state: Any, place: jax.Array) -> tuple[Any, jax.Array]:
         held, history, logits = state
         live, position = wanted & (place < limit), end + 1 + place
-        at = SampledRows(
+        known = replace(rows, history=history)
+        context = SamplingContext(
             live=live,
             slot=slot,
-            position=position,
+            length=position,
             prompt_length=rows.prompt_length[slot],
             min_remaining=rows.min_remaining[slot] - place,
             stop_ids=rows.stop_ids[slot],
-            sampling=sampling,
+            history=history,
+            tables=tables,
+            block_tables=rows.block_tables,
         )
-        known = replace(rows, history=history)
-        token = sample_rows(logits, at, known, tables, native=native).token
+        token = sample(logits, sampling, position, context, native=native).token
         going = live & (place + 1 < limit)
         history = known.remember(slot, position, token, going)
         held, logits = feed(held, jnp.maximum(token, 0), position, going)

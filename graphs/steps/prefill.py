@@ -17,7 +17,9 @@ from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, targets, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
-from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.steps.advance import advance, ends
 
 Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # see `Decoder.hidden`
 
@@ -121,17 +123,24 @@ def prefill_chunk(
     widen = functools.partial(_widen, head_rows)
     logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows rows
     rows = _remember(rows, lanes)
-    last = SampledRows(
-        live=lanes.is_last,
-        slot=lanes.slot,
-        position=length,
-        prompt_length=lanes.prompt_length,
-        min_remaining=lanes.min_tokens,
-        stop_ids=lanes.stop_ids,
-        sampling=lanes.sampling,
+    context = SamplingContext(
+        live=widen(lanes.is_last),
+        slot=widen(lanes.slot),
+        length=widen(length),
+        prompt_length=widen(lanes.prompt_length),
+        min_remaining=widen(lanes.min_tokens),
+        stop_ids=widen(lanes.stop_ids),
+        history=rows.history,
+        tables=tables,
+        block_tables=rows.block_tables,
     )
-    sampled = sample_rows(
-        logits, jax.tree.map(widen, last), rows, tables, native=spec.isa, processed=processed_logprobs
+    sampled = sample(
+        logits,
+        jax.tree.map(widen, lanes.sampling),
+        context.length,
+        context,
+        processed_logprobs=processed_logprobs,
+        native=spec.isa,
     )
     sampled = jax.tree.map(lambda leaf: leaf[..., :count], sampled)
     told = sampled._replace(token=jnp.where(lanes.is_last, sampled.token, -1))

@@ -18,8 +18,10 @@ from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, Tables, some_rows, targets, with_rows
+from xla_engine.graphs.sampling.logits_processors import SamplingContext
+from xla_engine.graphs.sampling.sampler import sample
+from xla_engine.graphs.steps.advance import advance, ends
 from xla_engine.graphs.steps.prefill import tapped, through_layers
-from xla_engine.graphs.steps.sample_rows import SampledRows, advance, ends, sample_rows
 
 LOOKUP = (4, 3, 2)  # lengths of the row's ending that prompt lookup searches for, the longest wins
 
@@ -147,17 +149,20 @@ def verify_rows(
     def spread(lane: jax.Array) -> jax.Array:
         return jnp.repeat(lane, width, axis=0)
 
-    at = SampledRows(
+    context = SamplingContext(
         live=used.reshape(-1),
         slot=spread(slot),
-        position=(position + 1).reshape(-1),
+        length=(position + 1).reshape(-1),
         prompt_length=spread(own.prompt_length),
         min_remaining=(own.min_remaining[:, None] - place).reshape(-1),
         stop_ids=spread(own.stop_ids),
-        sampling=jax.tree.map(spread, own.sampling),
+        history=rows.history,
+        tables=tables,
+        block_tables=rows.block_tables,
         draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
-    sampled = sample_rows(logits, at, rows, tables, native=spec.isa, processed=processed)
+    sampling = jax.tree.map(spread, own.sampling)
+    sampled = sample(logits, sampling, context.length, context, processed_logprobs=processed, native=spec.isa)
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]

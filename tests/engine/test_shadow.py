@@ -16,7 +16,6 @@ import xla_engine.graphs.steps.decode as decode_module
 import xla_engine.graphs.steps.verify as verify_module
 from tests.engine.test_speculation import known, run, seen
 from tests.graphs.test_hybrid import MODEL as HYBRID
-from tests.support.faults import sampling_by
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -74,7 +73,7 @@ def _keyed_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         seed = rows.seed.at[:, 1].add(jnp.arange(len(rows.seed), dtype=rows.seed.dtype))
         return sampling.sample(logits, replace(rows, seed=seed), position, *rest, **named)
 
-    monkeypatch.setattr(decode_module, "sample_rows", sampling_by(sample))
+    monkeypatch.setattr(decode_module, "sample", sample)
 
 
 def _accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
-from tests.support.faults import sampling_by
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
@@ -299,7 +298,7 @@ def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: py
         def sample(logits: jax.Array, rows: Any, position: jax.Array, *rest: Any, **named: Any) -> Any:
             return sampling.sample(logits, rows, position - position % WIDTH, *rest, **named)
 
-        monkeypatch.setattr(verify_module, "sample_rows", sampling_by(sample))
+        monkeypatch.setattr(verify_module, "sample", sample)
     config = replace(SPECULATING, compile_cache=False, max_num_seqs=4, prefill_lanes=(2,))
     try:
         speculating = XlaBatchEngine(tiny_checkpoint(), None, config)

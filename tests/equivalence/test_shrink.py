@@ -18,7 +18,6 @@ from tests.support.faults import (
     attend_everything_writes,
     attend_one_key_too_far,
     noise_keyed_by_slot,
-    sampling_by,
     top_k_of_the_batch,
 )
 from xla_engine import cli
@@ -85,12 +84,12 @@ def failing_record(engine: XlaBatchEngine) -> Record:
 @pytest.mark.parametrize(
     ("target", "fault"),
     [
-        ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_slot)),
+        ("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in (
                 ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_one_key_too_far),
-                ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(top_k_of_the_batch)),
+                ("xla_engine.graphs.steps.decode.sample", top_k_of_the_batch),
                 ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
             )
         ),
@@ -133,7 +132,7 @@ def test_what_does_not_fail_is_not_shrunk(tiny: XlaBatchEngine) -> None:
 
 
 def test_a_spent_budget_leaves_a_failing_record(faulty: Callable[[str, Any], XlaBatchEngine]) -> None:
-    engine = faulty("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_slot))
+    engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     record = failing_record(engine)
     sizes = []
     for max_runs in (1, 4, 12, 1000):
@@ -151,7 +150,7 @@ def test_command_line(
     faulty: Callable[[str, Any], XlaBatchEngine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = faulty("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_slot))
+    engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     served = [engine]
 
     @contextlib.contextmanager

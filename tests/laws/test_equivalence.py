@@ -16,7 +16,6 @@ from tests.support.faults import (
     attend_everything_writes,
     attend_one_key_too_far,
     noise_keyed_by_slot,
-    sampling_by,
     top_k_of_the_batch,
 )
 from tests.support.models import BOTH_LANES, TINY
@@ -193,11 +192,11 @@ def bits(array: np.ndarray) -> bytes:
     ("target", "fault"),
     [
         ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_one_key_too_far),
-        ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_slot)),
+        ("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in (
-                ("xla_engine.graphs.steps.decode.sample_rows", sampling_by(top_k_of_the_batch)),
+                ("xla_engine.graphs.steps.decode.sample", top_k_of_the_batch),
                 ("xla_engine.graphs.attention.xla.XlaAttention.attend_decode", attend_everything_writes),
             )
         ),

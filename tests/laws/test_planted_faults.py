@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.device import poison_free_slots
 from tests.support.fake_loop import Loop
-from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot, sampling_by
+from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_goes_to_the_slot
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -135,7 +135,7 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:
     monkeypatch.setattr("xla_engine.runner.programs.decode_step", decode_counts_steps)
-    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", sampling_by(noise_keyed_by_step))
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", noise_keyed_by_step)
     report = verify(make_engine(replace(UNCHECKED, max_num_seqs=4)), requests=40, schedules=1, seed=12)
     assert report.differing_tokens > 0
 

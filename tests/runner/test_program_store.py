@@ -209,8 +209,8 @@ def test_replaced_code_is_never_stored_under_the_key_of_the_package(
 ) -> None:
     """Otherwise a start without the replacement would run it."""
     usual = code_key()
-    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", closing_over(1))
-    with pytest.raises(NoKeyError, match=r"sample_rows was replaced by code of tests"):
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", closing_over(1))
+    with pytest.raises(NoKeyError, match=r"sample was replaced by code of tests"):
         ProgramStore(tmp_path)
     assert program_store("") is None
     monkeypatch.undo()

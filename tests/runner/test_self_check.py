@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.faults import attend_decode, attend_prefill, sampling_by, top_k_of_the_batch
+from tests.support.faults import attend_decode, attend_prefill, top_k_of_the_batch
 from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -152,7 +152,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
 def test_rows_that_differ_are_beyond_help_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine, fault: Any
 ) -> None:
-    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample_rows", sampling_by(fault))
+    monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", fault)
     engine = make_engine(replace(TINY_ENGINE, prefill_lanes=(2,)))
     check = first_check(engine)
     assert not check.row_invariant and check.lane_invariant and check.bucket_invariant

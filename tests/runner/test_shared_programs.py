@@ -20,8 +20,8 @@ from xla_engine.graphs.ops.norms import rms_norm
 @pytest.mark.parametrize(
     ("target", "other"),
     [
-        ("xla_engine.graphs.steps.decode.sample_rows", lambda *_: None),
-        ("xla_engine.graphs.steps.decode.sample_rows", rms_norm),  # of the package, too
+        ("xla_engine.graphs.steps.decode.sample", lambda *_: None),
+        ("xla_engine.graphs.steps.decode.sample", rms_norm),  # of the package, too
         ("xla_engine.graphs.attention.xla.XlaAttention.attend_prefill", lambda *_: None),
         ("xla_engine.graphs.attention.backend.KEY_SPAN", 77),
         ("xla_engine.runner.runner.make_programs", lambda *_: None),

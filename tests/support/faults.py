@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +13,6 @@ from tests.support.models import TINY_ENGINE
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
-from xla_engine.graphs.steps import sample_rows
 from xla_engine.scheduler import Chunk, Events, Plan, Scheduler, StepResult
 
 # Without a prefix cache slots are used again at once, and so what their owners before left in them matters most.
@@ -38,17 +34,6 @@ def attend_one_key_too_far(self: Any, layer: Any, qkv: Any, call: Any, *, length
     layer, _ = attend_decode(self, layer, qkv, call, length=length, live=live)
     no_row = jnp.zeros_like(live)
     return layer, attend_decode(self, layer, qkv, call, length=length + 1, live=no_row)[1]
-
-
-def sampling_by(fault: Callable[..., Any]) -> Callable[..., Any]:
-    """What to put in place of `sample_rows` in the module of one step, so that its sampler is `fault`."""
-
-    @functools.wraps(fault)
-    def sample(*arguments: Any, **named: Any) -> Any:
-        with mock.patch.object(sample_rows, "sample", fault):
-            return sample_rows.sample_rows(*arguments, **named)
-
-    return sample
 
 
 def noise_keyed_by_slot(logits: Any, rows: SamplingRows, position: Any, *rest: Any, **named: Any) -> Any:
