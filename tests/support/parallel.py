@@ -15,6 +15,7 @@ import pytest
 MOST_WORKERS = 8  # more only import the tests more often
 MEMORY = 3 << 30  # bytes a worker may come to need
 FEW_FILES = 4
+YOUNG = 50_000  # objects between two searches for garbage; after each 700 they take a tenth of tests in plain Python
 # Folders whose tests compile or take long go first: a worker that begins one at the end keeps the others waiting.
 LONG = (
     *("perplexity", "security", "trained", "runner", "graphs", "laws", "engine", "training", "equivalence"),
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays, so nobody searches it for garbage."""
     gc.enable()
     gc.freeze()
+    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
 
 
 def workers(config: pytest.Config) -> int:
