@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.instruction_sets import NAMES
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))
@@ -73,7 +75,9 @@ def test_a_notebook_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     pytest.importorskip("jupytext", reason="needs the extra `notebook`")
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     command = [sys.executable, tmp_path / "examples" / "build.py", name]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # Their outputs are those of vector instructions: tiles add in another order, which changes what a model writes.
+    isa = next((name for name in NAMES if name != "amx"), "none")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_ENGINE_ISA": isa}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     for old, new in zip(code_cells(name), code_cells(name, tmp_path / "examples"), strict=True):
