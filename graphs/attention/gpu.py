@@ -75,9 +75,8 @@ class GpuAttention:
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, lanes: Extents
     ) -> tuple[LayerCache, jax.Array]:
         number, width = call.rope.shape[:2]
-        if (
-            width == 1 and call.reach is None
-        ):  # a decode step of some rows, whose keys are many programs' work
+        # A decode step of some rows, whose keys are many programs' work.
+        if width == 1 and call.reach is None:
             return self._decode(layer, qkv, lanes.slot, jnp.where(lanes.size > 0, lanes.start, -1), call)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = jnp.where(offset < lanes.size[:, None], lanes.start[:, None] + offset, -1)

@@ -414,6 +414,11 @@ class XlaBatchEngine:
         return self.submit(prompt, params, request_id=request_id, collector=collector, **options)
 
     @locked
+    def forget_kept(self) -> None:
+        """Forget all kept and all saved requests."""
+        self._continuations.forget_all()
+
+    @locked
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:
         """Preempt a request: it gives up its slot and continues later, with the same tokens; False if it has no slot.
 
