@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import PurePath
 from typing import Any, Final, Literal, Self
@@ -34,39 +34,6 @@ KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 BITS = ("machine", "portable")
 MAMBA_CACHE_MODES = ("none", "align")
-CHOICES = {
-    "bits": BITS,
-    "attention_backend": ATTENTION_BACKENDS,
-    "logprobs_mode": LOGPROBS_MODES,
-    "linear_backend": LINEAR_BACKENDS,
-    "generation_config": GENERATION_CONFIGS,
-    "isa": ISAS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-    "mamba_cache_mode": MAMBA_CACHE_MODES,
-    "runner": RUNNERS,
-}
-_LEAST = {
-    "lag": 0,
-    "tensor_parallel_size": 1,
-    "keep_finished": 0,
-    "priority_aging": 1,
-    "quantum": 1,
-    "chunk_size": 8,
-    "max_loras": 1,
-    "max_lora_rank": 1,
-    "seed": -(2**63),
-    "block_size": 1,
-    "prefix_cache_bytes": 1,
-}
-_LEAST_IF_GIVEN = {
-    "num_blocks": 1,
-    "max_model_len": 2,
-    "max_waiting": 1,
-    "image_cache_bytes": 0,
-    "max_num_batched_tokens": 1,
-    "mamba_block_size": 1,
-    "mamba_cache_states": 1,
-}
 # With bits "portable": options that change no bit; then those that results may depend on, and whose bits are known on
 # every processor. Whatever is in neither set must have its default.
 _PORTABLE_FREE = frozenset(
@@ -92,6 +59,13 @@ _PORTABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
 }
 _PORTABLE_PROPOSERS = ("ngram", "suffix")
+# Change no result, so files may differ in them.
+_NOT_COMPARED = frozenset(
+    (
+        *("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"),
+        *("image_cache_bytes", "allowed_local_media_path", "allowed_media_domains"),
+    )
+)
 # The fewest device rows: smaller products use other kernels with other bits (findings/same_bits.md).
 SMALLEST_BATCH = 8
 # The defaults of saved states (findings/prefix_cache.md).
@@ -229,77 +203,74 @@ class EngineConfig:
         `max_position_embeddings`, for example for YaRN; and those that say how a model pools.
     """
 
-    max_num_seqs: int | Literal["auto"] = 16
+    # Metadata: "least" is the least integer, "choices" are the permitted words, "auto" permits AUTO too. "late" fields
+    # are newer than some files: `options` omits those that have their default.
+    max_num_seqs: int | Literal["auto"] = field(default=16, metadata={"least": 1, "auto": True})
     memory_utilization: float = 0.9
-    max_model_len: int | None = None
+    max_model_len: int | None = field(default=None, metadata={"least": 2})
     dtype: str = "auto"
-    seed: int = 0
-    lag: int = 1
-    chunk_size: int = 32
+    seed: int = field(default=0, metadata={"least": -(2**63)})
+    lag: int = field(default=1, metadata={"least": 0})
+    chunk_size: int = field(default=32, metadata={"least": 8})
     prefill_lanes: tuple[int, ...] = (2, 8)
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = field(default=None, metadata={"least": 1})
     key_buckets: tuple[int, ...] | None = None
-    logprobs_mode: str = "raw_logprobs"
-    generation_config: str = "engine"
-    attention_backend: str = "auto"
-    linear_backend: str = "auto"
+    logprobs_mode: str = field(default="raw_logprobs", metadata={"choices": LOGPROBS_MODES})
+    generation_config: str = field(default="engine", metadata={"choices": GENERATION_CONFIGS})
+    attention_backend: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS})
+    linear_backend: str = field(default="auto", metadata={"choices": LINEAR_BACKENDS})
     quantization: str | None = None
-    kv_cache_dtype: str = AUTO
-    max_waiting: int | None = None
+    kv_cache_dtype: str = field(default=AUTO, metadata={"choices": KV_CACHE_DTYPES, "late": True})
+    max_waiting: int | None = field(default=None, metadata={"least": 1})
     scheduling_policy: str = "priority"
-    priority_aging: int = 64
-    quantum: int = 64
+    priority_aging: int = field(default=64, metadata={"least": 1})
+    quantum: int = field(default=64, metadata={"least": 1})
     enable_prefix_caching: bool = True
-    mamba_cache_mode: str = "none"
-    mamba_block_size: int | None = None
-    mamba_cache_states: int | None = None
-    block_size: int = 64
-    num_blocks: int | None = None
-    kv_cache_memory_bytes: int | Literal["auto"] | None = None
+    mamba_cache_mode: str = field(default="none", metadata={"choices": MAMBA_CACHE_MODES, "late": True})
+    mamba_block_size: int | None = field(default=None, metadata={"least": 1, "late": True})
+    mamba_cache_states: int | None = field(default=None, metadata={"least": 1, "late": True})
+    block_size: int = field(default=64, metadata={"least": 1})
+    num_blocks: int | None = field(default=None, metadata={"least": 1})
+    kv_cache_memory_bytes: int | Literal["auto"] | None = field(
+        default=None, metadata={"least": 1, "auto": True}
+    )
     prefix_cache_dir: str | None = None
-    prefix_cache_bytes: int = 10 << 30
+    prefix_cache_bytes: int = field(default=10 << 30, metadata={"least": 1})
     preemption: bool = True
     swap_space: float = 4.0
     compile_cache: bool = True
     self_check: bool = True
-    bits: str = "machine"
-    isa: str = AUTO
+    bits: str = field(default="machine", metadata={"choices": BITS, "late": True})
+    isa: str = field(default=AUTO, metadata={"choices": ISAS, "late": True})
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
-    step_timeout_s: float | None = None
+    step_timeout_s: float | None = field(default=None, metadata={"late": True})
     phase_timers: bool = False
-    tensor_parallel_size: int = 1
-    keep_finished: int = 0
-    enable_dry: bool = False
-    shadow_rate: float = 0.0
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    image_cache_bytes: int | None = None
+    tensor_parallel_size: int = field(default=1, metadata={"least": 1, "late": True})
+    keep_finished: int = field(default=0, metadata={"least": 0, "late": True})
+    enable_dry: bool = field(default=False, metadata={"late": True})
+    shadow_rate: float = field(default=0.0, metadata={"late": True})
+    enable_lora: bool = field(default=False, metadata={"late": True})
+    max_loras: int = field(default=1, metadata={"least": 1, "late": True})
+    max_lora_rank: int = field(default=16, metadata={"least": 1, "late": True})
+    image_cache_bytes: int | None = field(default=None, metadata={"least": 0})
     allowed_local_media_path: str | None = None
     allowed_media_domains: tuple[str, ...] = ()
-    runner: str = "auto"
-    pooler_config: Mapping[str, Any] | None = None
-    hf_overrides: Mapping[str, Any] | None = None
-    mm_processor_kwargs: Mapping[str, Any] | None = None
+    runner: str = field(default="auto", metadata={"choices": RUNNERS, "late": True})
+    pooler_config: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
+    hf_overrides: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
+    mm_processor_kwargs: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs != AUTO:
-            at_least("max_num_seqs", self.max_num_seqs, 1)
+        for each in fields(self):
+            _check_limits(each, getattr(self, each.name))
         if not is_number(self.memory_utilization) or not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, not {shown(self.memory_utilization)}"
             )
         if not isinstance(self.dtype, str):
             raise ConfigError(f"dtype must be a name, not {shown(self.dtype)}")
-        for name, least in _LEAST.items():
-            at_least(name, getattr(self, name), least)
-        for name, least in _LEAST_IF_GIVEN.items():
-            if (value := getattr(self, name)) is not None:
-                at_least(name, value, least)
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_memory_bytes both set the number of blocks; give one")
-        if self.kv_cache_memory_bytes not in (None, AUTO):
-            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         if self.uses_blocks and self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size}"
@@ -334,15 +305,7 @@ class EngineConfig:
             find_policy(self.scheduling_policy)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}"
-                )
         self._check_states()
-        for each in fields(self):
-            if isinstance(each.default, bool) and not isinstance(value := getattr(self, each.name), bool):
-                raise ConfigError(f"{each.name} must be true or false, not {shown(value)}")
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         for name in ("pooler_config", "hf_overrides"):
@@ -533,20 +496,12 @@ class EngineConfig:
         Options that were added later are omitted if they have their default, so that older files stay valid.
         """
         given = asdict(self)
-        for name in (
-            *("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"),
-            *("image_cache_bytes", "allowed_local_media_path", "allowed_media_domains"),
-        ):
-            del given[name]
-        late = (
-            *(("bits", "machine"), ("isa", AUTO), ("step_timeout_s", None), ("tensor_parallel_size", 1)),
-            *(("keep_finished", 0), ("enable_dry", False), ("shadow_rate", 0.0)),
-            *(("enable_lora", False), ("max_loras", 1), ("max_lora_rank", 16)),
-            *(("mamba_cache_mode", "none"), ("mamba_block_size", None), ("mamba_cache_states", None)),
-            *(("runner", "auto"), ("pooler_config", None), ("hf_overrides", None), ("kv_cache_dtype", AUTO)),
-            ("mm_processor_kwargs", None),
-        )
-        return {name: value for name, value in given.items() if (name, value) not in late}
+        return {
+            each.name: given[each.name]
+            for each in fields(self)
+            if each.name not in _NOT_COMPARED
+            and not (each.metadata.get("late") and given[each.name] == each.default)
+        }
 
     def bit_options(self) -> dict[str, Any]:
         """All options by name that bits of a result may depend on, as far as is known without the device."""
@@ -582,6 +537,19 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
         names[target] = name
         found[target] = value
     return found
+
+
+def _check_limits(option: Field[Any], value: object) -> None:
+    """Raise ConfigError unless a value fits its field's default and metadata."""
+    limits = option.metadata
+    if (value is None and option.default is None) or (limits.get("auto") and value == AUTO):
+        return
+    if "least" in limits:
+        at_least(option.name, value, limits["least"])
+    elif value not in limits.get("choices", (value,)):
+        raise ConfigError(f"{option.name} must be one of {', '.join(limits['choices'])}, not {shown(value)}")
+    elif isinstance(option.default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{option.name} must be true or false, not {shown(value)}")
 
 
 def at_least(name: str, value: object, low: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import logging
 import os
 import sys
@@ -40,32 +39,11 @@ class NotStarted(click.ClickException):
     exit_code = NOT_STARTED
 
 
-def _number(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
-    """Parse a number above 0, or "auto"."""
-    return value if value in (None, "auto") else click.IntRange(1)(value, option, context)
-
-
-def _hosts(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
-    """Split host names at commas."""
-    return tuple(name.strip() for name in value.split(",") if name.strip())
-
-
-def json_value(context: click.Context, option: click.Parameter, value: str | None) -> Any:
-    try:
-        return None if value is None else json.loads(value)
-    except ValueError as error:
-        raise click.BadParameter(f'{error}; give a JSON object, such as {{"name": "value"}}') from error
-
-
 def _object(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, Any]:
-    found = {} if value is None else json_value(context, option, value)
+    found = {} if value is None else _help.json_value(context, option, value)
     if not isinstance(found, dict):
         raise click.BadParameter('give an object of sampling fields, such as {"top_p": 0.9}')
     return found
-
-
-def _json_option(field: str, about: str) -> _help.Option:
-    return engine_option(field, about, metavar="JSON", callback=json_value)
 
 
 data_parallel_option = click.option(
@@ -95,21 +73,24 @@ def place_model(options: dict[str, Any]) -> None:
 
 # Fields of `EngineConfig` except the number of slots.
 device_options = together(
-    engine_option("memory_utilization", "Use at most this share of the available memory.", _help.SHARE),
+    engine_option(
+        "memory_utilization",
+        "Use at most this share of the available memory.",
+        kind=click.FloatRange(0, 1, min_open=True),
+    ),
     engine_option(
         "max_model_len",
         "Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
         "quarter of the machine's memory]",
-        click.IntRange(2),
     ),
-    engine_option("dtype", "Dtype of weights and activations; auto is the checkpoint's.", _help.DTYPE),
+    engine_option("dtype", "Dtype of weights and activations; auto is the checkpoint's.", kind=_help.DTYPE),
     engine_option(
         "quantization",
         "int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
         "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
         "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss. "
         "The other names say how the checkpoint is stored: they change nothing, and any other checkpoint is refused.",
-        _help.QUANTIZATION,
+        kind=_help.QUANTIZATION,
     ),
     engine_option(
         "kv_cache_dtype",
@@ -121,20 +102,18 @@ device_options = together(
     engine_option(
         "swap_space",
         "Host memory for the KV cache of preempted requests; the rest is recomputed.",
-        click.FloatRange(0),
-        metavar="GiB",
+        "GiB",
+        kind=click.FloatRange(0),
     ),
     engine_option(
         "num_blocks",
         "Let slots share N KV blocks of 64 tokens and allocate them as they grow, instead of reserving "
         "--max-model-len tokens each.",
-        click.IntRange(1),
     ),
     engine_option(
         "kv_cache_memory_bytes",
         "Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
-        metavar="N|auto",
-        callback=_number,
+        "N|auto",
     ),
     engine_option(
         "mamba_cache_mode",
@@ -144,58 +123,51 @@ device_options = together(
     engine_option(
         "mamba_block_size",
         "Tokens from one saved state of recurrent layers to the next.  [default: 1024]",
-        click.IntRange(1),
-        metavar="N",
+        "N",
     ),
     engine_option(
         "mamba_cache_states",
         "Maximum number of saved states of recurrent layers.  [default: two for each slot]",
-        click.IntRange(1),
-        metavar="N",
+        "N",
     ),
     engine_option(
         "prefix_cache_dir",
         "Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "
         "--num-blocks or --kv-cache-memory-bytes. The files contain prompts in clear.",
-        metavar="DIR",
+        "DIR",
     ),
     engine_option(
         "prefix_cache_bytes",
         "Delete the least recently used of these files beyond N bytes.",
-        click.IntRange(1),
-        metavar="N",
+        "N",
     ),
     engine_option(
         "image_cache_bytes",
         "Memory for the features of pictures; with 0, the vision tower is not loaded.  [default: 64 MiB]",
-        click.IntRange(0),
-        metavar="N",
+        "N",
     ),
     engine_option(
         "allowed_local_media_path",
         "Requests may name pictures in this folder by path.",
-        metavar="DIR",
+        "DIR",
     ),
     engine_option(
         "allowed_media_domains",
         "Requests may name pictures on these hosts by address; exact names, with commas between them.",
-        metavar="HOSTS",
+        "HOSTS",
         default="",
-        callback=_hosts,
     ),
-    _json_option(
+    engine_option(
         "mm_processor_kwargs",
         "Replace fields of the checkpoint's image processor: '{\"max_pixels\": 262144}'.",
+        "JSON",
     ),
     engine_option(
         "tensor_parallel_size",
         "Number of devices that share the model; each holds a part of every weight.",
-        click.IntRange(1),
-        metavar="N",
+        "N",
     ),
-    engine_option(
-        "attention_backend", "auto is the fastest on this device; xla is pure JAX.", metavar="NAME"
-    ),
+    engine_option("attention_backend", "auto is the fastest on this device; xla is pure JAX.", "NAME"),
     engine_option(
         "bits",
         "machine: what is fastest here. portable: the same bits on every processor with AVX2, AVX-512 or NEON; what "
@@ -204,32 +176,31 @@ device_options = together(
     engine_option(
         "isa",
         "Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
-        metavar="NAME",
+        "NAME",
     ),
     engine_option("enable_dry", "Support dry_multiplier and penalty_last_n in requests."),
-    _json_option(
+    engine_option(
         "speculative_config",
         "Draft tokens and verify several in one step, without changing results: "
         '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
         '"num_speculative_tokens".',
+        "JSON",
     ),
     engine_option(
         "shadow_rate",
         "Fraction of requests to run again, alone and by plain decode, to check that they get the same bits.",
-        click.FloatRange(0, 1),
-        metavar="SHARE",
+        "SHARE",
+        kind=click.FloatRange(0, 1),
     ),
 )
 
 
 # Fields of `EngineConfig`.
 engine_options = together(
-    click.option(
-        "--max-num-seqs",
-        metavar="N|auto",
-        default="16",
-        callback=_number,
-        help="Number of requests decoded together; auto is as many as fit into memory.",
+    engine_option(
+        "max_num_seqs",
+        "Number of requests decoded together; auto is as many as fit into memory.",
+        "N|auto",
     ),
     device_options,
 )
@@ -282,22 +253,18 @@ scheduling_options = together(
     engine_option(
         "scheduling_policy",
         f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
-        _help.Policy(),
+        kind=_help.Policy(),
         name="--policy",
     ),
-    engine_option(
-        "quantum", "Steps in a request's time slice under the policy round_robin.", click.IntRange(1)
-    ),
+    engine_option("quantum", "Steps in a request's time slice under the policy round_robin."),
     engine_option(
         "priority_aging",
         "How many later requests may overtake a waiting one: for each level of priority between them, and under "
         "shortest_prompt, deadline and longest_prefix in total.",
-        click.IntRange(1),
     ),
     engine_option(
         "max_num_batched_tokens",
         "Maximum number of tokens computed in one step.  [default: all slots and the largest prefill call]",
-        click.IntRange(1),
     ),
 )
 
@@ -344,9 +311,9 @@ time_limits = together(
     engine_option(
         "step_timeout_s",
         "If a step takes longer, treat the device as lost and end every request with an error.  [default: wait]",
-        click.FloatRange(0, min_open=True),
+        "SECONDS",
+        kind=click.FloatRange(0, min_open=True),
         name="--step-timeout",
-        metavar="SECONDS",
     ),
     click.option(
         "--start-timeout",
@@ -361,8 +328,10 @@ time_limits = together(
 # Fields of `EngineConfig` for pooling.
 pooling_options = together(
     engine_option("runner", "Generate text, or one vector per prompt; auto follows the checkpoint."),
-    _json_option("pooler_config", 'Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.'),
-    _json_option("hf_overrides", "Override fields of config.json of a pooling model."),
+    engine_option(
+        "pooler_config", 'Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.', "JSON"
+    ),
+    engine_option("hf_overrides", "Override fields of config.json of a pooling model.", "JSON"),
 )
 
 
@@ -386,9 +355,8 @@ lora_options = together(
     engine_option(
         "max_loras",
         "Maximum number of adapters in memory; at least those of --lora-modules.",
-        click.IntRange(1),
     ),
-    engine_option("max_lora_rank", "Highest rank of an adapter.", click.IntRange(1)),
+    engine_option("max_lora_rank", "Highest rank of an adapter."),
 )
 
 

@@ -1,6 +1,7 @@
 """Groups of options, and how help shows them."""
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -8,12 +9,11 @@ from typing import Any
 
 import click
 
-from xla_engine.config import CHOICES, STORED_AS, EngineConfig
+from xla_engine.config import AUTO, STORED_AS, EngineConfig
 from xla_engine.scheduler.user_policy import find_policy
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-SHARE = click.FloatRange(0, 1, min_open=True)
 DTYPE = click.Choice(["auto", "bfloat16", "float32"])
 QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8", *STORED_AS])
 SECTIONS = {  # sections of help: titles, and the options in each
@@ -50,11 +50,40 @@ def together(*options: Option) -> Option:
     return decorate
 
 
-def engine_option(field: str, about: str, kind: Any = None, **more: Any) -> Option:
-    """`field_option` for a field of `EngineConfig`. kind: where the field has no list of choices."""
-    if field in CHOICES and kind is None and "metavar" not in more:
-        kind = click.Choice(CHOICES[field])
-    return field_option(EngineConfig, field, about, kind, **more)
+def _auto_or_number(context: click.Context, option: click.Parameter, value: str | None) -> int | str | None:
+    """Parse a number above 0, or "auto"."""
+    return value if value in (None, AUTO) else click.IntRange(1)(value, option, context)
+
+
+def _hosts(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
+    """Split host names at commas."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def json_value(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+    try:
+        return None if value is None else json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f'{error}; give a JSON object, such as {{"name": "value"}}') from error
+
+
+_PARSERS = {"N|auto": _auto_or_number, "HOSTS": _hosts, "JSON": json_value}  # by what help calls the value
+
+
+def engine_option(field: str, about: str, metavar: str | None = None, **more: Any) -> Option:
+    """`field_option` for a field of `EngineConfig`, with the type of its limits.
+
+    metavar: what help calls the value, in place of the choices or the least number.
+    """
+    limits = EngineConfig.__dataclass_fields__[field].metadata
+    kind: Any = None
+    if metavar in _PARSERS:
+        kind, more = str, {"callback": _PARSERS[metavar], **more}
+    elif "least" in limits:
+        kind = click.IntRange(limits["least"])
+    elif "choices" in limits and metavar is None:
+        kind = click.Choice(limits["choices"])
+    return field_option(EngineConfig, field, about, **{"kind": kind, "metavar": metavar, **more})
 
 
 def field_option(

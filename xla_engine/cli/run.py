@@ -94,11 +94,8 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
 @_common.scheduling_options
 @_common.phase_timers_option
 @_common.verbose_option
-@click.option(
-    "--keep-finished",
-    type=click.IntRange(0),
-    default=0,
-    help="With --stream: keep this many finished requests, so that they can be extended.",
+@_help.engine_option(
+    "keep_finished", "With --stream: keep this many finished requests, so that they can be extended."
 )
 @_common.generation_config_option
 @_common.chat_template_option
