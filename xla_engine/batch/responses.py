@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
-from xla_engine.outputs import CompletionOutput
 from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.utils.json_line import kind
@@ -340,16 +339,6 @@ class ResponseBuilder:
             "usage": usage,
         }
         yield self._event("response.incomplete" if cut else "response.completed", response=self.response)
-
-    def whole(
-        self, parser: Parser, completion: CompletionOutput, *, usage: dict[str, Any], now: int
-    ) -> dict[str, Any]:
-        """The complete response, for a request that does not stream."""
-        for _ in self.add([*parser.feed(completion.text), *parser.finish()]):
-            pass
-        for _ in self.end(reason=completion.finish_reason, usage=usage, now=now):
-            pass
-        return self.response
 
     def failed(self, code: str, message: str) -> dict[str, Any]:
         """The last event of a response that fails."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from xla_engine.utils.json_line import dump_line
 if TYPE_CHECKING:
     from xla_engine.text.tokenizer import Tokenizer
 
+ENTRIES = 512  # log-probabilities between two pauses, about half a millisecond of work
 _CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose error code differs
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,17})_([0-9a-f]{16})")
 
@@ -157,7 +159,10 @@ def result_body(
         model = request.model or header.model
         return pooling_body(request.pooling, outputs, name, model, header.created, header.labels)
     if request.response is not None:
-        body = _response_body(request, outputs[0], name, header)
+        thinking = begins_thinking(outputs[0], header.tokenizer)
+        writer = ResponseWriter(request, name, header, thinking=thinking)
+        deque(writer.events(outputs[0], header.created), maxlen=0)
+        body = writer.builder.response
     else:
         body = result_head(request, outputs, name, header)
         body["choices"] = list(result_choices(request, outputs, name, header))
@@ -172,26 +177,56 @@ def result_body(
     return body
 
 
-def _response_body(
-    request: LineRequest, output: RequestOutput, name: str, header: ResultHeader
-) -> dict[str, Any]:
-    """The response to a line whose output ended with "stop" or "length". name: its id."""
-    assert request.response is not None and request.reading is not None
-    (completion,), model = output.outputs, request.model or header.model
-    thinking, tokenizer = begins_thinking(output, header.tokenizer), header.tokenizer
-    logprobs = None
-    if completion.logprobs is not None and tokenizer is not None:
-        text = tokenizer.incremental(request.params.skip_special_tokens)
-        logprobs = MessageLogprobs(request.reading.parser(thinking=thinking), text)
-        logprobs.add(completion.token_ids, chat_logprobs_content(completion, request.params, tokenizer))
-        logprobs.finish()
-    builder = ResponseBuilder(
-        name, body=request.response, model=model, created=header.created, logprobs=logprobs
-    )
-    parser = request.reading.parser(thinking=thinking) or Plain()
-    reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking).add(completion.token_ids)
-    usage = response_usage(output, new=len(completion.token_ids), reasoning=reasoning)
-    return builder.whole(parser, completion, usage=usage, now=header.created)
+class ResponseWriter:
+    """Turns the outputs of a Responses request into the events of its response. ended: whether it has a result."""
+
+    def __init__(
+        self,
+        request: LineRequest,
+        name: str,
+        header: ResultHeader,
+        *,
+        thinking: bool,
+        pack: Callable[[dict[str, Any]], Any] = dict,
+    ) -> None:
+        """name: its id. thinking: whether the prompt ended with the opening tag of reasoning. pack: turns the record
+        of a token with its log-probabilities into what the response holds."""
+        assert request.response is not None and request.reading is not None
+        self.ended = False
+        self._request, self._tokenizer, self._pack = request, header.tokenizer, pack
+        self._parser = request.reading.parser(thinking=thinking) or Plain()
+        self._reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking)
+        self._logprobs = None
+        if request.params.logprobs is not None and header.tokenizer is not None:
+            text = header.tokenizer.incremental(request.params.skip_special_tokens)
+            self._logprobs = MessageLogprobs(request.reading.parser(thinking=thinking), text)
+        self._new = 0  # generated tokens
+        self.builder = ResponseBuilder(
+            name,
+            body=request.response,
+            model=request.model or header.model,
+            created=header.created,
+            logprobs=self._logprobs,
+        )
+
+    def events(self, output: RequestOutput, now: int) -> Iterator[dict[str, Any] | None]:
+        """The events of new output. None where the caller may give way to other work. now: Unix seconds."""
+        completion, params = output.outputs[0], self._request.params
+        self._new += len(completion.token_ids)
+        events = self._parser.feed(completion.text)
+        for few in few_tokens(completion, params):
+            self._reasoning.add(few.token_ids)
+            if self._logprobs is not None:
+                entries = chat_logprobs_content(few, params, self._tokenizer)
+                self._logprobs.add(few.token_ids, map(self._pack, entries))
+            yield None
+        if self._logprobs is not None and output.finished:
+            self._logprobs.finish()
+        yield from self.builder.add([*events, *(self._parser.finish() if output.finished else ())])
+        if output.finished:
+            usage = response_usage(output, new=self._new, reasoning=self._reasoning.count)
+            yield from self.builder.end(reason=completion.finish_reason, usage=usage, now=now)
+            self.ended = True
 
 
 def result_head(
@@ -377,6 +412,24 @@ def chat_logprobs_content(
         }
         for token_id, value, top in zip(completion.token_ids, completion.logprobs or (), tops, strict=True)
     ]
+
+
+def few_tokens(completion: CompletionOutput, params: SamplingParams) -> Iterator[CompletionOutput]:
+    """A completion a few tokens at a time."""
+    for part in token_parts(len(completion.token_ids), params.logprobs):
+        tops = completion.top_logprobs
+        yield replace(
+            completion,
+            token_ids=completion.token_ids[part],
+            logprobs=None if completion.logprobs is None else completion.logprobs[part],
+            top_logprobs=None if tops is None else tops[part],
+        )
+
+
+def token_parts(tokens: int, logprobs: int | None) -> Iterator[slice]:
+    """Slices of tokens with about `ENTRIES` log-probabilities each; at least one slice."""
+    size = max(ENTRIES // (1 + (logprobs or 0)), 1)
+    return (slice(begin, begin + size) for begin in range(0, max(tokens, 1), size))
 
 
 def prompt_logprobs(output: RequestOutput, part: slice) -> list[dict[str, Any] | None]:

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xla_engine.batch.responses import MessageLogprobs
 from xla_engine.batch.results import (
+    ENTRIES,
     Offsets,
     ReasoningTokens,
     ResultHeader,
     chat_logprobs,
-    chat_logprobs_content,
     completion_usage,
+    few_tokens,
     prompt_block,
     prompt_logprobs,
     result_choices,
     result_head,
     shows_prompt_logprobs,
     text_logprobs,
+    token_parts,
 )
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -30,8 +31,6 @@ from xla_engine.text.parsers.chats import begins_thinking
 
 if TYPE_CHECKING:
     from xla_engine.text.tokenizer import Tokenizer
-
-ENTRIES = 512  # log-probabilities between two pauses, about half a millisecond of work
 
 PAUSE = b""  # a generator yields this when its caller may give way to other work
 Pauses = Generator[bytes, None, "Columns"]
@@ -103,7 +102,7 @@ def completion_columns(
 ) -> Pauses:
     """The logprobs block of a completion. offsets: None in a chat."""
     columns = Columns(before)
-    for few in _pieces(completion, params):
+    for few in few_tokens(completion, params):
         if offsets is None:
             columns.add(chat_logprobs(few, params, tokenizer) or {})
         else:
@@ -112,24 +111,9 @@ def completion_columns(
     return columns
 
 
-def noted(
-    logprobs: MessageLogprobs,
-    completion: CompletionOutput,
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-) -> Iterator[bytes]:
-    """Let log-probabilities of a response read a completion, encoded, with `PAUSE` between."""
-    for few in _pieces(completion, params):
-        entries = chat_logprobs_content(few, params, tokenizer)
-        logprobs.add(few.token_ids, [msgspec.Raw(_encode(entry)) for entry in entries])
-        yield PAUSE
-    if completion.finish_reason is not None:
-        logprobs.finish()
-
-
 def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None) -> Pauses:
     columns, offsets = Columns(), Offsets(params, tokenizer)
-    for part in _parts(len(output.prompt_token_ids), params.logprobs):
+    for part in token_parts(len(output.prompt_token_ids), params.logprobs):
         columns.add(prompt_block(output, params, tokenizer, part, offsets))
         yield PAUSE
     return columns
@@ -138,7 +122,7 @@ def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tok
 def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Iterator[bytes]:
     """`prompt_logprobs` in vLLM's format."""
     columns = Columns()
-    for part in _parts(len(output.prompt_token_ids), params.prompt_logprobs):
+    for part in token_parts(len(output.prompt_token_ids), params.prompt_logprobs):
         columns.add({"found": prompt_logprobs(output, part)})
         yield PAUSE
     yield from columns.list_pieces("found")
@@ -150,28 +134,10 @@ def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[byt
         return output.prompt or ""
     text = tokenizer.incremental()
     pieces: list[str] = []
-    for part in _parts(len(output.prompt_token_ids), None):
+    for part in token_parts(len(output.prompt_token_ids), None):
         pieces += text.push_all(output.prompt_token_ids[part])
         yield PAUSE
     return "".join(pieces) + text.flush()
-
-
-def _pieces(completion: CompletionOutput, params: SamplingParams) -> Iterator[CompletionOutput]:
-    """A completion a few tokens at a time."""
-    for part in _parts(len(completion.token_ids), params.logprobs):
-        tops = completion.top_logprobs
-        yield replace(
-            completion,
-            token_ids=completion.token_ids[part],
-            logprobs=None if completion.logprobs is None else completion.logprobs[part],
-            top_logprobs=None if tops is None else tops[part],
-        )
-
-
-def _parts(tokens: int, logprobs: int | None) -> Iterator[slice]:
-    """Slices of tokens with about `ENTRIES` log-probabilities each; at least one slice."""
-    size = max(ENTRIES // (1 + (logprobs or 0)), 1)
-    return (slice(begin, begin + size) for begin in range(0, max(tokens, 1), size))
 
 
 def answer_pieces(

@@ -34,8 +34,6 @@ class Generation:
     the engine never waits for clients.
     """
 
-    prefix = ""  # of the ids of answers; empty: depends on the request
-
     def __init__(self, service: Service, url: str) -> None:
         self._service = service
         self._url = url
@@ -43,7 +41,7 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         call = await self._read(scope, receive)
-        name = f"{self.prefix or answer_prefix(call.request)}{uuid.uuid4().hex}"
+        name = f"{answer_prefix(call.request)}{uuid.uuid4().hex}"
         with service.admit(call.sequences):
             try:
                 async with _watching(receive) as gone:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,10 +14,9 @@ from starlette.responses import Response
 from starlette.types import Scope, Send
 
 from xla_engine.batch.fields import CHAT_URL
-from xla_engine.batch.responses import FieldError, MessageLogprobs, ResponseBuilder, chat_body, items_of
-from xla_engine.batch.results import ReasoningTokens, output_error, response_usage
-from xla_engine.outputs import RequestOutput
-from xla_engine.server.answers import PAUSE, counted, noted
+from xla_engine.batch.responses import FieldError, chat_body, items_of
+from xla_engine.batch.results import ResponseWriter, output_error
+from xla_engine.server.answers import PAUSE
 from xla_engine.server.bodies import Call, parse_call, read_json
 from xla_engine.server.chunks import DONE
 from xla_engine.server.errors import ApiError, ended
@@ -26,7 +25,6 @@ from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service, Submission
 from xla_engine.text.parsers.chats import Chat
-from xla_engine.text.parsers.formats import Plain
 
 TOO_LONG = "context_length_exceeded"  # error code of a prompt that does not fit
 MAX_LISTED = 100  # items in one answer
@@ -34,22 +32,8 @@ TENANT_BYTES = 16 << 20
 TOTAL_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseCall(Call):
-    """A chat call whose answer is a response.
-
-    body: as received. items: the whole conversation that it answers. tenant: the owner.
-    """
-
-    body: Mapping[str, Any] = field(default_factory=dict)
-    items: list[Any] = field(default_factory=list)
-    tenant: str = ""
-
-
 class Responses(Generation):
     """The chat endpoint with answers in the Responses format."""
-
-    prefix = "resp_"
 
     def __init__(self, service: Service) -> None:
         super().__init__(service, CHAT_URL)
@@ -76,12 +60,11 @@ class Responses(Generation):
             items = found + items
         chat = chat_body({**body, "input": items})
         call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
-        fields = {name: getattr(call, name) for name in Call.__dataclass_fields__}
-        return ResponseCall(**fields, body=body, items=items, tenant=tenant)
+        return replace(call, request=replace(call.request, response={**body, "input": items}))
 
     async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
         """Queue the call. With `truncation: "auto"`, drop its oldest messages if it does not fit."""
-        assert isinstance(call, ResponseCall)
+        truncates = (call.request.response or {}).get("truncation") == "auto"
         without, shorter = 0, call.request
         while True:
             try:
@@ -91,7 +74,7 @@ class Responses(Generation):
                 assert isinstance(chat, Chat)
                 without = 2 * without + 1
                 messages = _without_oldest(chat.messages, without)
-                if error.code != TOO_LONG or call.body.get("truncation") != "auto" or messages is None:
+                if error.code != TOO_LONG or not truncates or messages is None:
                     raise
                 shorter = replace(call.request, prompts=(replace(chat, messages=messages),))
 
@@ -130,9 +113,9 @@ class Responses(Generation):
     async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
         (output,) = await self._whole(call, submission)
         writer = self._writer(call, name, submission)
-        async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output)):
+        async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output, int(time.time()))):
             pass
-        self._keep(writer)
+        self._keep(call, writer, submission)
         await send_json(send, 200, msgspec.json.encode(writer.builder.response))
 
     async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
@@ -142,66 +125,36 @@ class Responses(Generation):
             await send_part(send, part)
         while not submission.finished:
             await submission.next_news()
-            async for part in turns.parts(self._events(writer, submission.take())):
+            async for part in turns.parts(self._events(call, writer, submission)):
                 await send_part(send, part)
         await send_part(send, DONE)
         await send_part(send, b"", last=True)
 
-    def _writer(self, call: Call, name: str, submission: Submission) -> _Writer:
-        assert isinstance(call, ResponseCall)
-        return _Writer(call, name, self._service, thinking=submission.thinking)
+    def _writer(self, call: Call, name: str, submission: Submission) -> ResponseWriter:
+        header, thinking = self._service.header(), submission.thinking
+        return ResponseWriter(call.request, name, header, thinking=thinking, pack=_packed)
 
-    def _events(self, writer: _Writer, news: list[tuple[int, RequestOutput]]) -> Iterator[bytes]:
-        for _, output in news:
-            for event in writer.events(output):
+    def _events(self, call: Call, writer: ResponseWriter, submission: Submission) -> Iterator[bytes]:
+        """The events of new output, up to a failure. The response is kept before its last event is sent."""
+        for _, output in submission.take():
+            if (error := output_error(call.request, output)) is not None:
+                failure = ended(error)
+                yield _event(writer.builder.failed(failure.code, failure.message))
+                return
+            for event in writer.events(output, int(time.time())):
                 yield PAUSE if event is None else _event(event)
-        self._keep(writer)
+        self._keep(call, writer, submission)
 
-    def _keep(self, writer: _Writer) -> None:
-        if writer.ended and writer.call.body.get("store"):
-            items = writer.call.items + writer.builder.output
-            self.memory.keep(writer.call.tenant, writer.builder.response, items)
+    def _keep(self, call: Call, writer: ResponseWriter, submission: Submission) -> None:
+        """Keep a response that has ended, if requested."""
+        body = call.request.response
+        if writer.ended and body is not None and body.get("store"):
+            items = body["input"] + writer.builder.output
+            self.memory.keep(submission.tenant, writer.builder.response, items)
 
 
-class _Writer:
-    """Turns the outputs of one call into the events of its response. ended: whether it has a result."""
-
-    def __init__(self, call: ResponseCall, name: str, service: Service, *, thinking: bool) -> None:
-        request, tokenizer = call.request, service.engine.tokenizer
-        self.call, self.ended = call, False
-        self._tokenizer = tokenizer
-        self._parser = call.parser(thinking=thinking) or Plain()
-        self._reasoning = ReasoningTokens(request, tokenizer, thinking=thinking)
-        self._logprobs = None
-        if request.params.logprobs is not None and tokenizer is not None:
-            text = tokenizer.incremental(request.params.skip_special_tokens)
-            self._logprobs = MessageLogprobs(call.parser(thinking=thinking), text)
-        self._new = 0  # generated tokens
-        self.builder = ResponseBuilder(
-            name,
-            body=call.body,
-            model=request.model or service.settings.model_names[0],
-            created=int(time.time()),
-            logprobs=self._logprobs,
-        )
-
-    def events(self, output: RequestOutput) -> Iterator[dict[str, Any] | None]:
-        """The events of new output. None where the caller may give way to other work."""
-        request, completion = self.call.request, output.outputs[0]
-        self._new += len(completion.token_ids)
-        events = self._parser.feed(completion.text)
-        yield from (None for _ in counted(self._reasoning, completion.token_ids))
-        if self._logprobs is not None:
-            yield from (None for _ in noted(self._logprobs, completion, request.params, self._tokenizer))
-        if (error := output_error(request, output)) is not None:
-            failure = ended(error)
-            yield self.builder.failed(failure.code, failure.message)
-            return
-        yield from self.builder.add([*events, *(self._parser.finish() if output.finished else ())])
-        if output.finished:
-            usage = response_usage(output, new=self._new, reasoning=self._reasoning.count)
-            yield from self.builder.end(reason=completion.finish_reason, usage=usage, now=int(time.time()))
-            self.ended = True
+def _packed(entry: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(entry))
 
 
 def _without_oldest(

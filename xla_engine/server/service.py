@@ -291,7 +291,7 @@ class Service:
         if (tracing := self.tracing) is not None:
             trace = partial(tracing.record, request, context=tracing.context(headers))
         submission = Submission(
-            self, every_token=every_token, thinking=prompts[0].thinking, values=held, trace=trace
+            self, salt, every_token=every_token, thinking=prompts[0].thinking, values=held, trace=trace
         )
         self.values += held
         paused = time.perf_counter()
@@ -337,12 +337,13 @@ class Service:
 class Submission:
     """The prompts of one POST in the engine, which are read together.
 
-    news: set when there is new output. thinking: whether the prompt opened the model's reasoning.
+    news: set when there is new output. tenant: the caller. thinking: whether the prompt opened the model's reasoning.
     """
 
     def __init__(
         self,
         service: Service,
+        tenant: str,
         *,
         every_token: bool,
         thinking: bool = False,
@@ -351,7 +352,7 @@ class Submission:
     ) -> None:
         """values: log-probabilities counted in `Service.values` until this is closed. trace: called with each prompt's
         output when it has ended."""
-        self.thinking = thinking
+        self.tenant, self.thinking = tenant, thinking
         self._trace = trace
         self._values = values
         self.news = asyncio.Event()
