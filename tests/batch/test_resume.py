@@ -16,11 +16,10 @@ import pytest
 
 from tests.support.batch_lines import HEADER, by_line, line_of, prompts
 from tests.support.fake_engine import FakeEngine
-from tests.support.kill_points import FastFileSystem
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import Line, LineReader, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import FileSystem, FinishedLines
+from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import OutputError, ResumeError
@@ -74,7 +73,7 @@ def test_any_beginning_of_a_file_is_a_file_to_go_on_with(
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         done = FinishedLines()
-        done.read(path, FastFileSystem())
+        done.read(path)
         counts.add(len(done))
         assert records(path) == all_records[: len(done)]  # whole lines only, and all of them
         assert whole.startswith(path.read_bytes()) and (len(done) == 0) == (done.created is None)
@@ -174,9 +173,9 @@ def test_two_files_of_different_inputs_do_not_go_together(tmp_path: Path) -> Non
     run(one, prompts(2), Mode.NEW)
     run(other, b'{"prompt": "else"}\n', Mode.NEW)
     done = FinishedLines()
-    done.read(one, FileSystem())
+    done.read(one)
     with pytest.raises(ResumeError, match="two different inputs"):
-        done.read(other, FileSystem())
+        done.read(other)
 
 
 def test_only_one_run_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,17 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tests.support.batch_lines import HEADER
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch import resume as result_files
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.resume import FileSystem, FinishedLines
+from xla_engine.batch.resume import FinishedLines, Sink
 from xla_engine.batch.run import BatchRun
 
 LINES = b"".join(
@@ -30,40 +31,38 @@ LINES = b"".join(
 )
 
 
-class FastFileSystem(FileSystem):
-    """A killed process loses nothing that was written; only a machine without power does."""
+class Killer:
+    """Kills this process at the n-th of all moments: before and after each operation that changes a file, and in the
+    middle of a write."""
 
-    def sync(self, file: BinaryIO) -> None:
-        pass
+    def __init__(self, moment: int) -> None:
+        self._left = moment
 
+    def install(self) -> None:
+        append = Sink._append
 
-class KillingFileSystem(FastFileSystem):
-    """Dies by SIGKILL at the n-th of all moments: before and after each operation, and in the middle of a write."""
+        def in_halves(sink: Sink, data: bytes) -> None:
+            self._pass()
+            for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+                append(sink, part)
+                self._pass()
 
-    def __init__(self, moment: int | None) -> None:
-        self.moments = 0
-        self._moment = moment
+        setattr(Sink, "_append", in_halves)  # noqa: B010, mypy knows no other way
+        for name in ("ftruncate", "replace"):
+            setattr(os, name, self._between_moments(getattr(os, name)))
 
-    def _pass(self) -> None:
-        if self.moments == self._moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.moments += 1
-
-    def write(self, file: BinaryIO, data: bytes) -> None:
-        self._pass()
-        for part in (data[: len(data) // 2], data[len(data) // 2 :]):
-            super().write(file, part)
+    def _between_moments(self, change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*arguments: Any) -> None:
+            self._pass()
+            change(*arguments)
             self._pass()
 
-    def truncate(self, file: BinaryIO, size: int) -> None:
-        self._pass()
-        super().truncate(file, size)
-        self._pass()
+        return changed
 
-    def replace(self, source: Path, target: Path) -> None:
-        self._pass()
-        super().replace(source, target)
-        self._pass()
+    def _pass(self) -> None:
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
 
 
 class FlakyEngine(FakeEngine):
@@ -84,15 +83,11 @@ class Way:
     ordered: bool = False
     retry: bool = False
 
-    def run(
-        self, folder: Path, mode: Mode, file_system: FileSystem, *, flaky: bool = False, seed: int = 0
-    ) -> None:
+    def run(self, folder: Path, mode: Mode, *, flaky: bool = False, seed: int = 0) -> None:
         done = FinishedLines()
         with contextlib.ExitStack() as stack:
             names = [name for name in (self.output, self.errors) if name is not None]
-            outputs = [
-                stack.enter_context(OutputFile(str(folder / name), mode, file_system)) for name in names
-            ]
+            outputs = [stack.enter_context(OutputFile(str(folder / name), mode)) for name in names]
             for output in outputs:
                 output.claim(done)
             sinks = [output.begin() for output in outputs]
@@ -109,18 +104,18 @@ class Way:
             ).run()
             assert totals.failure is None, totals.failure
 
-    def first(self, folder: Path, file_system: FileSystem, seed: int) -> None:
+    def first(self, folder: Path, seed: int) -> None:
         """The run that is killed, when it is not the retry."""
-        self.run(folder, Mode.NEW, file_system, seed=seed)
+        self.run(folder, Mode.NEW, seed=seed)
 
-    def again(self, folder: Path, file_system: FileSystem, seed: int) -> None:
-        self.run(folder, Mode.RETRY if self.retry else Mode.RESUME, file_system, seed=seed)
+    def again(self, folder: Path, seed: int) -> None:
+        self.run(folder, Mode.RETRY if self.retry else Mode.RESUME, seed=seed)
 
     def prepare(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "in.jsonl").write_bytes(LINES)
         if self.retry:
-            self.run(folder, Mode.NEW, FastFileSystem(), flaky=True)
+            self.run(folder, Mode.NEW, flaky=True)
 
     def results(self, folder: Path) -> list[list[bytes]]:
         files = []
@@ -132,12 +127,14 @@ class Way:
         return files
 
 
-def survives(work: Any, *arguments: Any) -> bool:
-    """Whether `work` finishes in a process of its own, neither killed nor failed."""
+def survives(work: Any, *arguments: Any, kill_at: int | None = None) -> bool:
+    """Whether `work` finishes in a process of its own, neither killed nor failed. kill_at: the moment of its death."""
     child = os.fork()
     if child == 0:
         status = 1
         with contextlib.suppress(Exception):
+            if kill_at is not None:
+                Killer(kill_at).install()
             work(*arguments)
             status = 0
         os._exit(status)
@@ -151,20 +148,22 @@ def check(way: Way, folder: Path) -> int:
     """Number of moments at which the run was killed."""
     way.prepare(folder / "whole")
     begin = way.again if way.retry else way.first
-    begin(folder / "whole", FastFileSystem(), 0)
+    begin(folder / "whole", 0)
     expected = way.results(folder / "whole")
     for moment in itertools.count():
         place = folder / f"{moment}"
         way.prepare(place)
-        if survives(begin, place, KillingFileSystem(moment), moment):
+        if survives(begin, place, moment, kill_at=moment):
             return moment
         # it is killed while it goes on, too
-        survives(way.again, place, KillingFileSystem(moment % 7), moment + 1)
-        if not survives(way.again, place, FastFileSystem(), moment + 2) or way.results(place) != expected:
+        survives(way.again, place, moment + 1, kill_at=moment % 7)
+        if not survives(way.again, place, moment + 2) or way.results(place) != expected:
             print(f"DIFFERENT {way} killed at moment {moment}")
 
 
 def main() -> None:
+    # A killed process loses nothing that was written; only a machine without power does.
+    setattr(os, "fsync", lambda _: None)  # noqa: B010
     result_files.MEMBER_BYTES = 700  # a few lines, so that there are several members
     ways = {
         "plain": Way(),
@@ -179,7 +178,7 @@ def main() -> None:
     }
     planted = "--plant" in sys.argv  # a fault that must be found: torn ends stay
     if planted:
-        result_files.cut_torn_end = lambda path, end, file_system: None
+        result_files.cut_torn_end = lambda path, end: None
     for number, (name, way) in enumerate(list(ways.items())[: 1 if planted else None]):
         folder = Path(sys.argv[1]) / str(number)
         folder.mkdir()

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO
 
-from xla_engine.batch.resume import FileSystem, FinishedLines, Sink, is_packed
+from xla_engine.batch.resume import FinishedLines, Sink, is_packed
 from xla_engine.errors import OutputError
 from xla_engine.utils.file_lock import lock
 
@@ -36,9 +36,8 @@ class OutputFile:
     empty is removed. Raises OutputError and OSError.
     """
 
-    def __init__(self, path: str, mode: Mode, file_system: FileSystem | None = None) -> None:
+    def __init__(self, path: str, mode: Mode) -> None:
         self._mode = mode
-        self._file_system = file_system or FileSystem()
         self._sink: Sink | None = None
         self._path: Path | None = None
         if path == "-":
@@ -68,7 +67,7 @@ class OutputFile:
         if not resumed:
             return
         path = self._path.resolve()
-        done.read(path, self._file_system, drop_errors=self._mode is Mode.RETRY)
+        done.read(path, drop_errors=self._mode is Mode.RETRY)
         # the file was rewritten without its error lines
         if not os.path.samestat(os.fstat(self.file.fileno()), path.stat()):
             self.file.close()
@@ -78,12 +77,12 @@ class OutputFile:
     def begin(self) -> OutputFile:
         """Empty the file or seek to its end. Returns this object, to write lines to."""
         if self._regular and self._mode is Mode.OVERWRITE:
-            self._file_system.truncate(self.file, 0)
+            os.ftruncate(self.file.fileno(), 0)
         if self._regular:
             self.file.seek(0, os.SEEK_END)
             self._start = os.fstat(self.file.fileno()).st_size
         packed = self._path is not None and is_packed(self._path)
-        self._sink = Sink(self.file, self._file_system, packed=packed)
+        self._sink = Sink(self.file, packed=packed)
         self._next_check = time.monotonic() + CHECK_EVERY_S
         return self
 

@@ -31,24 +31,6 @@ _BLOCK = 1 << 20
 _BEGINNING = b'{"id": "batch_req_'  # of every result line
 
 
-class FileSystem:
-    """The operations that change a file. Tests replace it with one that dies at each of them."""
-
-    def write(self, file: BinaryIO, data: bytes) -> None:
-        file.write(data)
-        file.flush()
-
-    def truncate(self, file: BinaryIO, size: int) -> None:
-        file.truncate(size)
-
-    def replace(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
-
-    def sync(self, file: BinaryIO) -> None:
-        with contextlib.suppress(OSError, ValueError):  # pipes and consoles cannot sync
-            os.fsync(file.fileno())
-
-
 class Sink:
     """Appends whole lines to a file, from its position on. Each `write` hands them to the operating system.
 
@@ -57,8 +39,8 @@ class Sink:
     written: bytes written to the file.
     """
 
-    def __init__(self, file: BinaryIO, file_system: FileSystem, *, packed: bool) -> None:
-        self._file, self._file_system, self._packed = file, file_system, packed
+    def __init__(self, file: BinaryIO, *, packed: bool) -> None:
+        self._file, self._packed = file, packed
         self._held = bytearray()  # lines of the next member
         self.written = 0
 
@@ -73,15 +55,21 @@ class Sink:
     def close(self) -> None:
         if self._held:
             self._write_member()
-        self._file_system.sync(self._file)
+        _sync(self._file)
 
     def _write_member(self) -> None:
         held, self._held = bytes(self._held), bytearray()
         self._append(gzip.compress(held, compresslevel=6, mtime=0))
 
     def _append(self, data: bytes) -> None:
-        self._file_system.write(self._file, data)
+        self._file.write(data)
+        self._file.flush()
         self.written += len(data)
+
+
+def _sync(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError, ValueError):  # pipes and consoles cannot sync
+        os.fsync(file.fileno())
 
 
 def is_packed(path: Path | str) -> bool:
@@ -110,7 +98,7 @@ class FinishedLines:
         """The digest of a finished line; None if the line is not finished."""
         return self._digests.get(number)
 
-    def read(self, path: Path, file_system: FileSystem, *, drop_errors: bool = False) -> None:
+    def read(self, path: Path, *, drop_errors: bool = False) -> None:
         """Add the lines of an earlier run's file, which may be absent or torn at its end.
 
         drop_errors: remove error lines from the file, so that they run again. Raises ResumeError for a file that no
@@ -129,10 +117,10 @@ class FinishedLines:
             raise
         except ValueError as error:
             raise ResumeError(_no_result(path, str(error))) from error
-        cut_torn_end(path, end, file_system)
+        cut_torn_end(path, end)
         self.ordered_from = min(self.ordered_from, last) if self.ordered_from else last
         if drop_errors and errors:
-            _rewrite_without_errors(path, file_system)
+            _rewrite_without_errors(path)
 
     def _add(self, record: dict[str, Any], path: Path, *, skip_errors: bool) -> int:
         identity = parse_record_id(record.get("id"))
@@ -177,7 +165,7 @@ def result_lines(path: Path | str, size: int | None = None) -> Iterator[tuple[in
         yield number, record
 
 
-def cut_torn_end(path: Path, end: int, file_system: FileSystem) -> None:
+def cut_torn_end(path: Path, end: int) -> None:
     """Truncate a file to its whole lines or gzip members, which end at byte `end`.
 
     Raises ResumeError if the rest is not the beginning of a result.
@@ -191,8 +179,8 @@ def cut_torn_end(path: Path, end: int, file_system: FileSystem) -> None:
             piece = zlib.decompressobj(wbits=31).decompress(piece, len(_BEGINNING))
         if piece[: len(_BEGINNING)] != _BEGINNING[: len(piece)]:
             raise ResumeError(_no_result(path, "its last line is truncated and does not begin like a result"))
-        file_system.truncate(file, end)
-        file_system.sync(file)
+        os.ftruncate(file.fileno(), end)
+        _sync(file)
 
 
 def _no_result(path: Path, why: str) -> str:
@@ -248,16 +236,16 @@ def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
             yield line
 
 
-def _rewrite_without_errors(path: Path, file_system: FileSystem) -> None:
+def _rewrite_without_errors(path: Path) -> None:
     """Replace the file atomically by one without error lines: a process that dies leaves one or the other."""
     kept = path.with_name(f".{path.name}.kept")
     with open_new(kept, path.stat().st_mode & 0o777) as file:
-        sink = Sink(file, file_system, packed=is_packed(path))
+        sink = Sink(file, packed=is_packed(path))
         for line in _lines(path):
             if line.strip() and json.loads(line)["error"] is None:
                 sink.write(line)
         sink.close()
-    file_system.replace(kept, path)
+    os.replace(kept, path)
 
 
 class ResultsInOrder:

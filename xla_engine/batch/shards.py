@@ -12,7 +12,7 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,7 @@ from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode
 from xla_engine.batch.requests import custom_id_of
 from xla_engine.batch.results import DigestedLines
-from xla_engine.batch.resume import FileSystem, FinishedLines, ResultsInOrder, Sink, is_packed
+from xla_engine.batch.resume import FinishedLines, ResultsInOrder, Sink, is_packed
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import ConfigError, OutputError
 from xla_engine.utils.json_line import dump_line
@@ -55,24 +55,6 @@ class Shard:
         """Whether the line with this id belongs to this shard."""
         digest = blake2b(custom_id.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count == self.index
-
-
-class ShardLines:
-    """Selects the lines of one shard from all lines of the input.
-
-    all: of the whole input. input_lines: their number so far. own_lines: lines of this shard so far.
-    """
-
-    def __init__(self, lines: Iterable[Line], shard: Shard, defaults: Mapping[str, Any] | None) -> None:
-        self.all, self._shard = DigestedLines(lines, defaults, size=8), shard
-        self.input_lines = self.own_lines = 0
-
-    def __iter__(self) -> Iterator[Line]:
-        for line in self.all:
-            self.input_lines += 1
-            if self._shard.owns(custom_id_of(line.raw, line.number)):
-                self.own_lines += 1
-                yield line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +130,7 @@ class ShardOutput:
         """Raises OutputError if an output belongs to another shard, and OSError."""
         self._outputs = {output: "all"} if errors is None else {output: "results", errors: "errors"}
         self._shard = shard
+        self._input_lines = self._own_lines = 0  # read so far, in the input and of this shard
         if shard is not None and "-" in self._outputs:
             raise OutputError("a shard writes its results to a file; name one with -o")
         for name in self._outputs:
@@ -167,8 +150,16 @@ class ShardOutput:
             state.write(name)
         if self._shard is None:
             return lines
-        self._lines = ShardLines(lines, self._shard, defaults)
-        return iter(self._lines)
+        self._input = DigestedLines(lines, defaults, size=8)
+        return self._own(self._shard)
+
+    def _own(self, shard: Shard) -> Iterator[Line]:
+        """The lines of the shard, of those of the whole input."""
+        for line in self._input:
+            self._input_lines += 1
+            if shard.owns(custom_id_of(line.raw, line.number)):
+                self._own_lines += 1
+                yield line
 
     def finish(self, done: FinishedLines, totals: RunTotals, system_fingerprint: str | None) -> None:
         """Record that the shard is finished."""
@@ -179,9 +170,9 @@ class ShardOutput:
                 state,
                 finished=True,
                 lines=counts[state.holds],
-                own_lines=self._lines.own_lines,
-                input_lines=self._lines.input_lines,
-                input=self._lines.all.digest,
+                own_lines=self._own_lines,
+                input_lines=self._input_lines,
+                input=self._input.digest,
                 system_fingerprint=system_fingerprint,
             ).write(name)
 
@@ -219,7 +210,7 @@ def merge(
             for path, state in zip(paths, states, strict=True)
             if (opened := _open(path, state, errors)) is not None
         ]
-        sink = Sink(stack.enter_context(replacing(output)), FileSystem(), packed=is_packed(output))
+        sink = Sink(stack.enter_context(replacing(output)), packed=is_packed(output))
         count = last = 0
         for number, line in heapq.merge(*sources):
             if number == last:

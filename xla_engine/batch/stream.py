@@ -52,7 +52,6 @@ class EventStream:
     defaults: sampling fields for requests that do not set them.
     on_turn: called after every engine step.
     keep_finished: number of finished requests to remember, so that they can be extended.
-    max_unfinished, max_unsent: limits at which reading pauses.
     """
 
     def __init__(
@@ -64,8 +63,6 @@ class EventStream:
         defaults: Mapping[str, Any] | None = None,
         max_line_bytes: int = MAX_LINE_BYTES,
         keep_finished: int = 0,
-        max_unfinished: int = MAX_UNFINISHED,
-        max_unsent: int = MAX_UNSENT,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
         self.totals = RunTotals()
@@ -74,8 +71,6 @@ class EventStream:
         self._events = EventWriter(sink)
         self._defaults = dict(defaults or {})
         self._max_line_bytes = max_line_bytes
-        self._max_unfinished = max_unfinished
-        self._max_unsent = max_unsent
         self._on_turn = on_turn
         self._arrived: queue.Queue[Line | OSError | None] = queue.Queue(maxsize=64)
         self._names = Names(keep_finished)
@@ -131,11 +126,11 @@ class EventStream:
     def _take_lines(self) -> None:
         """Handle the lines that have arrived; wait for one if no request is live."""
         self._controls.settle()
-        while not (self._ended or self._controls.holds) and len(self._live) < self._max_unfinished:
-            if self._events.unsent >= self._max_unsent:
+        while not (self._ended or self._controls.holds) and len(self._live) < MAX_UNFINISHED:
+            if self._events.unsent >= MAX_UNSENT:
                 if self._live:
                     return
-                self._events.wait_until_below(self._max_unsent)
+                self._events.wait_until_below(MAX_UNSENT)
             line = self._next_line()
             if isinstance(line, queue.Empty):
                 return
