@@ -11,7 +11,7 @@ import pytest
 from xla_engine.batch.requests import LineError, LineRequest
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.ray.stage import ERROR, EngineActor, ModelStage, _After, _Before, request_of
+from xla_engine.ray.stage import ERROR, EngineActor, ModelStage, _added, _answered, request_of
 
 pa = pytest.importorskip("pyarrow")
 
@@ -57,11 +57,11 @@ def test_a_row_is_a_request_of_its_columns() -> None:
 
 
 def test_functions_before_and_after_see_all_columns_and_errors_widen_no_table() -> None:
-    assert _Before(lambda row: {"prompt": row["a"]})({"a": 1, "b": 2}) == {"a": 1, "b": 2, "prompt": 1}
-    after = _After(lambda row: {"answer": row["generated_text"]})
+    assert _added(lambda row: {"prompt": row["a"]})({"a": 1, "b": 2}) == {"a": 1, "b": 2, "prompt": 1}
+    after = _answered(lambda row: {"answer": row["generated_text"]})
     assert after({"generated_text": "x", ERROR: ""}) == {"answer": "x", ERROR: ""}
     assert after({"generated_text": "", ERROR: "why", "a": 1}) == {"answer": "", ERROR: "why"}
-    fails = _After(lambda row: {"first": row["generated_text"][0]}, ("key",))
+    fails = _answered(lambda row: {"first": row["generated_text"][0]}, ("key",))
     assert fails({"generated_text": "", ERROR: "why", "key": 1, "a": 1}) == {"key": 1, ERROR: "why"}
 
 
@@ -69,17 +69,6 @@ def test_functions_before_and_after_see_all_columns_and_errors_widen_no_table() 
 def actor(embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EngineActor]]:
     monkeypatch.setattr(XlaBatchEngine, "from_pretrained", lambda *arguments, **options: embedded)
     yield EngineActor
-
-
-def settings(**changes: Any) -> dict[str, Any]:
-    usual = {
-        "model": None,
-        "engine": {},
-        "sampling": {},
-        "id_column": "key",
-        "should_continue_on_error": True,
-    }
-    return usual | changes
 
 
 def batch_of(actor: EngineActor, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,7 +80,7 @@ def batch_of(actor: EngineActor, rows: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def test_an_actor_gives_each_row_its_columns(actor: type[EngineActor], embedded: XlaBatchEngine) -> None:
-    rows = batch_of(actor(settings()), ROWS)
+    rows = batch_of(actor(ModelStage(id_column="key")), ROWS)
     assert [row["key"] for row in rows] == [1, 2, 3, 4, 5]
     assert [bool(row[ERROR]) for row in rows] == [False, True, False, True, False]
     assert (
@@ -102,19 +91,19 @@ def test_an_actor_gives_each_row_its_columns(actor: type[EngineActor], embedded:
     assert rows[1]["generated_text"] == "" and "prompt is empty" in rows[1][ERROR]
     assert "max_model_len" in rows[3][ERROR]
     assert rows[2]["generated_tokens"] != rows[4]["generated_tokens"]  # of one prompt, but not one row
-    again = batch_of(actor(settings()), list(reversed(ROWS)))
+    again = batch_of(actor(ModelStage(id_column="key")), list(reversed(ROWS)))
     assert again == list(reversed(rows))
-    same = batch_of(actor(settings(id_column=None)), [ROWS[4], ROWS[4] | {"key": 9}])
+    same = batch_of(actor(ModelStage()), [ROWS[4], ROWS[4] | {"key": 9}])
     assert same[0]["generated_tokens"] == same[1]["generated_tokens"]
 
 
 def test_an_actor_takes_options_by_vllms_names(actor: type[EngineActor]) -> None:
-    assert batch_of(actor(settings(engine={"enable_chunked_prefill": True})), ROWS[:1])[0][ERROR] == ""
+    assert batch_of(actor(ModelStage(engine={"enable_chunked_prefill": True})), ROWS[:1])[0][ERROR] == ""
 
 
 def test_a_bad_row_ends_the_job_only_where_asked_for(actor: type[EngineActor]) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
-        batch_of(actor(settings(should_continue_on_error=False)), ROWS[:2])
+        batch_of(actor(ModelStage(id_column="key", should_continue_on_error=False)), ROWS[:2])
 
 
 @pytest.mark.parametrize("fields", [{"batch_size": 0}, {"concurrency": (2, 1)}, {"concurrency": 0}])

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.open_engine import engine_config
-from xla_engine.outputs import Logprob, RequestOutput
+from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
 
@@ -90,19 +90,18 @@ def result_of(output: RequestOutput) -> dict[str, Any]:
     }
 
 
+_NOTHING = RequestOutput(
+    request_id="",
+    prompt=None,
+    prompt_token_ids=(),
+    outputs=(CompletionOutput(index=0, text="", token_ids=()),),
+    finished=True,
+)
+
+
 def error_of(message: str) -> dict[str, Any]:
     """The columns of a failed row: empty results, and the error."""
-    return {
-        "generated_text": "",
-        "generated_tokens": [],
-        "num_input_tokens": 0,
-        "num_generated_tokens": 0,
-        "finish_reason": None,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "images_sha256": [],
-        ERROR: message,
-    }
+    return result_of(_NOTHING) | {ERROR: message}
 
 
 def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
@@ -182,8 +181,7 @@ class ModelStage:
 
     def __post_init__(self) -> None:
         SamplingParams.from_mapping(self.sampling)
-        if isinstance(self.engine, Mapping):
-            engine_config(self.engine)
+        _ = self.config  # raises for an invalid option
         for name in ("batch_size", "max_concurrent_batches"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, not {getattr(self, name)!r}")
@@ -193,6 +191,11 @@ class ModelStage:
             raise ConfigError(
                 f"concurrency must be a number of actors or (least, most), not {self.concurrency!r}"
             )
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options of each actor's engine."""
+        return self.engine if isinstance(self.engine, EngineConfig) else engine_config(self.engine)
 
 
 class Processor:
@@ -215,14 +218,14 @@ class Processor:
         data = _ray_data()
         stage = self.stage
         if self._before is not None:
-            dataset = dataset.map(_Before(self._before), **self._before_kwargs)
+            dataset = dataset.map(_added(self._before), **self._before_kwargs)
         sizes = stage.concurrency
         pool = {"size": sizes} if isinstance(sizes, int) else {"min_size": sizes[0], "max_size": sizes[1]}
         # As in `ray.data.llm`: since Ray 2.60 the public method warns about actor arguments such as max_concurrency.
         map_batches = getattr(dataset, "map_batches_internal", dataset.map_batches)
         dataset = map_batches(
             EngineActor,
-            fn_constructor_kwargs={"stage": _settings(stage)},
+            fn_constructor_kwargs={"stage": stage},
             batch_size=stage.batch_size,
             batch_format="pyarrow",
             zero_copy_batch=True,
@@ -236,7 +239,7 @@ class Processor:
         )
         if self._after is not None:
             kept = () if stage.id_column is None else (stage.id_column,)
-            dataset = dataset.map(_After(self._after, kept), **self._after_kwargs)
+            dataset = dataset.map(_answered(self._after, kept), **self._after_kwargs)
         return dataset
 
 
@@ -274,40 +277,28 @@ def _ray_data() -> Any:
     return ray.data
 
 
-def _settings(stage: ModelStage) -> dict[str, Any]:
-    engine = stage.engine if isinstance(stage.engine, Mapping) else asdict(stage.engine)
-    return {
-        "model": None if stage.model is None else str(stage.model),
-        "engine": dict(engine),
-        "sampling": dict(stage.sampling),
-        "id_column": stage.id_column,
-        "should_continue_on_error": stage.should_continue_on_error,
-    }
+def _added(function: RowFunction) -> RowFunction:
+    """From a row to the row with the columns that a function computes."""
+
+    def with_columns(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, **function(row)}
+
+    return with_columns
 
 
-class _Before:
-    """Adds the columns that a function computes to a row."""
+def _answered(function: RowFunction, kept: tuple[str, ...] = ()) -> RowFunction:
+    """From a row with results to the output row. kept: columns of a failed row if the function raises for it."""
 
-    def __init__(self, function: RowFunction) -> None:
-        self._function = function
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, **self._function(row)}
-
-
-class _After:
-    """Computes the output row. kept: columns of a failed row if the function raises for it."""
-
-    def __init__(self, function: RowFunction, kept: tuple[str, ...] = ()) -> None:
-        self._function, self._kept = function, kept
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        if not (error := row.get(ERROR)):
-            return {**self._function(row), ERROR: ""}
+    def output_row(row: dict[str, Any]) -> dict[str, Any]:
+        error = row.get(ERROR) or ""
         try:
-            return {**self._function(row), ERROR: error}
-        except Exception:  # raised because the row has no text
-            return {name: row[name] for name in self._kept if name in row} | {ERROR: error}
+            return {**function(row), ERROR: error}
+        except Exception:
+            if not error:
+                raise
+            return {name: row[name] for name in kept if name in row} | {ERROR: error}  # the row has no text
+
+    return output_row
 
 
 class _Ends(OutputCollector):
@@ -338,13 +329,12 @@ class EngineActor:
     A thread runs the engine, so that only the ends of requests reach the event loop of the batches.
     """
 
-    def __init__(self, stage: dict[str, Any]) -> None:
+    def __init__(self, stage: ModelStage) -> None:
         from xla_engine.engine.batch_engine import XlaBatchEngine
 
-        self._engine = XlaBatchEngine.from_pretrained(stage["model"], engine_config(stage["engine"]))
-        self._sampling, self._id_column = stage["sampling"], stage["id_column"]
-        self._columns = columns_read(self._id_column)
-        self._goes_on = stage["should_continue_on_error"]
+        self._stage = stage
+        self._engine = XlaBatchEngine.from_pretrained(stage.model, stage.config)
+        self._columns = columns_read(stage.id_column)
         self._count = 0
         self._has_work = threading.Event()
         threading.Thread(target=self._drive, name="xla-engine", daemon=True).start()
@@ -408,7 +398,7 @@ class EngineActor:
 
     def _submit(self, row: dict[str, Any], collector: OutputCollector) -> str:
         """Queue the request of a row; returns its id. Raises for an invalid row."""
-        request = request_of(row, self._sampling, self._id_column, self._seed_of)
+        request = request_of(row, self._stage.sampling, self._stage.id_column, self._seed_of)
         if isinstance(request, LineError):
             raise ValueError(f"{request.code}: {request.message}")
         self._count += 1
@@ -426,6 +416,6 @@ class EngineActor:
             # end its tasks instead: ray-project/ray#59522.
             log.error("the engine has ended, so its actor ends: %s", self._engine.closed_because)
             os._exit(1)
-        if not self._goes_on:
+        if not self._stage.should_continue_on_error:
             raise error
         return error_of(str(error))
