@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xla_engine.observability.step_log import StepLog
     from xla_engine.scheduler import SchedulerConfig
     from xla_engine.tools.simulator.cost import CostModel, Machine, StatedMachine
+    from xla_engine.tools.simulator.replicas import Goal
     from xla_engine.tools.simulator.report import Report
     from xla_engine.tools.simulator.trace import Arrival
 
@@ -30,44 +31,27 @@ HOPELESS = 1.0  # relative residual at which a cost model is useless
 FURTHEST = 2  # how far the linear model may be extrapolated, as a multiple of the recorded length
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The number of machines to simulate, or limits on 99th percentiles in seconds."""
-
-    replicas: tuple[int, ...]
-    p99_first_token: float | None
-    p99_between: float | None
-    p99_request: float | None
-
-    def __bool__(self) -> bool:
-        return bool(self.replicas) or self.searches
-
-    @property
-    def searches(self) -> bool:
-        goals = (self.p99_first_token, self.p99_between, self.p99_request)
-        return not self.replicas and any(goal is not None for goal in goals)
-
-
 _SECONDS = click.FloatRange(0, min_open=True)
 
-# Options that become a `Wanted`.
-machine_options = _help.together(
-    click.option(
-        "--replicas",
-        type=click.IntRange(1, 4096),
-        multiple=True,
-        help="Number of machines behind a router; repeatable, to compare.",
-    ),
+# Options that become a `Goal`.
+goal_options = _help.together(
     click.option(
         "--p99-first-token",
+        "first_token",
         type=_SECONDS,
         metavar="SECONDS",
         help="Find the smallest number of machines with this p99.",
     ),
     click.option(
-        "--p99-between", type=_SECONDS, metavar="SECONDS", help="The same for the time between tokens."
+        "--p99-between",
+        "inter_token",
+        type=_SECONDS,
+        metavar="SECONDS",
+        help="The same for the time between tokens.",
     ),
-    click.option("--p99-request", type=_SECONDS, metavar="SECONDS", help="The same for whole requests."),
+    click.option(
+        "--p99-request", "whole", type=_SECONDS, metavar="SECONDS", help="The same for whole requests."
+    ),
 )
 
 
@@ -124,7 +108,13 @@ machine_options = _help.together(
     help="Factor by which to speed up arrivals.",
 )
 @click.option("--seed", type=int, default=0, help="Seed of a generated trace.")
-@machine_options
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 4096),
+    multiple=True,
+    help="Number of machines behind a router; repeatable, to compare.",
+)
+@goal_options
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw the distributions of times (extra `plot`).")
 @click.option(
     "--step-log",
@@ -148,6 +138,7 @@ def simulate(
     rate: float | None,
     speed: float,
     seed: int,
+    replicas: tuple[int, ...],
     plot_path: str | None,
     step_log_path: str | None,
     json_path: str | None,
@@ -176,14 +167,15 @@ def simulate(
       xla-engine simulate AzureLLMInferenceTrace_conv.csv --cost steps.jsonl --policy fcfs --policy shortest_prompt
       xla-engine simulate azure-like --rate 20 --requests 2000 --cost steps.jsonl --p99-first-token 2
     """
-    wanted = Wanted(**_common.take(options, Wanted))
     from xla_engine.observability.step_log import is_step_log, read_step_log
     from xla_engine.tools.simulator.cost import StatedMachine, machine_of, read_stated
     from xla_engine.tools.simulator.fit import fit
+    from xla_engine.tools.simulator.replicas import Goal
     from xla_engine.tools.simulator.report import extrapolations, plot, table, to_json
     from xla_engine.tools.simulator.trace import SYNTHETIC
 
-    made = trace in SYNTHETIC
+    goal, made = Goal(**options), trace in SYNTHETIC
+    several = bool(replicas or goal)
     with _common.startup_errors():
         recorded = None if made or not is_step_log(trace) else read_step_log(trace)
         source: StepLog | StatedMachine | None = recorded
@@ -211,9 +203,9 @@ def simulate(
     configs = _configs(source, widths, policies, quantum, max_num_batched_tokens, num_blocks)
     if recorded is None:  # shared prefixes are unknown
         configs = {name: replace(config, enable_prefix_caching=False) for name, config in configs.items()}
-    if step_log_path is not None and (len(configs) > 1 or wanted):
+    if step_log_path is not None and (len(configs) > 1 or several):
         raise _common.NotStarted("--step-log writes the steps of one simulation; run only one")
-    if wanted and len(configs) > 1:
+    if several and len(configs) > 1:
         raise _common.NotStarted(
             "machines are compared for one number of slots and one policy; give one of each"
         )
@@ -221,11 +213,12 @@ def simulate(
         raise _common.NotStarted("--rate is needed for a generated trace: the number of requests per second")
     arrivals = partial(_arrivals, trace, recorded, requests, rate, speed, seed)
     title = f"{Path(trace).name}, {source.engine.get('model', '')}"
-    if wanted:
+    if several:
         ((name, config),) = configs.items()
         click.echo(f"\nmachines of {name}")
         found["machines"] = simulate_machines(
-            wanted,
+            replicas,
+            goal,
             config,
             machine_of(source),
             cost,
@@ -350,7 +343,8 @@ def _machines(number: int) -> str:
 
 
 def simulate_machines(
-    wanted: Wanted,
+    replicas: tuple[int, ...],
+    goal: Goal,
     config: SchedulerConfig,
     machine: Machine,
     cost: CostModel,
@@ -362,6 +356,7 @@ def simulate_machines(
 ) -> dict[str, Any]:
     """Print the table, draw the plot if a path is given, and return the figures by number of machines.
 
+    replicas: the numbers of machines; empty to search the fewest that meet the goal.
     machine: the one that the cost model was fitted to. Raises NotStarted if the answer would extrapolate too far.
     """
     if cost.residual > HOPELESS:
@@ -370,7 +365,6 @@ def simulate_machines(
             f"number of machines can be computed: record a longer run on a quiet machine"
         )
     from xla_engine.tools.simulator.replicas import (
-        Goal,
         fewest,
         machines_table,
         plot_machines,
@@ -378,15 +372,13 @@ def simulate_machines(
     )
     from xla_engine.tools.simulator.report import extrapolations, to_json
 
-    goal = Goal(first_token=wanted.p99_first_token, inter_token=wanted.p99_between, whole=wanted.p99_request)
-
-    def simulate(replicas: int) -> Report:
+    def simulate(number: int) -> Report:
         began = time.monotonic()
         simulated = replace(machine, rows=config.max_num_seqs)
-        report = simulate_replicas(config, simulated, cost, arrivals(), replicas=replicas, lag=lag)
+        report = simulate_replicas(config, simulated, cost, arrivals(), replicas=number, lag=lag)
         took = time.monotonic() - began
-        click.echo(f"{_machines(replicas)}: {report.requests} requests in {took:.1f} s", err=True)
-        if wanted.searches and report.longest > FURTHEST * machine.length:
+        click.echo(f"{_machines(number)}: {report.requests} requests in {took:.1f} s", err=True)
+        if not replicas and report.longest > FURTHEST * machine.length:
             raise _common.NotStarted(
                 f"the longest request has {report.longest} tokens, and the recorded engine allowed at most "
                 f"{machine.length}: no number of machines can be computed. Record a run with --max-model-len "
@@ -395,24 +387,22 @@ def simulate_machines(
         return report
 
     with _common.startup_errors():
-        if wanted.searches:
+        if not replicas:
             needed, reports = fewest(simulate, goal)
         else:
-            reports = {replicas: simulate(replicas) for replicas in sorted(set(wanted.replicas))}
-            needed = next(
-                (replicas for replicas, each in reports.items() if goal and goal.is_met(each)), None
-            )
+            reports = {number: simulate(number) for number in sorted(set(replicas))}
+            needed = next((number for number, each in reports.items() if goal and goal.is_met(each)), None)
     said = extrapolations({_machines(number): each for number, each in reports.items()}, cost, machine)
     click.echo("\n" + "\n".join([*machines_table(reports, goal), *said]))
     if goal:
         goals = ", ".join(f"{name} {most:g} s" for name, most in goal.wanted.items() if most is not None)
         answer = (
             "no number of machines is enough: a single request takes longer"
-            if wanted.searches
+            if not replicas
             else "none of these"
         )
         click.echo(f"\np99 of {goals}: {_machines(needed) if needed is not None else answer}")
     with _common.startup_errors():
         if plot_path is not None:
             plot_machines(reports, goal, Path(plot_path), title)
-    return {str(replicas): to_json(report) for replicas, report in reports.items()} | {"needed": needed}
+    return {str(number): to_json(report) for number, report in reports.items()} | {"needed": needed}

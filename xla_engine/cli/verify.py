@@ -141,25 +141,24 @@ def verify(
                     write_record(record_path, report.record)
             click.echo("\n".join(report.lines()))
             failed = not report.ok
-        elif against == "config":
-            count = stack.enter_context(counting("configurations", sys.stderr))
-            results = levels.across_configurations(engine, requests=requests, seed=seed, progress=count)
-            click.echo("\n".join(levels.table(results)))
-            differ = any(result.differing_tokens or result.differing_bits for result in results)
-            failed = differ and engine.runner.has_one_row_code  # otherwise it is only reported, not promised
-        elif against == "speculation":
-            count = stack.enter_context(counting("proposers", sys.stderr))
-            with _common.startup_errors():
-                results = levels.across_speculation(engine, requests=requests, seed=seed, progress=count)
-            click.echo("\n".join(levels.table(results)))
-            failed = any(result.differing_tokens or result.differing_bits for result in results)
         else:
             with _common.startup_errors():
-                result = levels.against_transformers(
-                    engine, requests=requests, seed=seed, python=oracle_python
-                )
-            click.echo("\n".join(levels.table([result])))
-            failed = result.differing_tokens > 0
+                if against == "transformers":
+                    results = [
+                        levels.against_transformers(
+                            engine, requests=requests, seed=seed, python=oracle_python
+                        )
+                    ]
+                else:
+                    what, across = {
+                        "config": ("configurations", levels.across_configurations),
+                        "speculation": ("proposers", levels.across_speculation),
+                    }[against]
+                    count = stack.enter_context(counting(what, sys.stderr))
+                    results = across(engine, requests=requests, seed=seed, progress=count)
+            click.echo("\n".join(levels.table(results)))
+            promised = against != "config" or engine.runner.has_one_row_code  # otherwise only reported
+            failed = promised and any(each.differing_tokens or each.differing_bits for each in results)
     if failed:
         sys.exit(_common.SOME_FAILED)
 
