@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from xla_engine.errors import InvalidRequestError
-from xla_engine.sampling_params import SamplingParams, check_integer
+from xla_engine.sampling_params import MOST, SamplingParams, check_integer
 from xla_engine.utils.shown import shown
 
 TASKS = ("embed", "classify", "score")
@@ -32,7 +32,7 @@ class PoolingParams(SamplingParams):
     use_activation: bool | None = None
     pooling_type: str | None = None
     temperature: float = 0.0
-    max_tokens: int | None = 1
+    max_tokens: int | None = field(default=1, metadata={"integers": (1, MOST), "none": True})
     ignore_eos: bool = True
     detokenize: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
@@ -16,6 +16,7 @@ from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
 DEFAULT_MAX_TOKENS = 16
+MOST = 2**31 - 1  # of most integers
 LEAST_TEMPERATURE = 0.01  # above 0
 MAX_N = 128
 MAX_BAD_WORDS = 128
@@ -100,21 +101,25 @@ class SamplingParams:
     allowed_token_ids, bad_words, structured_outputs), temperature, min_p, top_k, top_p.
     """
 
-    n: int = 1
+    # Metadata: the least and the most of "integers" or "numbers", and a "note" for errors. "none" permits None, as a
+    # default of None does.
+    n: int = field(default=1, metadata={"integers": (1, MAX_N)})
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: int = field(default=0, metadata={"integers": (-1, MOST)})
     top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = -1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
+    min_p: float = field(default=0.0, metadata={"numbers": (0, 1)})
+    seed: int | None = field(default=None, metadata={"integers": (-(2**63), 2**64 - 1)})
+    max_tokens: int | None = field(default=DEFAULT_MAX_TOKENS, metadata={"integers": (1, MOST), "none": True})
+    min_tokens: int = field(default=0, metadata={"integers": (0, MOST)})
+    repetition_penalty: float = field(
+        default=1.0, metadata={"numbers": (0.01, 100), "note": " (1 changes nothing)"}
+    )
+    frequency_penalty: float = field(default=0.0, metadata={"numbers": (-2, 2)})
+    presence_penalty: float = field(default=0.0, metadata={"numbers": (-2, 2)})
+    penalty_last_n: int = field(default=-1, metadata={"integers": (-1, MOST)})
+    dry_multiplier: float = field(default=0.0, metadata={"numbers": (0, 100), "note": " (0 is off)"})
+    dry_base: float = field(default=1.75, metadata={"numbers": (1, 100)})
+    dry_allowed_length: int = field(default=2, metadata={"integers": (1, 64)})
     dry_sequence_breakers: Sequence[str | int] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
@@ -124,18 +129,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = field(default=None, metadata={"integers": (0, MAX_LOGPROBS)})
+    prompt_logprobs: int | None = field(default=None, metadata={"integers": (0, MAX_LOGPROBS)})
     skip_special_tokens: bool = True
     detokenize: bool = True
-    logprobs_start: int = 0
+    logprobs_start: int = field(default=0, metadata={"integers": (0, MOST)})
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
+        for each in fields(self):
+            if (value := getattr(self, each.name)) is each.default:
+                continue
             if (own := plain(value)) is not value:
-                object.__setattr__(self, entry.name, own)
-        check_integer("n", self.n, low=1, high=MAX_N)
+                object.__setattr__(self, each.name, own)
+            _check_limits(each, own)
         check_finite("temperature", self.temperature)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(
@@ -148,47 +154,18 @@ class SamplingParams:
                 f"temperature {self.temperature} is too small to divide by; use 0 for greedy or at least "
                 f"{LEAST_TEMPERATURE}"
             )
-        check_integer("top_k", self.top_k, low=-1)
         check_finite("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(
                 f"top_p must be in (0, 1], not {self.top_p}; use temperature 0 for greedy"
             )
-        check_finite("min_p", self.min_p)
-        if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(f"min_p must be in [0, 1], not {self.min_p}")
-        if self.seed is not None:
-            check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, low=1)
-        check_integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
                 "other"
             )
-        self._check_penalties()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
-        check_integer("logprobs_start", self.logprobs_start, low=0)
         if self.logprobs_start and self.prompt_logprobs is None:
             raise InvalidRequestError("logprobs_start needs prompt_logprobs; set both")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be true or false, not {shown(getattr(self, name))}")
-        object.__setattr__(self, "stop", check_stop_strings(self.stop))
-        if self.stop and not self.detokenize:
-            raise InvalidRequestError(
-                "stop strings need the text; leave detokenize true or use stop_token_ids"
-            )
-        object.__setattr__(
-            self,
-            "stop_token_ids",
-            check_token_ids("stop_token_ids", self.stop_token_ids, MAX_ALLOWED_TOKEN_IDS),
-        )
-        object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
-        object.__setattr__(self, "logit_bias", check_logit_bias(self.logit_bias))
         if isinstance(self.structured_outputs, Mapping):
             params = StructuredOutputsParams.from_mapping(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", params)
@@ -200,26 +177,23 @@ class SamplingParams:
             raise InvalidRequestError(
                 "structured_outputs needs an eos id to end a text; leave ignore_eos false"
             )
+        for name, checked in (
+            ("stop", check_stop_strings(self.stop)),
+            ("stop_token_ids", check_token_ids("stop_token_ids", self.stop_token_ids)),
+            ("bad_words", check_bad_words(self.bad_words)),
+            ("logit_bias", check_logit_bias(self.logit_bias)),
+            ("dry_sequence_breakers", check_breakers(self.dry_sequence_breakers)),
+        ):
+            object.__setattr__(self, name, checked)
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError(
+                "stop strings need the text; leave detokenize true or use stop_token_ids"
+            )
         if self.allowed_token_ids is not None:
-            allowed = check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            allowed = check_token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidRequestError("allowed_token_ids is empty; name at least one id, or leave it out")
             object.__setattr__(self, "allowed_token_ids", allowed)
-
-    def _check_penalties(self) -> None:
-        for name, low, high, note in (
-            ("frequency_penalty", -2, 2, ""),
-            ("presence_penalty", -2, 2, ""),
-            ("repetition_penalty", 0.01, 100, " (1 changes nothing)"),
-            ("dry_multiplier", 0, 100, " (0 is off)"),
-            ("dry_base", 1, 100, ""),
-        ):
-            check_finite(name, value := getattr(self, name))
-            if not low <= value <= high:
-                raise InvalidRequestError(f"{name} must be in [{low}, {high}]{note}, not {value}")
-        check_integer("penalty_last_n", self.penalty_last_n, low=-1)
-        check_integer("dry_allowed_length", self.dry_allowed_length, low=1, high=64)
-        object.__setattr__(self, "dry_sequence_breakers", check_breakers(self.dry_sequence_breakers))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, also_known: Iterable[str] = ()) -> SamplingParams:
@@ -289,6 +263,24 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _check_limits(entry: Field[Any], value: Any) -> None:
+    """Raise InvalidRequestError unless a value fits its field's default and metadata."""
+    limits = entry.metadata
+    if value is None and (entry.default is None or "none" in limits):
+        return
+    if "integers" in limits:
+        low, high = limits["integers"]
+        check_integer(entry.name, value, low=low, high=high)
+    elif "numbers" in limits:
+        check_finite(entry.name, value)
+        low, high = limits["numbers"]
+        if not low <= value <= high:
+            note = limits.get("note", "")
+            raise InvalidRequestError(f"{entry.name} must be in [{low}, {high}]{note}, not {value}")
+    elif isinstance(entry.default, bool) and not isinstance(value, bool):
+        raise InvalidRequestError(f"{entry.name} must be true or false, not {shown(value)}")
+
+
 def check_stop_strings(stop: object) -> tuple[str, ...]:
     """Convert one string, several or None to a tuple without duplicates. Raises InvalidRequestError."""
     strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
@@ -307,11 +299,11 @@ def check_stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def check_token_ids(name: str, ids: object, most: int) -> tuple[int, ...]:
+def check_token_ids(name: str, ids: object) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
         raise InvalidRequestError(f"{name} must be a list of token ids, not {shown(ids)}")
-    if len(ids) > most:
-        raise InvalidRequestError(f"{len(ids)} {name} given; at most {most}")
+    if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidRequestError(f"{len(ids)} {name} given; at most {MAX_ALLOWED_TOKEN_IDS}")
     found = tuple(map(plain, ids))
     for token_id in found:
         check_integer(f"{name} entry", token_id, low=0)
@@ -377,7 +369,7 @@ def check_finite(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
 
 
-def check_integer(name: str, value: object, *, low: int, high: int = 2**31 - 1) -> None:
+def check_integer(name: str, value: object, *, low: int, high: int = MOST) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, not {shown(value)}")
     if not low <= value <= high:
