@@ -50,7 +50,7 @@ class _Commands(click.Group):
             sys.exit(INTERRUPTED)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="xla-engine")
 def main() -> None:
     """Batch engine for language models on JAX/XLA: the same bits, whatever the batch.

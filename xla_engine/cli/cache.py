@@ -57,7 +57,11 @@ def list_(directory: Path, as_json: bool) -> None:
         )
 
 
-@cache.command(cls=_help.Sectioned, short_help="Compute stored blocks again and compare the bytes.")
+@cache.command(
+    cls=_help.Sectioned,
+    short_help="Compute stored blocks again and compare the bytes.",
+    context_settings={"show_default": False},
+)
 @_directory
 @click.option(
     "--sample", type=click.IntRange(1), default=100, show_default=True, help="Number of blocks to check."

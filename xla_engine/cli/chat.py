@@ -33,7 +33,7 @@ A line that ends in \\ goes on; {BLOCK} begins and ends a message of several lin
 @click.command(
     cls=_help.Sectioned,
     short_help="Talk with a model.",
-    context_settings={"show_default": True, "default_map": {"max_num_seqs": "1"}},
+    context_settings={"default_map": {"max_num_seqs": "1"}},
 )
 @_common.model_argument
 @click.option("--system", metavar="TEXT", help="The system message.")

@@ -9,9 +9,7 @@ from xla_engine.cli import _common, _help
 from xla_engine.utils.tables import aligned
 
 
-@click.command(
-    cls=_help.Sectioned, short_help="List the compiled programs.", context_settings={"show_default": True}
-)
+@click.command(cls=_help.Sectioned, short_help="List the compiled programs.")
 @_common.model_options
 def graphs(**options: Any) -> None:
     """List every compiled program: name, shapes, seconds to lower and compile, scratch and reused memory.

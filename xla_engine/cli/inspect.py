@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from xla_engine.batch.earlier_runs import LastRun
 
 
-@click.command(cls=_help.Sectioned, short_help="Show what a model needs, and whether it runs here.")
+@click.command(
+    cls=_help.Sectioned,
+    short_help="Show what a model needs, and whether it runs here.",
+    context_settings={"show_default": False},
+)
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @_common.engine_options

@@ -13,11 +13,7 @@ from xla_engine.cli import _common, _help
 from xla_engine.utils.progress import counting
 
 
-@click.command(
-    cls=_help.Sectioned,
-    short_help="Measure the perplexity of a text, and compare precisions.",
-    context_settings={"show_default": True},
-)
+@click.command(cls=_help.Sectioned, short_help="Measure the perplexity of a text, and compare precisions.")
 @click.argument("text_path", metavar="TEXT_FILE")
 @click.option("-c", "--ctx-size", type=click.IntRange(4), default=512, help="Tokens of a window.")
 @click.option("--chunks", type=click.IntRange(1), help="Maximum number of windows.  [default: all]")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xla_engine.equivalence.record import Record
 
 
-@click.command(short_help="Run a record again, step for step.", context_settings={"show_default": True})
+@click.command(short_help="Run a record again, step for step.")
 @click.argument("record_path", metavar="FILE")
 @click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")
 @click.option("--force", is_flag=True, help="Replay even on another model, version or device.")

@@ -21,9 +21,7 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
         raise click.BadParameter(str(error)) from error
 
 
-@click.command(
-    cls=_help.Sectioned, short_help="Complete a file of requests.", context_settings={"show_default": True}
-)
+@click.command(cls=_help.Sectioned, short_help="Complete a file of requests.")
 @click.argument("input_path", metavar="INPUT", required=False)
 @click.option(
     "--prompt",

@@ -23,9 +23,7 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 _setting = partial(_help.field_option, ServerSettings)
 
 
-@click.command(
-    cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.", context_settings={"show_default": True}
-)
+@click.command(cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.")
 @_common.model_argument
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option("--port", type=click.IntRange(0, LARGEST_PORT), default=8000, help="0 picks a free port.")

@@ -10,7 +10,7 @@ from xla_engine.cli.replay import load_record
 from xla_engine.utils.progress import counting
 
 
-@click.command(short_help="Reduce a failing record to a small one.", context_settings={"show_default": True})
+@click.command(short_help="Reduce a failing record to a small one.")
 @click.argument("record_path", metavar="FILE")
 @click.option("-o", "--output", "output_path", metavar="SMALLER", required=True, help="The small record.")
 @click.option("--model", metavar="DIR", help="Where the model is now.  [default: as recorded]")

@@ -55,7 +55,7 @@ goal_options = _help.together(
 )
 
 
-@click.command(short_help="Run a trace through the scheduler alone.", context_settings={"show_default": True})
+@click.command(short_help="Run a trace through the scheduler alone.")
 @click.argument("trace")
 @click.option(
     "--cost",

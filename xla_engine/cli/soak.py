@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from xla_engine.tools.soak.report import SoakReport
 
 
-@click.command(
-    short_help="Stress-test engines and a server with faults.", context_settings={"show_default": True}
-)
+@click.command(short_help="Stress-test engines and a server with faults.")
 @_common.model_option
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), help="Duration of the soak.  [default: 2]"

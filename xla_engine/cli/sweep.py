@@ -17,11 +17,7 @@ def _widths(context: click.Context, option: click.Parameter, value: str) -> list
     return sorted({click.IntRange(1)(part, option, context) for part in value.split(",")})
 
 
-@click.command(
-    cls=_help.Sectioned,
-    short_help="Measure speed against the number of slots.",
-    context_settings={"show_default": True},
-)
+@click.command(cls=_help.Sectioned, short_help="Measure speed against the number of slots.")
 @_common.model_option
 @_common.device_options
 @click.option("--widths", default="1,2,4,8,16,32,64", callback=_widths, help="Numbers of slots to measure.")

@@ -12,11 +12,7 @@ from xla_engine.cli import _common, _help
 from xla_engine.utils.progress import counting
 
 
-@click.command(
-    cls=_help.Sectioned,
-    short_help="Check that batching changes no bit, here or in a server.",
-    context_settings={"show_default": True},
-)
+@click.command(cls=_help.Sectioned, short_help="Check that batching changes no bit, here or in a server.")
 @click.option(
     "--url", metavar="URL", help="Check an OpenAI-compatible server instead; --model is its name there."
 )
