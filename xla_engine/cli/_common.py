@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.engine.client import EngineClient
 
-# options that are not fields of `EngineConfig`
-_BESIDE = ("model", "files", "start_timeout_s", "data_parallel_size", "lora_modules")
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 
 
@@ -208,19 +206,11 @@ engine_options = together(
 model_options = together(model_option, engine_options)
 
 
-class _ToStderr(logging.Handler):
-    """Writes lines to the current `sys.stderr`."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            click.echo(self.format(record), err=True)
-
-
 def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
     """Show the package's log until the command ends."""
     if not value:
         return
-    log, handler = logging.getLogger("xla_engine"), _ToStderr()
+    log, handler = logging.getLogger("xla_engine"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     level = log.level
     log.addHandler(handler)
@@ -485,7 +475,7 @@ def text_of(path: str | Path | None) -> str | None:
 
 def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `EngineConfig` among a command's options, with room for the adapters in the options."""
-    fields = {name: each for name, each in options.items() if name not in _BESIDE}
+    fields = {name: options[name] for name in EngineConfig.__dataclass_fields__ if name in options}
     if adapters := options.get("lora_modules"):
         if not fields["enable_lora"]:
             raise ConfigError("--lora-modules needs --enable-lora")

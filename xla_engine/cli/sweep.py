@@ -50,10 +50,9 @@ def sweep(
         from xla_engine.engine.batch_engine import XlaBatchEngine
         from xla_engine.tools.bench import sweep as measure
 
-        fields = {name: value for name, value in options.items() if name != "model"}
         made = measure.sweep(
             partial(XlaBatchEngine.from_pretrained, options["model"]),
-            EngineConfig(**fields),
+            EngineConfig(**_common.config_fields(options)),
             widths,
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
