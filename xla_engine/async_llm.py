@@ -151,11 +151,9 @@ class AsyncLLM:
             add_special_tokens=False,
             **request_options,
         )
-        try:
+        async with contextlib.aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 yield output
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its reader gets a last output. False if it is unknown or has already ended."""

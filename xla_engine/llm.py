@@ -387,12 +387,8 @@ class LLM:
                 self.engine.extend(output.request_id, max_tokens, collector=collector, **options)
                 yield output.request_id
 
-        done: dict[int, RequestOutput] = {}
-        with prompts_bar(len(many), enabled=use_tqdm) as bar:
-            for place, output in self._read(collector, queue(), only_finished=True):
-                done[place] = output
-                bar.update()
-        return RequestOutputs(done[place] for place in range(len(many)))
+        found = self._read(collector, queue(), only_finished=True)
+        return _in_order(found, len(many), use_tqdm=use_tqdm)
 
     def _complete(
         self,
@@ -402,12 +398,8 @@ class LLM:
         use_tqdm: bool,
         **options: Any,
     ) -> RequestOutputs:
-        done: dict[int, RequestOutput] = {}
-        with prompts_bar(len(prompts), enabled=use_tqdm) as bar:
-            for place, output in self._run(prompts, sampling_params, only_finished=True, **options):
-                done[place] = output
-                bar.update()
-        outputs = RequestOutputs(done[place] for place in range(len(prompts)))
+        found = self._run(prompts, sampling_params, only_finished=True, **options)
+        outputs = _in_order(found, len(prompts), use_tqdm=use_tqdm)
         if sampling_params is None and not self._told_of_cuts:
             self._tell_of_cuts(outputs)
         return outputs
@@ -550,3 +542,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_order(found: Iterable[tuple[int, RequestOutput]], count: int, *, use_tqdm: bool) -> RequestOutputs:
+    """The outputs in the order of their indices. use_tqdm: show a progress bar."""
+    done: dict[int, RequestOutput] = {}
+    with prompts_bar(count, enabled=use_tqdm) as bar:
+        for place, output in found:
+            done[place] = output
+            bar.update()
+    return RequestOutputs(done[place] for place in range(count))
