@@ -574,45 +574,33 @@ def is_number(value: object) -> bool:
 _MOST = 1 << 24  # dimensions of a vector, or positions
 
 
-def _flag(value: object) -> bool:
-    return isinstance(value, bool)
+def _is(kind: Any) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
 
 
-def _words(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
 def _size(value: object) -> bool:
     return type(value) is int and 0 < value < _MOST
 
 
-def _sizes(value: object) -> bool:
-    return isinstance(value, list) and all(map(_size, value))
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float)
-
-
-def _object(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
 _FIELDS: Mapping[str, Mapping[str, tuple[Callable[[object], bool], str]]] = {
     "pooler_config": {
         "pooling_type": (lambda value: value in POOLING_TYPES, " or ".join(POOLING_TYPES)),
-        "use_activation": (_flag, "true or false"),
+        "use_activation": (_is(bool), "true or false"),
     },
     "hf_overrides": {
-        "architectures": (_words, "a list of names"),
-        "problem_type": (lambda value: isinstance(value, str), "text"),
-        "classifier_from_token": (_words, "a list of tokens"),
-        "is_original_qwen3_reranker": (_flag, "true or false"),
-        "is_matryoshka": (_flag, "true or false"),
-        "matryoshka_dimensions": (_sizes, "a list of sizes"),
-        "rope_parameters": (_object, "an object"),
-        "rope_scaling": (_object, "an object"),
-        "rope_theta": (_number, "a number"),
+        "architectures": (_list_of(_is(str)), "a list of names"),
+        "problem_type": (_is(str), "text"),
+        "classifier_from_token": (_list_of(_is(str)), "a list of tokens"),
+        "is_original_qwen3_reranker": (_is(bool), "true or false"),
+        "is_matryoshka": (_is(bool), "true or false"),
+        "matryoshka_dimensions": (_list_of(_size), "a list of sizes"),
+        "rope_parameters": (_is(Mapping), "an object"),
+        "rope_scaling": (_is(Mapping), "an object"),
+        "rope_theta": (is_number, "a number"),
         "max_position_embeddings": (_size, "a number of tokens"),
         "max_model_len": (_size, "a number of tokens"),
     },
