@@ -13,7 +13,7 @@ import pytest
 from tests.server.bodies import BODIES, CHAT, TEXT
 from tests.server.conftest import Running
 from xla_engine.observability.metrics import CACHE_CONFIG, METRICS
-from xla_engine.server.info import SERVER_METRICS
+from xla_engine.server.info import server_metrics
 
 
 def post(http: httpx.Client, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def test_a_request_id_comes_back_if_it_is_one(http: httpx.Client) -> None:
     assert bad.headers["x-request-id"] != "a b" * 100
 
 
-def test_metrics_bear_vllms_names(http: httpx.Client) -> None:
+def test_metrics_bear_vllms_names(http: httpx.Client, server: Running) -> None:
     post(http, "/v1/completions", TEXT)
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -244,7 +244,7 @@ def test_metrics_bear_vllms_names(http: httpx.Client) -> None:
         assert families[name].samples, name
     assert set(families) == {
         name.removesuffix("_total")
-        for name in (*(each.name for each in (*METRICS, *SERVER_METRICS)), CACHE_CONFIG)
+        for name in (*(each.name for each in (*METRICS, *server_metrics(server.service))), CACHE_CONFIG)
     }
     whole = [s for s in families["vllm:e2e_request_latency_seconds"].samples if s.name.endswith("_count")]
     assert whole[0].value >= 1

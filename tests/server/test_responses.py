@@ -19,6 +19,7 @@ from xla_engine.batch.requests import LineError, parse_record
 from xla_engine.batch.responses import MessageLogprobs, ResponseBuilder, chat_body
 from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
+from xla_engine.server import responses
 from xla_engine.server.responses import Memory
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
@@ -106,7 +107,7 @@ def test_log_probabilities_stand_beside_the_text_of_their_tokens(size: int) -> N
     body = {**ASK, "tools": [FUNCTION | {"name": "f", "strict": None}], "top_logprobs": 1}
     line = {"method": "POST", "url": "/v1/responses", "body": body}
     request = parse_record(line, 1, {"tool_parser": "hermes", "reasoning_parser": "think"})
-    assert not isinstance(request, LineError) and request.reading is not None
+    assert not isinstance(request, LineError)
     logprobs = MessageLogprobs(request.reading.parser(thinking=False), Spelled(tokens).incremental())
     parser = request.reading.parser(thinking=False)
     assert parser is not None
@@ -165,15 +166,17 @@ def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream:
             client.responses.create(**{**ASK, "previous_response_id": gone})
 
 
-def test_memory_is_bounded_and_shows_nobody_anothers_responses() -> None:
-    memory = Memory(tenant_bytes=1000, total_bytes=1500)
+def test_memory_is_bounded_and_shows_nobody_anothers_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "TENANT_BYTES", 1000)
+    monkeypatch.setattr(responses, "TOTAL_BYTES", 1500)
+    memory = Memory()
     for number in range(40):
         memory.keep("a" if number % 4 else "b", {"id": f"r{number}"}, ["x" * 100])
-        assert memory.items("b" if number % 4 else "a", f"r{number}") is None
-    kept = [number for number in range(40) if memory.items("a" if number % 4 else "b", f"r{number}")]
+        assert memory.find("b" if number % 4 else "a", f"r{number}") is None
+    kept = [number for number in range(40) if memory.find("a" if number % 4 else "b", f"r{number}")]
     assert kept[-1] == 39 and 10 <= len(kept) <= 12 and {number % 4 == 0 for number in kept} == {True, False}
     memory.keep("c", {"id": "large"}, ["x" * 2000])  # does not fit, and moves nobody out
-    assert memory.items("c", "large") is None and memory.items("a", "r39") is not None
+    assert memory.find("c", "large") is None and memory.find("a", "r39") is not None
 
 
 def test_items_become_messages() -> None:

@@ -82,7 +82,7 @@ class LineRequest:
     generates: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     default_limit: bool = False
-    reading: Reading | None = None
+    reading: Reading = field(default_factory=Reading)
     pooling: PoolingRequest | None = None
     response: Mapping[str, Any] | None = None
 
@@ -190,7 +190,7 @@ def parse_record(
             defaults = {"max_tokens": None, **defaults}
         wanted = {**defaults, **sampling}
         params = SamplingParams.from_mapping(wanted, also_known=LINE_FIELDS)
-        params = params if reading is None else reading.prepared(params)
+        params = reading.prepared(params)
         if (sequences := len(prompts) * params.n) > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts of n = {params.n} are {sequences} sequences in one line; at most "
@@ -247,7 +247,7 @@ def _with_template(prompt: Prompt, source: str | None) -> Prompt:
 
 
 # prompts, model, sampling fields, and how a chat's answer is parsed
-_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading | None]
+_Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading]
 
 
 def _as_chat(body: dict[str, Any], system: str) -> None:
@@ -277,7 +277,7 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
         _check_is_no_row(body)
         images = body.pop("images", None)
         prompt = _prompt(body.pop("prompt", ...))
-        return (prompt if images is None else _with_images(prompt, images),), None, body, None
+        return (prompt if images is None else _with_images(prompt, images),), None, body, Reading()
     if "prompt" in body:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
     if (images := body.pop("images", None)) is not None:
@@ -303,7 +303,7 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     rename_others(body)
     if url == COMPLETIONS_URL:
         _check_prompt_is_there(body)
-        return _prompts(body.pop("prompt", ...)), model, body, None
+        return _prompts(body.pop("prompt", ...)), model, body, Reading()
     chat, reading = take_chat(body, dialect)
     return (chat,), model, _chat_sampling(body), reading
 

@@ -191,7 +191,7 @@ class ResponseWriter:
     ) -> None:
         """name: its id. thinking: whether the prompt ended with the opening tag of reasoning. pack: turns the record
         of a token with its log-probabilities into what the response holds."""
-        assert request.response is not None and request.reading is not None
+        assert request.response is not None
         self.ended = False
         self._request, self._tokenizer, self._pack = request, header.tokenizer, pack
         self._parser = request.reading.parser(thinking=thinking) or Plain()
@@ -256,8 +256,8 @@ def result_choices(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> Iterator[dict[str, Any]]:
     """Yield the choices of all prompts in order, each made lazily."""
-    tokenizer, reading = header.tokenizer, request.reading
-    thinking = reading is not None and begins_thinking(outputs[0], tokenizer)
+    tokenizer = header.tokenizer
+    thinking = request.is_chat and begins_thinking(outputs[0], tokenizer)
     for number, output in enumerate(outputs):
         head = None
         if request.echo:
@@ -267,7 +267,7 @@ def result_choices(
         for completion in output.outputs:
             index = number * len(output.outputs) + completion.index
             choice = {"index": index} | _choice(request, output, completion, head, tokenizer)
-            if reading is not None and (parser := reading.parser(thinking=thinking)) is not None:
+            if (parser := request.reading.parser(thinking=thinking)) is not None:
                 part_message(choice, parser, f"{name}/{index}")
             yield choice
 
@@ -522,8 +522,7 @@ class ReasoningTokens:
 
     def __init__(self, request: LineRequest, tokenizer: Tokenizer | None, *, thinking: bool) -> None:
         """thinking: whether the prompt ended with the opening tag."""
-        reading = request.reading
-        parser = None if reading is None else reading.reasoning_parser(thinking=thinking)
+        parser = request.reading.reasoning_parser(thinking=thinking)
         self._parser = None if tokenizer is None else parser
         self._text = (
             tokenizer.incremental(request.params.skip_special_tokens) if tokenizer and parser else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from xla_engine.batch.pooling import POOLING_URLS
@@ -16,7 +17,6 @@ from xla_engine.batch.requests import LineError, LineRequest, parse_record
 from xla_engine.server.errors import ApiError, ClientGone, invalid, refused
 from xla_engine.server.fairness import Shares
 from xla_engine.server.settings import ServerSettings
-from xla_engine.text.parsers.scan import Parser
 from xla_engine.utils.json_line import check_structure, load_object
 
 BODIES = 16  # limit on all bodies being read or parsed, as a multiple of the largest body; half of it per key
@@ -70,6 +70,19 @@ class Bodies:
             return parse()
         return await asyncio.get_running_loop().run_in_executor(self._threads[size > LONG], parse)
 
+    async def typed(self, request: Request, kind: type[T], limit: int | None = None) -> T:
+        """The body as a record of this type. limit: as in `whole`. Raises what `whole` raises, and ApiError."""
+
+        def parse() -> T:
+            try:
+                check_structure(raw)
+                return msgspec.json.decode(raw, type=kind)
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+                raise ApiError(400, f"the body is invalid: {error}", code="invalid_json") from error
+
+        async with self.whole(request.scope, request.receive, limit) as raw:
+            return await self.parsed(parse, len(raw))
+
     async def _read(self, scope: Scope, receive: Receive, limit: int, count: Callable[[int], None]) -> bytes:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if length is not None and length.isdigit() and int(length[:20]) > limit:
@@ -118,11 +131,6 @@ class Call:
     continuous_usage: bool = False
     return_token_ids: bool = False
 
-    def parser(self, *, thinking: bool) -> Parser | None:
-        """A parser for one choice of a chat; None if its whole text is content."""
-        reading = self.request.reading
-        return None if reading is None else reading.parser(thinking=thinking)
-
     @property
     def sequences(self) -> int:
         """Number of choices in the answer."""
@@ -136,15 +144,6 @@ def read_json(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         message = str(error).replace("a line must be", "the body must be")
         raise ApiError(400, message, code="invalid_json") from error
-
-
-def typed_body(raw: bytes, kind: type[T]) -> T:
-    """Parse a body as a record of this type. Raises ApiError."""
-    try:
-        check_structure(raw)
-        return msgspec.json.decode(raw, type=kind)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise ApiError(400, f"the body is invalid: {error}", code="invalid_json") from error
 
 
 def parse_call(

@@ -10,7 +10,6 @@ from starlette.routing import Route
 
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.server.bodies import typed_body
 from xla_engine.server.errors import ApiError, api_error, invalid
 from xla_engine.server.info import JsonResponse
 from xla_engine.server.service import Service
@@ -94,8 +93,7 @@ class Changes:
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         self._check()
-        async with self._service.bodies.whole(request.scope, request.receive) as raw:
-            return typed_body(raw, kind)
+        return await self._service.bodies.typed(request, kind)
 
     def _check(self) -> None:
         if not self._service.settings.allow_runtime_changes:

@@ -69,13 +69,13 @@ class ChunkWriter:
         if not generates:
             ended = tuple(each for each in output.outputs if each.finish_reason is not None)
             output = asked_for(self._call.request, replace(output, outputs=ended))
-        per_prompt = self._call.request.params.n
+        per_prompt, reading = self._call.request.params.n, self._call.request.reading
         self._outputs[index] = output
         for completion in output.outputs:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
             if state is None:
-                state = self._choices[number] = _Choice(parser=self._call.parser(thinking=self._thinking))
+                state = self._choices[number] = _Choice(parser=reading.parser(thinking=self._thinking))
                 if self._is_chat:  # the role comes before the first token
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}

@@ -57,15 +57,14 @@ class FairWorker:
 
     def _next(self) -> None:
         """Start the next call."""
-        self._busy = False
-        for key in list(self._waiting):
+        self._busy = bool(self._waiting)
+        if self._busy:
+            key = next(iter(self._waiting))
             turns = self._waiting.pop(key)
             turn = turns.popleft()
             if turns:
                 self._waiting[key] = turns  # this key is now last
-            self._busy = True
             turn.set()
-            return
 
 
 class Shares:

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.metrics import CONTENT_TYPE, Family, counter, gauge, text_of
-from xla_engine.server.bodies import check_model, typed_body
+from xla_engine.server.bodies import check_model
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.server.generation import send_whole
@@ -37,7 +37,6 @@ MAX_TEXT = 1 << 20  # characters to tokenise, or ids to detokenise
 QUEUED = 16 * MAX_TEXT  # limit on both over all unsent answers; half of it per key
 PIECE_TOKENS = 512  # tokens encoded together, in less than a millisecond
 SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
-_Values = list[tuple[float, dict[str, str]]]
 
 
 class JsonResponse(Response):
@@ -256,10 +255,8 @@ class Info:
         return tokenizer
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
-        service = self._service
-        async with service.bodies.whole(request.scope, request.receive) as raw:
-            body = await service.bodies.parsed(lambda: typed_body(raw, kind), len(raw))
-        check_model(body.model, service.model_names)
+        body = await self._service.bodies.typed(request, kind)
+        check_model(body.model, self._service.model_names)
         return body
 
 
@@ -298,64 +295,31 @@ def _moment(text: str) -> float:
     return moment
 
 
-class ServerMetric(NamedTuple):
-    """A metric of the server. make: `gauge` or `counter`. read: returns its values with their labels."""
-
-    name: str
-    make: Callable[[str, str, _Values], Family]
-    about: str
-    read: Callable[[Service], _Values]
-
-
-SERVER_METRICS = (
-    ServerMetric(
-        "xla_engine_interactive_live",
-        gauge,
-        "Sequences of accepted HTTP requests.",
-        lambda service: [(service.live, _model(service))],
-    ),
-    ServerMetric(
-        "xla_engine_draining",
-        gauge,
-        "1 while the server drains.",
-        lambda service: [(float(service.draining), _model(service))],
-    ),
-    ServerMetric(
-        "xla_engine_refused_total",
-        counter,
-        "Requests refused because the queue was full.",
-        lambda service: [(service.times.refused, _model(service))],
-    ),
-    ServerMetric(
-        "xla_engine_http_responses_total",
-        counter,
-        "Answers by path and status.",
-        lambda service: [
-            (count, {"path": path, "status": status})
-            for (path, status), count in service.times.responses.items()
-        ],
-    ),
-    ServerMetric(
-        "process_resident_memory_bytes",
-        gauge,
-        "Memory of the server's process, weights included.",
-        lambda _: [(size, {}) for size in (resident_bytes(),) if size is not None],
-    ),
-    ServerMetric(
-        "xla_engine_info",
-        gauge,
-        "Version and fingerprint of this server.",
-        lambda service: [(1, {"version": __version__, "fingerprint": service.fingerprint})],
-    ),
-)
+def server_metrics(service: Service) -> tuple[Family, ...]:
+    """The metrics that only a server has."""
+    model, times = {"model_name": service.settings.model_names[0]}, service.times
+    resident = resident_bytes()
+    answers = [(count, {"path": path, "status": status}) for (path, status), count in times.responses.items()]
+    info = {"version": __version__, "fingerprint": service.fingerprint}
+    return (
+        gauge("xla_engine_interactive_live", "Sequences of accepted HTTP requests.", [(service.live, model)]),
+        gauge("xla_engine_draining", "1 while the server drains.", [(float(service.draining), model)]),
+        counter(
+            "xla_engine_refused_total",
+            "Requests refused because the queue was full.",
+            [(times.refused, model)],
+        ),
+        counter("xla_engine_http_responses_total", "Answers by path and status.", answers),
+        gauge(
+            "process_resident_memory_bytes",
+            "Memory of the server's process, weights included.",
+            [] if resident is None else [(resident, {})],
+        ),
+        gauge("xla_engine_info", "Version and fingerprint of this server.", [(1, info)]),
+    )
 
 
 def metrics_text(service: Service) -> str:
     """All metrics. Those of the engine have the model's name as a label, as in vLLM."""
     engine = service.engine.metrics(service.settings.model_names[0])
-    own = (metric.make(metric.name, metric.about, metric.read(service)) for metric in SERVER_METRICS)
-    return text_of((*engine, *own))
-
-
-def _model(service: Service) -> dict[str, str]:
-    return {"model_name": service.settings.model_names[0]}
+    return text_of((*engine, *server_metrics(service)))

@@ -74,21 +74,16 @@ def chat_size(chat: Chat) -> ChatSize:
     return ChatSize(values, characters)
 
 
-class _Lane:
-    """A rendering process and the thread that waits for it."""
-
-    def __init__(self) -> None:
-        self.process = WorkerProcess("chat_worker.py")
-        self.worker = FairWorker("chat rendering")
-
-
 class Rendering:
     """Renders large chats in one process and small ones in another, so that large chats do not delay small ones."""
 
     def __init__(self, render: Render) -> None:
         """render: `XlaBatchEngine.render_chat`."""
         self._render = render
-        self._lanes = {True: _Lane(), False: _Lane()}  # by whether the chat is small
+        self._lanes = {  # by whether the chat is small: a process, and the thread that waits for it
+            is_small: (WorkerProcess("chat_worker.py"), FairWorker("chat rendering"))
+            for is_small in (True, False)
+        }
         self.shares = Shares(QUEUED_CHARACTERS, "too many chats wait for the chat template; retry later")
 
     async def render(self, chat: Chat, key: str) -> str:
@@ -99,15 +94,15 @@ class Rendering:
         """
         size = chat_size(chat)
         with self.shares.hold(size.characters + _LEAST, key):
-            lane = self._lanes[size.is_small]
-            render = partial(self._render, chat.messages, process=lane.process, **chat.options)
-            return await lane.worker.run(render, key)
+            process, worker = self._lanes[size.is_small]
+            render = partial(self._render, chat.messages, process=process, **chat.options)
+            return await worker.run(render, key)
 
     def close(self) -> None:
         """Stop the processes. Nothing can be rendered afterwards."""
-        for lane in self._lanes.values():
-            lane.process.stop()
-            lane.worker.close()
+        for process, worker in self._lanes.values():
+            process.stop()
+            worker.close()
 
 
 class Pictures:

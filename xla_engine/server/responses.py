@@ -50,14 +50,13 @@ class Responses(Generation):
         tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
         items = items_of(body.get("input"))
         if previous is not None:
-            found = self.memory.items(tenant, previous) if isinstance(previous, str) else None
-            if found is None:
+            if (found := self.memory.find(tenant, previous)) is None:
                 message = (
                     f"previous_response_id {str(previous)[:100]!r} is not kept here; send its items as input"
                 )
                 code = "previous_response_not_found"
                 raise ApiError(400, message, code=code, param="previous_response_id")
-            items = found + items
+            items = msgspec.json.decode(found[1]) + items
         chat = chat_body({**body, "input": items})
         call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
         return replace(call, request=replace(call.request, response={**body, "input": items}))
@@ -80,7 +79,7 @@ class Responses(Generation):
 
     async def read(self, request: Request) -> Response:
         """`GET /v1/responses/ID`."""
-        return Response(self.memory.response(*_names(request)), media_type="application/json")
+        return Response(self.memory.kept(*_names(request))[0], media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         """`GET /v1/responses/ID/input_items`: what it answers, newest first unless `order` is "asc"."""
@@ -184,9 +183,7 @@ class Memory:
     """The newest responses with `store: true`, as JSON. If full, the tenant with the most bytes loses its oldest
     ones."""
 
-    def __init__(self, tenant_bytes: int = TENANT_BYTES, total_bytes: int = TOTAL_BYTES) -> None:
-        self._tenant_bytes = tenant_bytes
-        self._total_bytes = total_bytes
+    def __init__(self) -> None:
         self._kept: defaultdict[str, OrderedDict[str, tuple[bytes, bytes]]] = defaultdict(OrderedDict)
         self._held: defaultdict[str, int] = defaultdict(int)
 
@@ -195,24 +192,18 @@ class Memory:
         data = msgspec.json.encode(response), msgspec.json.encode(items)
         self._kept[tenant][response["id"]] = data
         self._held[tenant] += sum(map(len, data))
-        while self._held.get(tenant, 0) > self._tenant_bytes:
+        while self._held.get(tenant, 0) > TENANT_BYTES:
             self._forget(tenant)
-        while sum(self._held.values()) > self._total_bytes:
+        while sum(self._held.values()) > TOTAL_BYTES:
             self._forget(max(self._held, key=self._held.__getitem__))
 
-    def items(self, tenant: str, name: str) -> list[Any] | None:
-        """The items of a response."""
-        data = self._kept[tenant].get(name) if tenant in self._kept else None
-        return None if data is None else list(msgspec.json.decode(data[1]))
-
-    def response(self, tenant: str, name: str) -> bytes:
-        """A response as JSON; the bytes are shared. Raises ApiError if it does not exist or is another tenant's."""
-        return self.kept(tenant, name)[0]
+    def find(self, tenant: str, name: object) -> tuple[bytes, bytes] | None:
+        """A response and its items as JSON; the bytes are shared. None if it does not exist or is another tenant's."""
+        return self._kept[tenant].get(str(name)) if tenant in self._kept else None
 
     def kept(self, tenant: str, name: str) -> tuple[bytes, bytes]:
-        """A response and its items as JSON. Raises ApiError as `response` does."""
-        data = self._kept[tenant].get(name) if tenant in self._kept else None
-        if data is None:
+        """What `find` finds. Raises ApiError for None."""
+        if (data := self.find(tenant, name)) is None:
             message = (
                 f"no response found with id {name[:100]!r}; store: true keeps responses for a limited time"
             )
@@ -220,8 +211,8 @@ class Memory:
         return data
 
     def delete(self, tenant: str, name: str) -> None:
-        """Raises ApiError as `response` does."""
-        self.response(tenant, name)
+        """Raises ApiError as `kept` does."""
+        self.kept(tenant, name)
         self._forget(tenant, name)
 
     def _forget(self, tenant: str, name: str | None = None) -> None:

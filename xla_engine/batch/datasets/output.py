@@ -129,10 +129,11 @@ def _write(
             file = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=file, mode="wb", mtime=0)))
         first = next(batches, None)  # none: a shard without lines
         schema = pa.schema([(name, _result_type(name)) for name in named]) if first is None else first.schema
-        writer = _ParquetWriter(file, schema) if kind == "parquet" else _CsvWriter(file, schema, kind)
-        for batch in itertools.chain([] if first is None else [first], batches):
-            writer.write(batch)
-        writer.close()
+        every = itertools.chain([] if first is None else [first], batches)
+        if kind == "parquet":
+            _write_parquet(every, file, schema)
+        else:
+            _write_text(every, file, schema, "\t" if kind == "tsv" else ",")
 
 
 def _joined(
@@ -175,50 +176,32 @@ def _columns(lines: Sequence[bytes], named: Sequence[str]) -> list[Any]:
     return [arrow().array([row[name] for row in rows], _result_type(name)) for name in named]
 
 
-class _ParquetWriter:
-    """Writes row groups of `ROW_GROUP` rows, whatever the size of the batches."""
+def _write_parquet(batches: Iterator[Any], file: BinaryIO, schema: Any) -> None:
+    """Write row groups of `ROW_GROUP` rows, whatever the size of the batches."""
+    import pyarrow.parquet
 
-    def __init__(self, file: BinaryIO, schema: Any) -> None:
-        import pyarrow.parquet
-
-        self._writer = pyarrow.parquet.ParquetWriter(file, schema)
-        self._schema = schema
-        self._held: list[Any] = []
-        self._rows = 0
-
-    def write(self, batch: Any) -> None:
-        self._held.append(batch)
-        self._rows += batch.num_rows
-        while self._rows >= ROW_GROUP:
-            self._flush(ROW_GROUP)
-
-    def close(self) -> None:
-        if self._rows:
-            self._flush(self._rows)
-        self._writer.close()
-
-    def _flush(self, rows: int) -> None:
-        table = arrow().Table.from_batches(self._held, self._schema)
-        self._writer.write_table(table.slice(0, rows), row_group_size=ROW_GROUP)
-        self._held = table.slice(rows).to_batches()
-        self._rows -= rows
+    writer = pyarrow.parquet.ParquetWriter(file, schema)
+    table = schema.empty_table()  # rows of the next group
+    for batch in batches:
+        table = arrow().concat_tables([table, arrow().Table.from_batches([batch], schema)])
+        while len(table) >= ROW_GROUP:
+            writer.write_table(table.slice(0, ROW_GROUP), row_group_size=ROW_GROUP)
+            table = table.slice(ROW_GROUP)
+    if len(table):
+        writer.write_table(table, row_group_size=ROW_GROUP)
+    writer.close()
 
 
-class _CsvWriter:
-    """Writes rows of text: lists and objects as JSON, null as an empty cell."""
-
-    def __init__(self, file: BinaryIO, schema: Any, kind: str | None) -> None:
-        self._text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-        self._csv = csv.writer(self._text, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
-        self._csv.writerow(schema.names)
-
-    def write(self, batch: Any) -> None:
+def _write_text(batches: Iterator[Any], file: BinaryIO, schema: Any, delimiter: str) -> None:
+    """Write rows of text: lists and objects as JSON, null as an empty cell."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+    rows = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    rows.writerow(schema.names)
+    for batch in batches:
         for row in batch.to_pylist():
-            self._csv.writerow([_cell(value) for value in row.values()])
-
-    def close(self) -> None:
-        self._text.flush()
-        self._text.detach()
+            rows.writerow([_cell(value) for value in row.values()])
+    text.flush()
+    text.detach()
 
 
 def _cell(value: Any) -> Any:

@@ -28,7 +28,6 @@ from xla_engine.server.batches.store import (
     shown,
 )
 from xla_engine.server.batches.worker import Batches
-from xla_engine.server.bodies import typed_body
 from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
@@ -160,8 +159,7 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         service = self._service
-        async with service.bodies.whole(request.scope, request.receive, MAX_BATCH_BODY) as raw:
-            body = typed_body(raw, CreateBatch)
+        body = await service.bodies.typed(request, CreateBatch, MAX_BATCH_BODY)
         if service.refusing:
             raise busy("the server is shutting down", code="draining", status=503)
         if body.endpoint not in URLS:
