@@ -339,16 +339,7 @@ def text_logprobs(
     """
     if completion.logprobs is None:
         return None
-    top = None
-    if completion.top_logprobs is not None:
-        top = [_top_texts(found, tokenizer) for found in completion.top_logprobs]
-    return {
-        "tokens": [_token_text(token_id, tokenizer) for token_id in completion.token_ids],
-        "token_logprobs": [_finite(value) for value in completion.logprobs],
-        "top_logprobs": top,
-        "text_offset": offsets.take(completion.token_ids),
-        "token_ids": list(completion.token_ids),
-    }
+    return _text_block(completion.token_ids, completion.logprobs, completion.top_logprobs, tokenizer, offsets)
 
 
 def prompt_block(
@@ -364,17 +355,29 @@ def prompt_block(
     """
     ids = output.prompt_token_ids[part]
     scores = (output.prompt_logprobs or (None,) * len(output.prompt_token_ids))[part]
+    values = [
+        None if found is None else found[token_id].logprob
+        for token_id, found in zip(ids, scores, strict=True)
+    ]
+    offsets = offsets or Offsets(params, tokenizer)
+    return _text_block(ids, values, scores if params.logprobs else None, tokenizer, offsets)
+
+
+def _text_block(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Sequence[Mapping[int, Logprob] | None] | None,
+    tokenizer: Tokenizer | None,
+    offsets: Offsets,
+) -> dict[str, Any]:
     return {
-        "tokens": [_token_text(token_id, tokenizer) for token_id in ids],
-        "token_logprobs": [
-            None if found is None else _finite(found[token_id].logprob)
-            for token_id, found in zip(ids, scores, strict=True)
-        ],
-        "top_logprobs": [None if found is None else _top_texts(found, tokenizer) for found in scores]
-        if params.logprobs
-        else None,
-        "text_offset": (offsets or Offsets(params, tokenizer)).take(ids),
-        "token_ids": list(ids),
+        "tokens": [_token_text(token_id, tokenizer) for token_id in token_ids],
+        "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+        "top_logprobs": None
+        if tops is None
+        else [None if found is None else _top_texts(found, tokenizer) for found in tops],
+        "text_offset": offsets.take(token_ids),
+        "token_ids": list(token_ids),
     }
 
 

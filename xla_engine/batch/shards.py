@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -83,8 +82,6 @@ class ShardState:
         """Write or replace the state file of an output atomically."""
         with replacing(state_path(output)) as file:
             file.write(dump_line(asdict(self)))
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def state_path(output: Path | str) -> Path:

@@ -32,12 +32,13 @@ from typing import Any, BinaryIO
 
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
-from xla_engine.batch.stream_controls import Controls, Names, Refused, Sent
+from xla_engine.batch.stream_controls import Controls, Names, Sent
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import Engine
-from xla_engine.errors import EngineClosedError, XlaEngineError
+from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
 from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.scheduler import QueueFullError
 from xla_engine.utils.json_line import dump_line
 
 MAX_UNFINISHED = 10_000  # live requests; further lines stay in the pipe
@@ -147,37 +148,36 @@ class EventStream:
             return empty
 
     def _accept(self, line: Line) -> None:
+        number = line.number
         try:
             if line.raw is None:
-                raise Refused("line_too_long", f"the line has {line.size} bytes; raise --max-line-bytes")
-            record = parse_object(line.raw, line.number)
+                message = f"the line has {line.size} bytes; raise --max-line-bytes"
+                self._error(line_error(number, "line_too_long", message))
+                return
+            record = parse_object(line.raw, number)
             if isinstance(record, LineError):
                 self._error(record)
-                return
-            if (op := record.pop("op", "submit")) == "submit":
-                self._submit(parse_record(record, line.number, self._defaults))
+            elif (op := record.pop("op", "submit")) == "submit":
+                self._submit(parse_record(record, number, self._defaults))
             else:
                 self._controls.obey(op, record)
-        except Refused as refused:
-            self._error(line_error(line.number, refused.code, refused.message))
+        except (InvalidRequestError, QueueFullError) as error:
+            self._error(line_error(number, *explain(error)))
         except EngineClosedError as error:
             self._engine_died(error)
 
     def _submit(self, request: LineRequest | LineError) -> None:
         if self._names.id_of(request.custom_id) is not None:
             message = f"id {request.custom_id!r} is used by a running request; cancel it or choose another id"
-            raise Refused("duplicate_custom_id", message)
+            self._error(line_error(request.line, "duplicate_custom_id", message))
+            return
         if isinstance(request, LineError):
             self._error(request)
             return
         if request.echo:
-            raise Refused(
-                "invalid_request", "echo is not supported with --stream, which returns new tokens only"
-            )
+            raise InvalidRequestError("echo is not supported with --stream, which returns new tokens only")
         if len(request.prompts) > 1:
-            raise Refused(
-                "invalid_request", "--stream accepts one prompt per line; give each prompt its own line"
-            )
+            raise InvalidRequestError("--stream accepts one prompt per line; give each prompt its own line")
         request_id = f"batch-{request.line}"  # as in a batch file, so that a line gets the same noise
         self._names.begin(request.custom_id, request_id)
         (prompt,) = request.prompts

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from xla_engine.batch.fields import SUBMIT_FIELDS
-from xla_engine.batch.requests import explain
 from xla_engine.batch.submit import whole_request
 from xla_engine.engine.protocol import Engine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.scheduler import QueueFullError, Row, VerifyRow
+from xla_engine.scheduler import Row, VerifyRow
 
 OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
 
@@ -80,14 +79,6 @@ class Names:
         self._ended.clear()
 
 
-class Refused(Exception):
-    """A rejected control line, with the code and message of its error event."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
-
-
 class Controls:
     """Executes control lines. put: takes the events."""
 
@@ -116,7 +107,7 @@ class Controls:
             self._put(answer)
 
     def obey(self, op: object, record: dict[str, Any]) -> None:
-        """Execute a line. record: its other fields. Raises Refused."""
+        """Execute a line. record: its other fields. Raises InvalidRequestError and QueueFullError."""
         match op:
             case "cancel":
                 self._cancel(record)
@@ -136,7 +127,7 @@ class Controls:
                 self._turns_left, self._answer = math.inf, {"event": "drain"}
             case _:
                 known = ", ".join(f'"{each}"' for each in OPS)
-                raise Refused("invalid_request", f"op must be one of {known}, not {op!r}")
+                raise InvalidRequestError(f"op must be one of {known}, not {op!r}")
 
     def _cancel(self, record: Mapping[str, Any]) -> None:
         name = self._name(record, 'write {"op": "cancel", "id": ID}', others=())
@@ -167,7 +158,7 @@ class Controls:
         try:
             found = self._engine.peek()
         except ConfigError as error:
-            raise Refused("invalid_request", str(error)) from error
+            raise InvalidRequestError(str(error)) from error
         plan, own = found.plan, self._own_name
         rows: tuple[Row | VerifyRow, ...] = (*plan.decode, *plan.verify)
         self._put(
@@ -193,32 +184,29 @@ class Controls:
         name = self._name(record, usage, others=("max_tokens", *SUBMIT_FIELDS))
         options = {field: value for field, value in record.items() if field in SUBMIT_FIELDS}
         if self._names.id_of(name) is not None:
-            raise Refused("invalid_request", f"{name!r} is still running: extend it when it has ended")
+            raise InvalidRequestError(f"{name!r} is still running: extend it when it has ended")
         if (request_id := self._names.ended_id(name)) is None:
-            raise Refused(
-                "invalid_request", f"no request {name!r} has ended, or it was dropped: see --keep-finished"
+            raise InvalidRequestError(
+                f"no request {name!r} has ended, or it was dropped: see --keep-finished"
             )
-        try:
-            self._engine.extend(request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]
-        except (InvalidRequestError, QueueFullError) as error:
-            raise Refused(*explain(error)) from error
+        self._engine.extend(request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]
         self._names.go_on(name)
         self._put({"event": "extend", "id": name})
 
     def _step(self, record: dict[str, Any]) -> None:
         turns = record.pop("turns", 1)
         if record or isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            raise Refused("invalid_request", 'write {"op": "step"} or {"op": "step", "turns": N}')
+            raise InvalidRequestError('write {"op": "step"} or {"op": "step", "turns": N}')
         self._turns_left, self._answer = turns, {"event": "step", "turns": 0}
 
     def _name(self, record: Mapping[str, Any], usage: str, *, others: tuple[str, ...]) -> str:
-        """The `id` of a line that has no other fields than `others`. Raises Refused."""
+        """The `id` of a line that has no other fields than `others`. Raises InvalidRequestError."""
         name = record.get("id", record.get("custom_id"))
         given = record.keys() - set(others)
         if not isinstance(name, str) or len(given) != 1 or not given <= {"id", "custom_id"}:
-            raise Refused("invalid_request", usage)
+            raise InvalidRequestError(usage)
         return name
 
     def _check_empty(self, op: str, record: Mapping[str, Any]) -> None:
         if record:
-            raise Refused("invalid_request", f'write {{"op": "{op}"}}')
+            raise InvalidRequestError(f'write {{"op": "{op}"}}')

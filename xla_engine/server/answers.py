@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,26 +62,24 @@ class Columns:
         """The JSON in pieces of bounded size."""
         between = b"{"
         for name, parts in self._lists.items():
-            yield between + _encode(name) + b":"
-            yield from _list_of(parts)
+            yield between + _encode(name) + b":["
+            for number, part in enumerate(parts):
+                if number:
+                    yield b","
+                yield part
+            yield b"]"
             between = b","
         for name, value in self._others.items():
             yield between + _encode(name) + b":" + value
             between = b","
         yield b"}"
 
-    def list_pieces(self, name: str) -> Iterator[bytes]:
-        """The JSON of one list."""
-        return _list_of(self._lists[name])
 
-
-def _list_of(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """A JSON list from encoded parts, without copying them."""
+def list_pieces(parts: Iterable[list[Any]]) -> Iterator[bytes]:
+    """A JSON list in pieces. parts: of the list."""
     yield b"["
     for number, part in enumerate(parts):
-        if number:
-            yield b","
-        yield part
+        yield (b"," if number else b"") + _encode(part)[1:-1]
     yield b"]"
 
 
@@ -121,11 +119,8 @@ def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tok
 
 def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Iterator[bytes]:
     """`prompt_logprobs` in vLLM's format."""
-    columns = Columns()
-    for part in token_parts(len(output.prompt_token_ids), params.prompt_logprobs):
-        columns.add({"found": prompt_logprobs(output, part)})
-        yield PAUSE
-    yield from columns.list_pieces("found")
+    parts = token_parts(len(output.prompt_token_ids), params.prompt_logprobs)
+    return list_pieces(prompt_logprobs(output, part) for part in parts)
 
 
 def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[bytes, None, str]:

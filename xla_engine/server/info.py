@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
 from xla_engine.observability.metrics import CONTENT_TYPE, Family, counter, gauge, text_of
+from xla_engine.server.answers import list_pieces
 from xla_engine.server.bodies import check_model
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
@@ -262,18 +263,15 @@ class Info:
 
 def _tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> Iterator[bytes]:
     """The answer of /tokenize; tokenizer: None leaves out `token_strs`."""
-    yield b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
-    parts = [slice(begin, begin + PIECE_TOKENS) for begin in range(0, len(ids), PIECE_TOKENS)]
-    for part in parts:
-        yield (b"," if part.start else b"") + msgspec.json.encode(list(ids[part]))[1:-1]
+    yield b'{"count":%d,"max_model_len":%d,"tokens":' % (len(ids), max_model_len)
+    parts = [list(ids[begin : begin + PIECE_TOKENS]) for begin in range(0, len(ids), PIECE_TOKENS)]
+    yield from list_pieces(parts)
+    yield b',"token_strs":'
     if tokenizer is None:
-        yield b'],"token_strs":null}'
-        return
-    yield b'],"token_strs":['
-    for part in parts:
-        strings = [tokenizer.token_string(token_id) for token_id in ids[part]]
-        yield (b"," if part.start else b"") + msgspec.json.encode(strings)[1:-1]
-    yield b"]}"
+        yield b"null"
+    else:
+        yield from list_pieces(list(map(tokenizer.token_string, part)) for part in parts)
+    yield b"}"
 
 
 def _detokenized(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[bytes]:

@@ -37,7 +37,7 @@ from xla_engine.server.history import History
 from xla_engine.server.preparation import Constraints, Pictures, Rendering
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
-from xla_engine.text.parsers.chats import Chat, Dialect
+from xla_engine.text.parsers.chats import Chat, Dialect, opens_reasoning
 
 if TYPE_CHECKING:
     from xla_engine.server.batches.worker import Batches
@@ -193,8 +193,7 @@ class Service:
             messages, pictures = without_pictures(prompt.messages)
             text = await self.rendering.render(replace(prompt, messages=messages), key)
             # a rendered chat already has its special tokens
-            thinking = text[-32:].rstrip().endswith("<think>")
-            ready = ReadyPrompt(text, False, thinking)
+            ready = ReadyPrompt(text, False, opens_reasoning(text))
             if pictures:
                 decoded = await self.pictures.decoded(text, pictures, key, add_special_tokens=False)
                 return replace(ready, value=decoded)

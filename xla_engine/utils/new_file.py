@@ -18,11 +18,16 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends without an error, and is removed otherwise."""
+    """A file that takes the place of `path` when the block ends without an error, and is removed otherwise.
+
+    It is on the disk before it has the name, so that a machine that dies leaves the old file or the new one.
+    """
     new = path.with_name(f".{path.name}.new")
     try:
         with open_new(new) as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
     except BaseException:
         new.unlink(missing_ok=True)

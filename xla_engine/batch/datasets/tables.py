@@ -123,7 +123,7 @@ def _batches(file: TableFile, schema: Any) -> Iterator[Any]:
         with file.open() as source:
             for batch in _arrow_batches(file, source, schema.names):
                 columns = [
-                    _cast(batch.column(field.name), field.type)
+                    batch.column(field.name).cast(field.type)
                     if field.name in batch.schema.names
                     else pa.nulls(batch.num_rows, field.type)
                     for field in schema
@@ -138,10 +138,6 @@ def _batches(file: TableFile, schema: Any) -> Iterator[Any]:
             for field in schema
         ]
         yield pa.record_batch(columns, schema=schema)
-
-
-def _cast(column: Any, kind: Any) -> Any:
-    return column if column.type == kind else column.cast(kind)
 
 
 def _plain(value: Any, kind: Any) -> Any:

@@ -116,8 +116,6 @@ def save(path: Path, record: msgspec.Struct) -> None:
     """Replace a record's file atomically: if the process or the machine dies, the old or the new state remains."""
     with replacing(path) as file:
         file.write(msgspec.json.encode(record))
-        file.flush()
-        os.fsync(file.fileno())
     sync_folder(path.parent)
 
 

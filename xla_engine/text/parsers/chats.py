@@ -63,9 +63,7 @@ class Dialect:
         for option, name, known in formats:
             if name not in (None, "none", *known):
                 raise ConfigError(f"{option} must be none, {', '.join(known)}, not {name!r}")
-        return cls(
-            tools=None if tools == "none" else tools, reasoning=None if reasoning == "none" else reasoning
-        )
+        return cls.of("", tools or "none", reasoning or "none")
 
     @classmethod
     def take(cls, defaults: dict[str, Any]) -> Dialect | None:
@@ -214,12 +212,17 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt ends with the opening tag of reasoning."""
+    return prompt[-_TAIL:].rstrip().endswith(OPENING)
+
+
 def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
     """Whether a chat's prompt ended with the opening tag of reasoning. tokenizer: decodes prompts given as ids."""
     text = output.prompt
     if text is None and tokenizer is not None:
         text = b"".join(map(tokenizer.token_bytes, output.prompt_token_ids[-_TAIL:])).decode(errors="ignore")
-    return (text or "")[-_TAIL:].rstrip().endswith(OPENING)
+    return opens_reasoning(text or "")
 
 
 def part_message(choice: dict[str, Any], parser: Parser, name: str) -> None:
