@@ -19,7 +19,6 @@ INHERITS = {
     "PoolingParams": "takes SamplingParams' place wherever parameters go; callers build both",
     "AsyncEngineArgs": "a public name of vLLM's, with fields of EngineArgs and more",
     # one contract, two forms of the code behind it
-    "GgufWeights": "tensors of another file format behind TensorFiles' lookups",
     "GivenTensors": "tensors of a mapping behind TensorFiles' lookups",
     "RecordedClock": "a Clock that is told instead of computing",
     "AsyncLife": "a life in an event loop: its rounds are those of Life",

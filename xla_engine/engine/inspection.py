@@ -112,7 +112,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         described = describe_decoder(files, config)
         checkpoint = load_weights(described)
         report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
-        if isinstance(checkpoint.weights, StoredWeights):
+        if isinstance(checkpoint.weights, StoredWeights) and files.path.is_dir():
             report.quantised = dict(Counter(checkpoint.weights.forms))
         report.vision = _vision(described)
     with _problems(report):

@@ -58,7 +58,7 @@ class TensorInfo:
 
 
 class Computed(Protocol):
-    """A matrix that is computed from stored tensors; the dtype of its `info` names their form."""
+    """A tensor that is computed from stored ones; the dtype of its `info` names their form."""
 
     @property
     def info(self) -> TensorInfo: ...
@@ -123,14 +123,18 @@ class TensorFiles:
         """Yield the tensor in blocks of rows, a few MB each; a block's memory is released when the next is read."""
         info = self.tensors[name]
         if name in self._computed:
-            rows = max(1, _BLOCK // (4 * info.shape[1]))
+            rows = max(1, _BLOCK // (4 * prod(info.shape[1:])))
             for first in range(0, info.shape[0], rows):
                 yield self._computed[name].rows(np.arange(first, min(first + rows, info.shape[0])))
             _forget(self._maps[info.file], info.start, info.size)
             return
         tensor = self.read(name)
-        for part in self._parts(info, tensor):
-            yield tensor[part]
+        row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
+        rows = max(1, _BLOCK // row_bytes)
+        for first in range(0, len(tensor), rows):
+            self._whole(info.file)
+            yield tensor[first : first + rows]
+            _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
 
     def rows(self, name: str, index: Array) -> Array:
         """A copy of the rows `index` of the tensor; reads only the pages that hold them."""
@@ -151,12 +155,15 @@ class TensorFiles:
         return [each.info.dtype for each in self._computed.values()]
 
     def raw_rows(self, name: str, index: Array) -> Array:
-        """The stored bytes `[len(index), bytes of a row]` of rows of the tensor, in blocks of its `kind`."""
+        """The stored bytes `[len(index), bytes of a row]` of rows of the tensor, in blocks of its `kind`.
+
+        A vector is one row.
+        """
         if name in self._computed:
             return self._computed[name].blocks(index)
         info = self.tensors[name]
         flat = np.frombuffer(self._whole(info.file), np.uint8, info.size, info.start)
-        taken = flat.reshape(prod(info.shape[:-1]), -1)[index]
+        taken = flat.reshape(*(info.shape[:-1] or (1,)), -1)[index]
         _forget(self._maps[info.file], info.start, info.size)
         return taken
 
@@ -186,15 +193,6 @@ class TensorFiles:
                 f"another name, then rename it, and start again"
             )
         return data
-
-    def _parts(self, info: TensorInfo, stored: Array) -> Iterator[slice]:
-        """Ranges of rows of `stored`, the tensor's bytes in the file; each range is released after it was read."""
-        row_bytes = max(1, stored.nbytes // max(1, len(stored)))
-        rows = max(1, _BLOCK // row_bytes)
-        for first in range(0, len(stored), rows):
-            self._whole(info.file)
-            yield slice(first, first + rows)
-            _forget(self._maps[info.file], info.start + first * row_bytes, rows * row_bytes)
 
 
 class GivenTensors(TensorFiles):

@@ -19,9 +19,10 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import FAMILIES, Family
 from xla_engine.model_loader.families.experts import GGUF_EXPERTS, GPT_OSS
-from xla_engine.model_loader.gguf.reader import GgufReader, GgufWeights, library
+from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import raising, read_tokenizer
 from xla_engine.utils.shown import shown
 
@@ -350,7 +351,7 @@ class GgufFile:
         values = {theirs: self.reader.get(f"general.sampling.{name}") for name, theirs in _SAMPLING.items()}
         return Fields(self.path, values)
 
-    def tensors(self, names: Iterable[str] = ()) -> GgufWeights:
+    def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
         wanted = list(names)
         return self.reader.weights(tensor_names(self.reader, wanted) if wanted else {})
 

@@ -12,11 +12,12 @@ import functools
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class GgufReader:
             key.replace("{arch}", str(self.metadata.get("general.architecture"))), default
         )
 
-    def weights(self, names: Mapping[str, tuple[str, int | None]]) -> GgufWeights:
+    def weights(self, names: Mapping[str, tuple[str, int | None]]) -> TensorFiles:
         """The tensors, renamed.
 
         names: maps a name to the file's name and, if the file stacks the tensors of all experts, the index in the
@@ -96,57 +97,45 @@ class GgufReader:
                 tensors[name] = self.tensors[theirs]
             elif place is not None and theirs in stacked:
                 tensors[name] = self.tensors[theirs].part(place)
-        return GgufWeights(self, tensors)
+        files, kinds = TensorFiles({self.path: self.mapped}, tensors), quantised_kinds(library())
+        files.dtypes += kinds
+        quantised = {
+            name: QuantisedTensor(files, name) for name, info in tensors.items() if info.dtype in kinds
+        }
+        return files.with_computed(tensors, quantised, "")
 
 
-class GgufWeights(TensorFiles):
-    """`TensorFiles` over a GGUF file. Quantised tensors are read as float32."""
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """A quantised tensor of a GGUF file, read as float32 (`tensor_files.Computed`)."""
 
-    def __init__(self, file: GgufReader, tensors: dict[str, TensorInfo]) -> None:
-        super().__init__({file.path: file.mapped}, tensors)
-        self._library = library()
-        self.dtypes = (*_PLAIN.values(), *quantised_kinds(self._library))
+    files: TensorFiles
+    name: str
+    kind: ClassVar[None] = None  # its own dtype
 
-    def read(self, name: str) -> Array:
-        info = self.tensors[name]
-        if info.dtype in _PLAIN.values():
-            return super().read(name)
-        return self._dequantised(info, self._rows(info)).reshape(info.shape)
+    @property
+    def info(self) -> TensorInfo:
+        return self.files.tensors[self.name]
 
-    def blocks(self, name: str) -> Iterator[Array]:
-        info = self.tensors[name]
-        if info.dtype in _PLAIN.values():
-            yield from super().blocks(name)
-        elif len(info.shape) == 1:  # a vector: a quantised block spans many entries
-            yield self.read(name)
-        else:
-            rows = self._rows(info)
-            for part in self._parts(info, rows):
-                yield self._dequantised(info, rows[part])
+    def rows(self, index: Array) -> Array:
+        if len(self.info.shape) == 1:  # a quantised block spans many entries of a vector
+            return self._dequantised(self.blocks(np.arange(1)))[0][index]
+        return self._dequantised(self.blocks(index))
 
-    def rows(self, name: str, index: Array) -> Array:
-        info = self.tensors[name]
-        if info.dtype in _PLAIN.values():
-            return super().rows(name, index)
-        if len(info.shape) == 1:
-            return self.read(name)[index]
-        return self._dequantised(info, self._rows(info)[index])
+    def blocks(self, index: Array) -> Array:
+        return self.files.raw_rows(self.name, index)
 
-    def _rows(self, info: TensorInfo) -> Array:
-        """The stored bytes of a quantised tensor, row by row; a vector is one row."""
-        block, size = self._library.GGML_QUANT_SIZES[self._library.GGMLQuantizationType[info.dtype]]
-        columns = info.shape[-1] // block * size
-        flat = np.frombuffer(self._whole(info.file), np.uint8, prod(info.shape[:-1]) * columns, info.start)
-        return flat.reshape(*(info.shape[:-1] or (1,)), columns)
-
-    def _dequantised(self, info: TensorInfo, rows: Array) -> Array:
+    def _dequantised(self, rows: Array) -> Array:
+        width = self.info.shape[-1]
         if not rows.size:  # a device that has no rows of this weight; the package needs at least one row
-            return np.empty((*rows.shape[:-1], info.shape[-1]), np.float32)
-        kind = self._library.GGMLQuantizationType[info.dtype]
+            return np.empty((*rows.shape[:-1], width), np.float32)
+        gguf = library()
         # The package takes sixteen rows at a time, so a few of these rows become one long one.
-        together = math.gcd(len(rows), _TOGETHER) if info.shape[-1] <= _LONG else 1
-        array: Array = self._library.quants.dequantize(rows.reshape(len(rows) // together, -1), kind)
-        return array.reshape(*rows.shape[:-1], info.shape[-1])
+        together = math.gcd(len(rows), _TOGETHER) if width <= _LONG else 1
+        array: Array = gguf.quants.dequantize(
+            rows.reshape(len(rows) // together, -1), gguf.GGMLQuantizationType[self.info.dtype]
+        )
+        return array.reshape(*rows.shape[:-1], width)
 
 
 class _Header:
