@@ -47,6 +47,7 @@ from xla_engine.errors import (
 )
 from xla_engine.images.encoder import ImageEncoder
 from xla_engine.images.pictures import tiles_sha256
+from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import Picture, PicturedPrompt
 from xla_engine.ray.stage import result_of
 from xla_engine.runner.self_check.check import run_self_check, tile_differences
@@ -359,6 +360,8 @@ def test_inspect_counts_the_tower(model: Path, engine: XlaBatchEngine) -> None:
     blind = inspect_model(model, EngineConfig(**OPTIONS, image_cache_bytes=0))
     assert with_tower.vision is not None and with_tower.memory is not None and blind.memory is not None
     assert with_tower.vision["features"] == engine.runner.features.rows.nbytes
+    tower = load_vision(model, dtype=engine.config.dtype).weights
+    assert with_tower.vision["weights"] == sum(leaf.nbytes for leaf in tower.values())
     more = with_tower.vision["weights"] + with_tower.vision["features"]
     assert with_tower.memory["needed"] == blind.memory["needed"] + more
     lines = "\n".join(report_lines(with_tower))

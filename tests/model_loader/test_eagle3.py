@@ -57,7 +57,7 @@ def test_every_tensor_has_its_place(layer: str, tmp_path: Path) -> None:
     }.items():
         stored = np.concatenate([tensors[f"{name}.weight"] for name in names])
         assert np.array_equal(head.weights[leaf], stored.astype(head.weights[leaf].dtype)), leaf
-    assert head.num_bytes == sum(leaf.nbytes for leaf in head.weights.values())
+    assert head.weights.nbytes == sum(leaf.nbytes for leaf in head.weights.values())
     assert (head.taps, head.norm_before_residual) == ((2, 3, 4), False)
 
 

@@ -86,7 +86,7 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     return Checkpoint(
         path=model.files.path,
         config=config,
-        weights=StoredWeights(files, sources, config, target),
+        weights=StoredWeights(files, sources, parameter_shapes(config), target),
         eos_token_ids=special.eos_token_ids,
         bos_token_id=special.bos_token_id,
         dtype=target,
@@ -177,7 +177,8 @@ def given_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> tuple[S
     if unknown := sorted(arrays.keys() - used):
         raise CheckpointError(f"the checkpoint has no tensor {unknown[0]!r}. Use the names of transformers")
     given = GivenTensors(arrays)
-    return StoredWeights(given, sources, checkpoint.config, checkpoint.dtype), given.fingerprint()
+    shapes = parameter_shapes(checkpoint.config)
+    return StoredWeights(given, sources, shapes, checkpoint.dtype), given.fingerprint()
 
 
 def check_leaves(checkpoint: Checkpoint, leaves: Mapping[str, Array]) -> None:

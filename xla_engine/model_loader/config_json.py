@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
@@ -135,7 +135,7 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
         fields.fail(
             "hidden_size", f"not a multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
-    rope = read_rope(fields, family)
+    rope, rope_limit = read_rope(fields, family)
     longest = _size(fields, "max_position_embeddings", default=2048)
     sizes = {
         "vocab_size": _size(fields, "vocab_size"),
@@ -143,7 +143,7 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
         "num_hidden_layers": _size(fields, "num_hidden_layers"),
         "num_key_value_heads": _size(fields, "num_key_value_heads", default=heads),
         "head_dim": _size(fields, "head_dim", default=hidden_size // heads),
-        "max_position_embeddings": max(longest, rope.limit or 0),
+        "max_position_embeddings": max(longest, rope_limit),
     }
     try:
         config = ModelConfig(
@@ -152,12 +152,9 @@ def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple
                 "num_attention_heads": heads,
                 "hidden_act": _activation(fields, family),
                 "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
-                "rope_theta": rope.theta,
-                "rope_scaling": rope.scaling,
-                "rope_local_base_freq": rope.local_theta,
-                "partial_rotary_factor": rope.partial_rotary_factor,
                 "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
                 **sizes,
+                **rope,
                 **family.flags(fields),
             }
         )
@@ -245,24 +242,11 @@ def _activation(fields: Fields, family: Family) -> str:
     return family.activations[value]
 
 
-class RopeFields(NamedTuple):
-    """The rotary fields of config.json.
+def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
+    """The rotary fields of `ModelConfig`, and the positions that the scaling allows; 0 if it does not say.
 
-    local_theta: base of sliding-window layers if they have their own. limit: positions that the scaling allows;
-    None if it does not say.
-    """
-
-    theta: float
-    local_theta: float | None
-    scaling: RopeScaling | None
-    partial_rotary_factor: float
-    limit: int | None
-
-
-def read_rope(fields: Fields, family: Family) -> RopeFields:
-    """Read scaling from `rope_scaling` (transformers 4) or `rope_parameters` (5), and the base inside or outside.
-
-    A family whose sliding-window layers have their own base may have one object for each type of layer.
+    Reads scaling from `rope_scaling` (transformers 4) or `rope_parameters` (5), and the base inside or outside. A
+    family whose sliding-window layers have their own base may have one object for each type of layer.
     Raises CheckpointError naming file, field and remedy.
     """
     objects = [
@@ -278,19 +262,18 @@ def read_rope(fields: Fields, family: Family) -> RopeFields:
     parts = {_part(source, allowed) for source in (fields, *objects, *local)} - {None}
     if len(parts) > 1:
         fields.fail("partial_rotary_factor", "given twice and differently. Keep the one that is right")
-    limit = None
+    limit = 0
     # Gemma 3's max_position_embeddings is the scaled one already.
     stretched = ("dynamic", "yarn") if family.rope_local else ("linear", "dynamic", "yarn")
     if scaling is not None and scaling.rope_type in stretched:
         limit = min(int(scaling.original_max_position_embeddings * scaling.factor), _LARGEST)
     theta = _theta([fields, *objects], family.rope_theta)
-    return RopeFields(
-        theta=theta,
-        local_theta=_local_theta(fields, local, theta) if family.rope_local else None,
-        scaling=scaling,
-        partial_rotary_factor=parts.pop() or 1.0 if parts else 1.0,
-        limit=limit,
-    )
+    return {
+        "rope_theta": theta,
+        "rope_local_base_freq": _local_theta(fields, local, theta) if family.rope_local else None,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": parts.pop() if parts else 1.0,
+    }, limit
 
 
 def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:

@@ -5,7 +5,6 @@ field that would change the computation and is not supported is rejected by name
 """
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from xla_engine.model_loader.families import Source
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.tensor_files import TensorFiles
-from xla_engine.model_loader.weights import DTYPES, StoredWeights
+from xla_engine.model_loader.weights import StoredWeights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -38,7 +37,6 @@ class Eagle3Checkpoint:
     norm_before_residual: see `graphs.steps.draft_head.eagle3_form`.
     weights: by the names of `graphs.steps.draft_head.Eagle3Weights`. Without `embed`, the target's embedding is used.
     ids: the target's token id of each of the head's ids, i32; None if they are equal.
-    num_bytes: size of the weights.
     """
 
     config: ModelConfig
@@ -46,7 +44,6 @@ class Eagle3Checkpoint:
     norm_before_residual: bool
     weights: StoredWeights
     ids: np.ndarray[Any, Any] | None
-    num_bytes: int
 
 
 def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
@@ -77,19 +74,17 @@ def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
     shapes = {
         leaf: (sum(part.shape[0] for part in parts), *parts[0].shape[1:]) for leaf, parts in sources.items()
     }
-    weights = StoredWeights(files, sources, config, target.dtype, more=shapes)
+    weights = StoredWeights(files, sources, shapes, target.dtype)
     if "embed" in sources and _is_the_model_s(weights, target):
-        del sources["embed"]
+        del sources["embed"], shapes["embed"]
     if "embed" not in sources:
         _check_shared(fields, config, target.config)
-    itemsize = DTYPES[target.dtype].itemsize
     return Eagle3Checkpoint(
         config=config,
         taps=taps,
         norm_before_residual=fields.flag("norm_before_residual", default=False),
         weights=weights,
         ids=None if ids is None or np.array_equal(ids, np.arange(config.vocab_size)) else ids,
-        num_bytes=sum(prod(shapes[leaf]) * (itemsize if len(shapes[leaf]) > 1 else 4) for leaf in sources),
     )
 
 

@@ -84,7 +84,7 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
     check_tensors(tensors, sources, replace(text, tie_word_embeddings=False), _OTHERS)
     wanted = dtype_word(dtype)
     target = stored_dtype(tensors, sources) if wanted == "auto" else wanted
-    weights = StoredWeights(tensors, sources, text, target, more=leaf_shapes(config))
+    weights = StoredWeights(tensors, sources, leaf_shapes(config), target)
     identity = repr((asdict(config), tensors.fingerprint()))
     return VisionCheckpoint(
         model_type=family.model_type,

@@ -9,8 +9,6 @@ import ml_dtypes
 import numpy as np
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.coded import BLOCK, CodedForm, StoredKinds
 from xla_engine.model_loader.families import Source
 from xla_engine.model_loader.gguf.coding import coded_blocks
@@ -40,15 +38,13 @@ class StoredWeights(Mapping[str, Array]):
         self,
         files: TensorFiles,
         sources: Sources,
-        config: ModelConfig,
+        shapes: Mapping[str, tuple[int, ...]],
         dtype: str,
-        *,
-        more: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """more: shapes of additional leaves."""
+        """shapes: of the model's leaves; `sources` may have some of them only."""
         self._files = files
         self._sources = sources
-        self._shapes = parameter_shapes(config) | dict(more or {})
+        self._shapes = shapes
         self._dtype = dtype
 
     def __getitem__(self, leaf: str) -> Array:

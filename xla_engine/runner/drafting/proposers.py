@@ -17,7 +17,7 @@ from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.config import FULL, ModelConfig
 from xla_engine.graphs.kv_cache.cache import cache_bytes, keeps_every_position
 from xla_engine.graphs.linear.products import Products
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.graphs.row_state.rows import Rows, unpack
 from xla_engine.graphs.steps.draft_head import (
     Eagle3Weights,
@@ -193,7 +193,7 @@ def eagle3_head(
         own = Eagle3Weights(**{"embed": None, **placed}, ids=ids)
         return own, jax.tree.leaves(own)
 
-    return _head("eagle3", form, config, context_length, place, head.num_bytes + seen)
+    return _head("eagle3", form, config, context_length, place, head.weights.nbytes + seen)
 
 
 JOIN, TOKEN_NORM, HIDDEN_NORM = "mtp_join", "mtp_token_norm", "mtp_hidden_norm"
@@ -241,7 +241,7 @@ def load_mtp(checkpoint: Checkpoint) -> Checkpoint:
                 f"{tensors.names}: tensor {source.name} of the MTP layer {found}; leave method 'mtp' out, or use a "
                 f"checkpoint that has such a layer (Qwen3-Next, Qwen3.5)"
             )
-    weights = StoredWeights(tensors, sources, config, checkpoint.dtype, more=shapes)
+    weights = StoredWeights(tensors, sources, parameter_shapes(config) | shapes, checkpoint.dtype)
     return replace(checkpoint, config=config, weights=weights)
 
 
