@@ -21,7 +21,6 @@ INHERITS = {
     # one contract, two forms of the code behind it
     "GivenTensors": "tensors of a mapping behind TensorFiles' lookups",
     "RecordedClock": "a Clock that is told instead of computing",
-    "AsyncLife": "a life in an event loop: its rounds are those of Life",
     "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
     "_Ends": "an OutputCollector that hears of ends",
     "Responses": "an endpoint that differs from Generation in its shapes",

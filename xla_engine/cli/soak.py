@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,9 +13,6 @@ from xla_engine.cli import _common, _help
 from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 from xla_engine.utils.progress import counting
-
-if TYPE_CHECKING:
-    from xla_engine.tools.soak.report import SoakReport
 
 
 @click.command(short_help="Stress-test engines and a server with faults.")
@@ -103,29 +100,31 @@ def soak(
         from xla_engine.model_loader.checkpoint import load_checkpoint
         from xla_engine.model_loader.model_files import open_model
         from xla_engine.tools.soak.faults import FaultyTokenizer
-        from xla_engine.tools.soak.http_rounds import HttpServer
+        from xla_engine.tools.soak.http_rounds import serving
+        from xla_engine.tools.soak.report import SoakReport
         from xla_engine.tools.soak.soak import soak as run
         from xla_engine.tools.soak.soak import tiny_model
 
         config = EngineConfig(**options)
-        server = stack.enter_context(HttpServer(model, options, seed)) if http and _can_serve() else None
+        report = SoakReport(seed, first_life)
+        server = stack.enter_context(serving(model, options, report)) if http and _can_serve() else None
         files = open_model(embedded_model_directory() if model is None else model)
         count = stack.enter_context(counting("rounds", sys.stderr))
         checkpoint = load_checkpoint(files, dtype=config.dtype)
-        report = run(
+        for _ in run(
+            report,
             tiny_model(checkpoint, config.dtype) if tiny else checkpoint,
             FaultyTokenizer.of_model(files),
             config,
             minutes=2.0 if minutes is None and lives is None else minutes,
             lives=lives,
-            seed=seed,
-            first_life=first_life,
             rounds=rounds,
             requests=requests,
             http=server,
-            on_life=_tell if verbose else None,
             progress=count,
-        )
+        ):
+            if verbose:
+                click.echo(report.short(), err=True)
     click.echo("\n".join(report.lines()))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)
@@ -136,12 +135,3 @@ def _can_serve() -> bool:
         return True
     click.echo(f"the soak runs without HTTP: {install('server')}", err=True)
     return False
-
-
-def _tell(report: SoakReport) -> None:
-    tally = report.tally
-    click.echo(
-        f"{report.seconds:.0f} s, {tally.lives} engines, {tally.requests} requests, {tally.compared} compared, "
-        f"{len(tally.problems)} problems; {report.memory_line()}",
-        err=True,
-    )

@@ -5,7 +5,7 @@ arrival steps, slots (by arrival), lags and aborted neighbours are random.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +16,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
-from xla_engine.outputs import CompletionOutput
+from xla_engine.outputs import CompletionOutput, Logprob
 from xla_engine.runner.compile_cache import compiled_by_this_thread, compiles_of_this_thread
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
@@ -163,7 +163,7 @@ def compare(
     request_id: str, schedule: int, alone: CompletionOutput, batched: CompletionOutput, report: VerifyReport
 ) -> None:
     """Add one pair to the report: token ids, bits of their logprobs and of the most likely tokens', finish reason."""
-    left, right = _pairs(alone), _pairs(batched)
+    left, right = samples_of(alone), samples_of(batched)
     report.tokens += len(left)
     first: int | None = None
     for position, (a, b) in enumerate(zip_longest(left, right)):
@@ -188,17 +188,22 @@ def compare(
         )
 
 
-def _pairs(output: CompletionOutput) -> list[tuple[Any, Any]]:
+def samples_of(output: CompletionOutput) -> list[tuple[Any, Any]]:
     """For each generated token: (token id, logprob bits and, if requested, bits of the most likely tokens by id).
 
     Missing values are None, which also counts as a difference.
     """
     bits = list(map(logprob_bits, output.logprobs or ()))
-    top = [
-        {token: logprob_bits(each.logprob) for token, each in found.items()}
-        for found in output.top_logprobs or ({},) * len(bits)
-    ]
+    top = bits_of(output.top_logprobs or ({},) * len(bits))
     return list(zip_longest(output.token_ids, zip_longest(bits, top)))
+
+
+def bits_of(places: Iterable[Mapping[int, Logprob] | None] | None) -> list[dict[int, int] | None]:
+    """The logprob bits of the most likely tokens at each place, by id; None where there are none."""
+    return [
+        None if place is None else {token: logprob_bits(each.logprob) for token, each in place.items()}
+        for place in places or ()
+    ]
 
 
 def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:

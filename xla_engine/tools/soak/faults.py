@@ -41,15 +41,15 @@ class FaultyDevice:
     poison: sequences with which every step fails, or every step in which they decode; by whether it is the latter.
     hits: by sequence, planted failures of steps that it was in; the engine may blame it when it is alone in a second.
     interrupts: whether steps are interrupted too.
-    failed, interrupted, slow: how many steps were.
+    counts: the faults are added to these, by what happened.
     """
 
-    def __init__(self, runner: Runner, clock: Clock, draw: random.Random) -> None:
+    def __init__(self, runner: Runner, clock: Clock, draw: random.Random, counts: Counter[str]) -> None:
         self.active = False
         self.interrupts = True
         self.poison: dict[str, bool] = {}
         self.hits: Counter[str] = Counter()
-        self.failed = self.interrupted = self.slow = 0
+        self._counts = counts
         self._runner = runner
         self._clock = clock
         self._draw = draw
@@ -93,7 +93,7 @@ class FaultyDevice:
         result = self._runner.wait(step)
         may_interrupt = self.active and self.interrupts and not self._last_failed
         if may_interrupt and self._draw.random() < _INTERRUPT:
-            self.interrupted += 1
+            self._counts["steps interrupted"] += 1
             self._last_failed = True
             raise PlantedInterrupt(PLANTED)
         if self._fails(0.5) or self._is_poisoned(step.plan):
@@ -116,7 +116,7 @@ class FaultyDevice:
             self._clock.now += seconds
             return False
         if self.active and self._draw.random() < _TAKE_LONG:
-            self.slow += 1
+            self._counts["steps that took long"] += 1
             self._clock.now += min(seconds, _LONG_STEP_S)
             return False
         return done.wait()
@@ -142,7 +142,7 @@ class FaultyDevice:
         return self.active and not self._last_failed and self._draw.random() < share * _FAIL
 
     def _fail(self, plan: Plan) -> None:
-        self.failed += 1
+        self._counts["steps that failed"] += 1
         self._last_failed = True
         self.hits.update(_names(_parts(plan)))
         raise self._draw.choice((RuntimeError, MemoryError, ValueError))(f"a step failed, {PLANTED}")

@@ -1,60 +1,53 @@
-"""One life of an engine: rounds of requests, and its end."""
+"""One life of an engine: rounds of requests, their callers, and its end.
 
+The callers send requests, read the outputs, and disturb. Those of `StepCallers` share `XlaBatchEngine.step`, those of
+`TaskCallers` are tasks that read from an `AsyncLLM`.
+"""
+
+import asyncio
 import random
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from itertools import zip_longest
 
+from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import logprob_bits
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.equivalence.verify import bits_of, samples_of
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.observability.observer import Observer
-from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
-from xla_engine.tools.soak.faults import PLANTED, Clock, FaultyDevice, FaultyTokenizer, PlantedInterrupt
+from xla_engine.tools.soak.faults import (
+    PLANTED,
+    STEP_TIMEOUT_S,
+    Clock,
+    FaultyDevice,
+    FaultyTokenizer,
+    PlantedInterrupt,
+)
+from xla_engine.tools.soak.report import SoakReport
 from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_requests, stems
 
 ENDS = ("drain", "hang", "close", "lost")
 OWN_ENDS = ("stop", "length", "error")
 REQUESTS = 24  # of a round
 _COMPARED_SHARE = 6  # one in so many of a round is compared, and all that ended with an unplanted error
-
-
-@dataclass(slots=True)
-class Tally:
-    """What happened in a soak.
-
-    ends: sequences by reason. problems: what broke, in words; empty where all held.
-    """
-
-    lives: int = 0
-    rounds: int = 0
-    requests: int = 0
-    refused: int = 0
-    compared: int = 0
-    tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    drafted_tokens: int = 0
-    failed_steps: int = 0
-    interrupts: int = 0
-    slow_steps: int = 0
-    hangs: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
+_PATIENCE = 100_000  # turns, for all callers of a round to get what they wait for; more where these are many
+_PATIENCE_EACH = 1_500
+_TURN_S = 0.001  # between two looks of tasks at who is due
+_DRAIN_S = 0.05
 
 
 class Life:
-    """An engine from start to end. All that is drawn follows from `seed`; problems are added to `tally`.
+    """An engine from start to end. All that is drawn follows from `seed`; what happens is added to `report`.
 
-    engine: with faults under and above it. end: one of `ENDS`. requests: of each round.
-    alone_s: wall time so far that requests ran alone.
+    engine: with faults under and above it: `device` and `clock`. end: one of `ENDS`. requests: of each round.
+    has_tasks: requests go through `AsyncLLM`. Then steps are not interrupted: that ends the event loop itself.
+    live: the requests of a round that were accepted, by name.
     """
 
     def __init__(
@@ -63,32 +56,34 @@ class Life:
         tokenizer: FaultyTokenizer | None,
         config: EngineConfig,
         seed: str,
-        tally: Tally,
+        report: SoakReport,
         *,
         end: str,
-        requests: int = REQUESTS,
+        requests: int,
+        has_tasks: bool,
     ) -> None:
         self.end = end
-        self.alone_s = 0.0
+        self.report = report
+        self.draw = random.Random(seed)
+        self.live: dict[str, SoakRequest] = {}
         self._requests = requests
         self._seed = seed
-        self._tally = tally
-        self._draw = random.Random(seed)
         self._tokenizer = tokenizer
         self._ended: Counter[str] = Counter()  # by sequence: how often the engine said so
         self.engine = engine = XlaBatchEngine(checkpoint, tokenizer, config)
-        engine.clock = clock = Clock()
-        self._clock = clock
-        self.device = FaultyDevice(engine.runner, clock, random.Random(f"{seed}/faults"))
+        engine.clock = self.clock = Clock()
+        self.device = FaultyDevice(engine.runner, self.clock, random.Random(f"{seed}/faults"), report.counts)
+        self.device.interrupts = not has_tasks
         engine.state.runner = self.device
         engine.observers.add(Observer(ended=lambda name, _: self._ended.update([name])))
         engine.state.waiter.sleep = self.device.sleep
-        self._stems = stems(engine, self._draw)
+        self._llm = AsyncLLM.from_engine(engine) if has_tasks else None
+        self._stems = stems(engine, self.draw)
         self._compiles = engine.stats().compiles_after_warmup
 
     def problem(self, what: str) -> None:
         """Note what broke."""
-        self._tally.problems.append(f"{self._seed}, {what}")
+        self.report.problems.append(f"{self._seed}, {what}")
 
     def run_round(self, number: int, *, last: bool) -> None:
         """Run the requests of one round to their ends, check that nothing is left of them, and run some alone.
@@ -96,11 +91,12 @@ class Life:
         last: the engine ends in the middle of it.
         """
         name = f"round {number}"
-        requests = draw_requests(self.engine, self._draw, self._requests, f"{number}", self._stems)
+        requests = draw_requests(self.engine, self.draw, self._requests, f"{number}", self._stems)
         self.device.active = True
-        self.engine.lag = self._draw.choice((0, 1, 1, 2))
+        self.engine.lag = self.draw.choice((0, 1, 1, 2))
+        self.live.clear()
         try:
-            self._run(requests, last=last)
+            asyncio.run(self._run(requests, last=last))
         except Exception as error:
             self.problem(f"{name}: {type(error).__name__}: {error}")
             return
@@ -108,93 +104,79 @@ class Life:
             self.device.active = False
             self.device.release()
             self.device.poison = {}
-        self._tally.rounds += 1
-        for request in requests:
+        self.report.counts["rounds"] += 1
+        for request in self.live.values():
             for problem in self._look_at(request, ends_with_engine=last):
                 self.problem(f"{name}, request {request.name}: {problem}")
         if self.engine.closed_because is None:
             for problem in self._left_behind():
                 self.problem(f"{name}: {problem}")
-            began = time.monotonic()
-            self._compare(name, requests)
-            self.alone_s += time.monotonic() - began
+            for problem in self._differences():
+                self.problem(f"{name}, request {problem}")
         elif not last:
             self.problem(f"{name}: the engine is closed: {self.engine.closed_because}")
         self.device.hits.clear()
 
     def finish(self) -> None:
         """Close the engine and count what it did."""
-        engine, tally, device = self.engine, self._tally, self.device
-        found = engine.stats()
-        engine.close()
-        tally.lives += 1
-        tally.tokens += found.generation_tokens
-        tally.steps += found.steps
-        tally.preemptions += engine.snapshot().counters.preemptions
-        tally.cached_tokens += engine.snapshot().counters.cached_tokens
-        tally.drafted_tokens += found.drafted_tokens
-        tally.failed_steps += device.failed
-        tally.interrupts += device.interrupted
-        tally.slow_steps += device.slow
-        tally.hangs += self.end == "hang"
+        found, counters = self.engine.stats(), self.engine.snapshot().counters
+        self.engine.close()
+        if self._llm is not None:
+            asyncio.run(self._llm.close())
+        self.report.counts.update(
+            {
+                "engines": 1,
+                "tokens": found.generation_tokens,
+                "steps": found.steps,
+                "steps that hung": self.end == "hang",
+                "preempted": counters.preemptions,
+                "tokens found in the cache": counters.cached_tokens,
+                "drafts checked": found.drafted_tokens,
+            }
+        )
 
-    def _run(self, requests: list[SoakRequest], *, last: bool) -> None:
-        engine, waiting = self.engine, list(reversed(requests))
-        end_turn = self._draw.randrange(2, 10) if last else None
-        only_finished = self._draw.random() < 0.5
-        live: dict[str, SoakRequest] = {}
+    async def _run(self, requests: list[SoakRequest], *, last: bool) -> None:
+        engine, waiting = self.engine, requests[::-1]
+        end_turn = self.draw.randrange(2, 10) if last else None
+        callers = StepCallers(self) if self._llm is None else TaskCallers(self, self._llm)
         turn = 0
-        while waiting or engine.has_unfinished:
-            if not engine.has_unfinished:
+        # Counts turns and not the time, which passes while the process is stopped.
+        for _ in range(max(_PATIENCE, _PATIENCE_EACH * len(requests))):
+            if engine.closed_because is not None:
+                waiting.clear()
+            if not waiting and not callers.are_busy:
+                break
+            if waiting and not engine.has_unfinished:
                 turn = max(turn, waiting[-1].turn)
-            while waiting and waiting[-1].turn <= turn and engine.closed_because is None:
-                request = waiting.pop()
-                if self._submit(request):
-                    live[request.name] = request
-            self._act(live, turn)
-            if turn == end_turn and self._end_now(live):
-                break
-            outputs = self._turn(only_finished)
-            for output in outputs:
-                self._read(live[output.request_id], output)
-            for request in live.values():
-                if request.reader == "own" or (request.reader == "slow" and turn % 16 == 0):
-                    self._read_own(request)
-            if engine.closed_because is not None and not engine.has_unfinished:
-                break
+            while waiting and waiting[-1].turn <= turn:
+                callers.submit(waiting.pop())
+            for request in list(self.live.values()):
+                if request.abort_turn == turn:
+                    callers.abort(request)
+                if request.preempt is not None and request.preempt[0] == turn:
+                    engine.preempt(request.name, how=request.preempt[1], to_back=self.draw.random() < 0.3)
+            if turn == end_turn and not self._fail_for_good():
+                waiting.clear()
+                for request in requests:
+                    request.aborted = True  # unless it has ended before
+                await callers.end()
+            await callers.turn(turn)
             turn += 1
-        requests[:] = live.values()  # the others were never taken
-        for request in requests:
-            self._read_own(request)
+        else:
+            raise TimeoutError(f"some of these still wait: {', '.join(self.live)}")
+        callers.finish()
 
-    def _turn(self, only_finished: bool) -> list[RequestOutput]:
-        try:
-            return self.engine.step(only_finished=only_finished)
-        except (PlantedInterrupt, EngineClosedError):
-            return []
+    def _fail_for_good(self) -> bool:
+        """Let the device hang or be lost, if that is how the engine is to end; whether it is."""
+        if self.end == "hang":
+            self.device.hang_after(self.draw.randrange(4))
+        elif self.end == "lost":
+            self.device.lose()
+        return self.end in ("hang", "lost")
 
-    def _submit(self, request: SoakRequest) -> bool:
-        """Send a request; whether the queue had room for it."""
-        self._prepare(request)
-        if request.reader != "step":
-            request.collector = OutputCollector(every_token=request.reader == "own")
-        try:
-            self.engine.submit(
-                request.prompt,
-                request.params,
-                request_id=request.name,
-                collector=request.collector,
-                **request.options,
-            )
-        except QueueFullError:
-            self._tally.refused += 1
-            return False
-        self._tally.requests += 1
-        return True
-
-    def _prepare(self, request: SoakRequest) -> None:
+    def prepare(self, request: SoakRequest) -> None:
         """Plant what goes wrong with a request that is about to be sent, and send a bad one before some."""
-        if self._draw.random() < 0.15:
+        if self.draw.random() < 0.15:
             self._submit_bad(request)
         if self._tokenizer is not None:
             self._tokenizer.tokens_left = request.text_fails
@@ -205,61 +187,21 @@ class Life:
         found = self.engine.snapshot()
         live = next(iter(found.waiting), None)
         arguments = dict(
-            self._draw.choice(bad_requests(self.engine, None if live is None else live.request_id))
+            self.draw.choice(bad_requests(self.engine, None if live is None else live.request_id))
         )
         try:
             params = SamplingParams.from_mapping(arguments.pop("params", {}))
             self.engine.submit(arguments.pop("prompt"), params, **arguments)
         except InvalidRequestError:
-            self._tally.refused += 1
+            self.report.counts["refused"] += 1
         else:
             self.problem(f"before request {request.name}: not refused: {arguments}")
         if self.engine.snapshot().counters.submitted != found.counters.submitted:
             self.problem(f"before request {request.name}: refused, but queued: {arguments}")
 
-    def _act(self, live: dict[str, SoakRequest], turn: int) -> None:
-        for request in live.values():
-            if request.abort_turn == turn:
-                request.aborted |= self.engine.abort(request.name)
-            self._preempt(request, turn)
-
-    def _preempt(self, request: SoakRequest, turn: int) -> None:
-        if request.preempt is not None and request.preempt[0] == turn:
-            self.engine.preempt(request.name, how=request.preempt[1], to_back=self._draw.random() < 0.3)
-
-    def _fail_for_good(self) -> bool:
-        """Let the device hang or be lost, if that is how the engine is to end; whether it is."""
-        if self.end == "hang":
-            self.device.hang_after(self._draw.randrange(4))
-        elif self.end == "lost":
-            self.device.lose()
-        return self.end in ("hang", "lost")
-
-    def _end_now(self, live: dict[str, SoakRequest]) -> bool:
-        """Begin the end of the engine; whether it is over."""
-        if not self._fail_for_good():
-            for request in live.values():
-                request.aborted = True  # unless it has ended before
-            if self.end == "drain":
-                outputs = []
-                while self.engine.has_unfinished:
-                    try:
-                        outputs += self.engine.drain(0.05)
-                    except PlantedInterrupt:
-                        continue
-            else:
-                self.engine.close()
-                outputs = self.engine.step() if self.engine.has_unfinished else []
-            for output in outputs:
-                self._read(live[output.request_id], output)
-            return True
-        return False
-
-    def _read_own(self, request: SoakRequest) -> None:
-        for news in () if request.collector is None else request.collector.take():
-            self._read(request, news.output())
-
-    def _read(self, request: SoakRequest, output: RequestOutput) -> None:
+    def read(self, output: RequestOutput) -> None:
+        """Note an output of a live request."""
+        request = self.live[output.request_id]
         for completion in output.outputs:
             had, has = request.tokens.get(completion.index, 0), len(completion.token_ids)
             if has < had:
@@ -267,6 +209,10 @@ class Life:
             request.tokens[completion.index] = has
         if output.finished:
             request.ends.append(output)
+
+    def has_ended(self, request: SoakRequest) -> bool:
+        """Whether the engine said so of one of its sequences."""
+        return any(name in self._ended for name in request.sequences)
 
     def _look_at(self, request: SoakRequest, *, ends_with_engine: bool) -> Iterator[str]:
         if len(request.ends) != 1 and not (request.left and not request.ends):
@@ -276,7 +222,7 @@ class Life:
             if (times := self._ended.pop(name, 0)) != 1:
                 yield f"sequence {name} ended {times} times"
         if not request.ends:
-            self._tally.ends["disconnect"] += request.params.n
+            self.report.ends["disconnect"] += request.params.n
             return
         (output,) = request.ends
         allowed = request.allowed_ends()
@@ -286,7 +232,7 @@ class Life:
             allowed.add("error")
         for completion in output.outputs:
             reason = str(completion.finish_reason)
-            self._tally.ends[reason] += 1
+            self.report.ends[reason] += 1
             if reason not in allowed and not (reason == "error" and PLANTED not in str(output.error)):
                 yield f"ended with {reason!r} ({output.error}), not {' or '.join(sorted(allowed))}"
 
@@ -311,24 +257,162 @@ class Life:
         if compiles := engine.stats().compiles_after_warmup - self._compiles:
             yield f"{compiles} programs were compiled after warm-up"
 
-    def _compare(self, name: str, requests: list[SoakRequest]) -> None:
-        """Run some of the requests alone, and all that ended with an error of their own."""
+    def _differences(self) -> Iterator[str]:
+        """Run some requests of the round alone, and all that ended with an error of their own."""
         if self._tokenizer is not None:
             self._tokenizer.tokens_left = None  # of a request that was refused
-        one_end = [request for request in requests if len(request.ends) == 1]
+        one_end = [request for request in self.live.values() if len(request.ends) == 1]
         own_errors = [request for request in one_end if _has_own_error(request)]
         rest = [request for request in one_end if request not in own_errors and any(request.tokens.values())]
         count = -(-self._requests // _COMPARED_SHARE)
-        for request in own_errors + self._draw.sample(rest, min(count, len(rest))):
+        for request in own_errors + self.draw.sample(rest, min(count, len(rest))):
             self.engine.reset_prefix_cache()
             self.engine.submit(request.prompt, request.params, request_id=request.name)
             outputs = self.engine.drain()
             self._ended.clear()
-            self._tally.compared += 1
+            self.report.counts["compared with alone"] += 1
             if len(outputs) != 1:
-                self.problem(f"{name}, request {request.name} alone: {len(outputs)} terminal results")
-            elif (problem := _difference(outputs[0], request.ends[0])) is not None:
-                self.problem(f"{name}, request {request.name}: not as alone: {problem}")
+                yield f"{request.name} alone: {len(outputs)} terminal results"
+            elif (difference := _difference(outputs[0], request.ends[0])) is not None:
+                yield f"{request.name}: not as alone: {difference}"
+
+
+class StepCallers:
+    """Callers of a round who take turns in one thread. Some read from a collector of their own."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._engine = life.engine
+        self._only_finished = life.draw.random() < 0.5
+
+    @property
+    def are_busy(self) -> bool:
+        return self._engine.has_unfinished
+
+    def submit(self, request: SoakRequest) -> None:
+        """Send a request, which is added to the live ones if the queue has room for it."""
+        self._life.prepare(request)
+        if request.reader != "step":
+            request.collector = OutputCollector(every_token=request.reader == "own")
+        try:
+            self._engine.submit(
+                request.prompt,
+                request.params,
+                request_id=request.name,
+                collector=request.collector,
+                **request.options,
+            )
+        except QueueFullError:
+            self._life.report.counts["refused"] += 1
+        else:
+            self._life.report.counts["requests"] += 1
+            self._life.live[request.name] = request
+
+    def abort(self, request: SoakRequest) -> None:
+        request.aborted |= self._engine.abort(request.name)
+
+    async def turn(self, number: int) -> None:
+        """Run a step, and read what came."""
+        try:
+            for output in self._engine.step(only_finished=self._only_finished):
+                self._life.read(output)
+        except (PlantedInterrupt, EngineClosedError):
+            pass
+        self._read_collectors(*(("own", "slow") if number % 16 == 0 else ("own",)))
+
+    async def end(self) -> None:
+        """Drain or close the engine."""
+        while self._life.end == "drain" and self._engine.has_unfinished:
+            try:
+                for output in self._engine.drain(_DRAIN_S):
+                    self._life.read(output)
+            except PlantedInterrupt:
+                continue
+        if self._life.end == "close":
+            self._engine.close()
+
+    def finish(self) -> None:
+        """Read what is left."""
+        self._read_collectors("own", "slow", "gone")
+
+    def _read_collectors(self, *readers: str) -> None:
+        for request in self._life.live.values():
+            if request.collector is not None and request.reader in readers:
+                for news in request.collector.take():
+                    self._life.read(news.output())
+
+
+class TaskCallers:
+    """Callers of a round in an event loop of their own: each is a task that reads its stream or disconnects.
+
+    A thread waits for the device, so a seed repeats the requests, and not the moments at which they end.
+    """
+
+    def __init__(self, life: Life, llm: AsyncLLM) -> None:
+        self._life = life
+        self._llm = llm
+        self._readers: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def are_busy(self) -> bool:
+        engine = self._life.engine
+        has_work = engine.has_work if engine.closed_because is None else engine.has_unfinished
+        return has_work or not all(reader.done() for reader in self._readers.values())
+
+    def submit(self, request: SoakRequest) -> None:
+        """Send a request from a task, which adds it to the live ones when it begins."""
+        self._readers[request.name] = asyncio.create_task(self._follow(request))
+
+    def abort(self, request: SoakRequest) -> None:
+        """Abort the request, or cancel its reader."""
+        life = self._life
+        if request.reader != "gone" and life.draw.random() < 0.5:
+            request.aborted |= self._llm.abort(request.name)
+        elif self._readers[request.name].cancel():
+            request.left = True
+            life.report.counts["requests"] += 1
+
+    async def turn(self, number: int) -> None:
+        """Let the tasks run for a while. The time of a step that hangs passes at once."""
+        if self._life.device.hangs and self._life.engine.closed_because is None:
+            self._life.clock.now += STEP_TIMEOUT_S
+            self._llm.keep_running()
+        await asyncio.sleep(_TURN_S)
+
+    async def end(self) -> None:
+        """Close the engine, perhaps drained."""
+        if self._life.end == "drain":
+            await self._llm.drain(_DRAIN_S)
+        await self._llm.close()
+
+    def finish(self) -> None:
+        """Raise what a reader raised."""
+        for reader in self._readers.values():
+            if not reader.cancelled():
+                reader.result()
+
+    async def _follow(self, request: SoakRequest) -> None:
+        """Send a request and read its outputs."""
+        life = self._life
+        life.live[request.name] = request
+        if request.params.structured_outputs is not None:
+            request.text_fails = None  # the text begins when the constraint was tried, in another turn
+        outputs = self._llm.generate(
+            request.prompt, request.params, request_id=request.name, **request.options
+        )
+        try:
+            life.prepare(request)
+            async for output in outputs:
+                life.read(output)
+                if request.reader == "slow":
+                    await asyncio.sleep(16 * _TURN_S)
+        except (QueueFullError, EngineClosedError):
+            if request.tokens or life.has_ended(request):
+                raise
+            life.report.counts["refused"] += 1
+            del life.live[request.name]
+        else:
+            life.report.counts["requests"] += 1
 
 
 def _has_own_error(request: SoakRequest) -> bool:
@@ -338,39 +422,17 @@ def _has_own_error(request: SoakRequest) -> bool:
 
 
 def _difference(alone: RequestOutput, found: RequestOutput) -> str | None:
-    """The difference in words; None if there is none."""
+    """The first difference in words; None if there is none. What ended from outside is compared as far as it came."""
     for expected, got in zip(alone.outputs, found.outputs, strict=True):
-        whole = got.finish_reason in OWN_ENDS and PLANTED not in str(found.error)
-        if (what := _differs(expected, got, whole=whole)) is not None:
-            return f"{what} of sequence {got.index}"
-        if whole and _bits_of(alone.prompt_logprobs) != _bits_of(found.prompt_logprobs):
+        is_whole = got.finish_reason in OWN_ENDS and PLANTED not in str(found.error)
+        samples = samples_of(got)
+        others = samples_of(expected)[: None if is_whole else len(samples)]
+        for place, (one, other) in enumerate(zip_longest(samples, others)):
+            if one != other:
+                return f"sequence {got.index}, sample {place}: {one}, alone {other}"
+        for name in ("finish_reason", "stop_reason", "text") if is_whole else ():
+            if (one := getattr(got, name)) != (other := getattr(expected, name)):
+                return f"sequence {got.index}, {name}: {one!r}, alone {other!r}"
+        if is_whole and bits_of(found.prompt_logprobs) != bits_of(alone.prompt_logprobs):
             return "log-probabilities of the prompt"
     return None
-
-
-def _differs(alone: CompletionOutput, found: CompletionOutput, *, whole: bool) -> str | None:
-    count = len(found.token_ids)
-    if alone.token_ids[:count] != found.token_ids:
-        return "tokens"
-    if _bits((alone.logprobs or ())[:count]) != _bits(found.logprobs or ()):
-        return "log-probabilities"
-    if _bits_of((alone.top_logprobs or ())[:count]) != _bits_of(found.top_logprobs or ()):
-        return "most likely tokens"
-    if not whole:
-        return None
-    if len(alone.token_ids) != count:
-        return "number of tokens"
-    if (alone.finish_reason, alone.stop_reason) != (found.finish_reason, found.stop_reason):
-        return f"end ({alone.finish_reason}, not {found.finish_reason})"
-    return None if alone.text == found.text else "text"
-
-
-def _bits_of(places: Iterable[dict[int, Logprob] | None] | None) -> list[object]:
-    return [
-        None if place is None else (*place, *_bits([each.logprob for each in place.values()]))
-        for place in places or ()
-    ]
-
-
-def _bits(logprobs: Iterable[float]) -> list[int]:
-    return list(map(logprob_bits, logprobs))

@@ -1,13 +1,9 @@
 """Measures whether a process grows: memory, objects of requests, threads."""
 
 import gc
-import math
 import resource
 import threading
 from collections import Counter
-from collections.abc import Sequence
-
-import numpy as np
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
@@ -35,14 +31,11 @@ MORTAL = (
 )
 
 
-def resident_bytes(process: int | None = None) -> int:
-    """Memory of a process that is not paged out; where the system does not tell, the most there has been of this one.
+def resident_bytes() -> int:
+    """Memory of this process that is not paged out; where the system does not tell, the most there has been.
 
-    process: its number; None for this one. There, what glibc's allocator keeps of memory that was freed is given back
-    first: it grows with every engine.
+    What glibc's allocator keeps of memory that was freed is given back first: it grows with every engine.
     """
-    if process is not None:
-        return resident.resident_bytes(process) or 0
     resident.release_free_memory()
     return resident.resident_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -57,15 +50,3 @@ def survivors() -> Counter[str]:
 def threads() -> int:
     """How many wait for steps."""
     return sum(thread.name == "xla-engine-wait" for thread in threading.enumerate())
-
-
-def slope(points: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Least-squares slope of y over x, and its standard error; infinite for fewer than three points."""
-    if len(points) < 3:
-        return 0.0, math.inf
-    x, y = np.asarray(points, np.float64).T
-    x, y = x - x.mean(), y - y.mean()
-    spread = max(float(x @ x), 1e-9)
-    found = float(x @ y) / spread
-    left = y - found * x
-    return found, math.sqrt(float(left @ left) / (len(points) - 2) / spread)

@@ -1,141 +1,126 @@
-"""The results of a soak, and the rates of each kind of engine."""
+"""What a soak did and found."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from xla_engine.tools.soak import memory
-from xla_engine.tools.soak.http_rounds import HttpTally
-from xla_engine.tools.soak.life import Tally
+import numpy as np
 
 ALLOWED_GROWTH = 1024  # bytes a request
-PARTS = ("start", "rounds", "alone", "end")  # of an engine's wall time
 LEAST_ENGINES = 8  # whose memory tells growth from their different sizes
-
-
-@dataclass(slots=True)
-class KindTimes:
-    """The wall time of all engines of one kind, and what they did in it.
-
-    seconds: by what for. "start": making engines. "rounds": the requests of rounds together, and looking at their
-    results. "alone": running requests alone. "end": closing engines, and looking for what is left of them.
-    """
-
-    lives: int = 0
-    requests: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-
-    def line(self) -> str:
-        """As text: requests a second of all the time, and where the time went."""
-        total = sum(self.seconds.values())
-        least = max(total, 1e-9)
-        return (
-            f"{self.lives} engines, {self.requests} requests, {self.requests / least:.1f} a second; "
-            f"of {total:.0f} s: "
-            + ", ".join(f"{name} {100 * spent / least:.0f} %" for name, spent in self.seconds.items())
-        )
+ALLOWED_RATIO = 1.2  # of the server's memory after a round of clients, to that after the warm-up
+LEAST_ROUNDS = 4  # of clients after the warm-up, without which nothing is said of it
+_MIB = 1 << 20
+_COUNTS = (
+    *("engines", "rounds", "requests", "refused", "tokens", "steps", "preempted"),
+    *("tokens found in the cache", "drafts checked"),
+    *("steps that failed", "steps interrupted", "steps that took long", "steps that hung"),
+    "compared with alone",
+)
 
 
 @dataclass(slots=True)
 class SoakReport:
-    """What a soak did and found.
+    """seed, first_life: repeat the soak. seconds: wall time.
 
-    seed, first_life: repeat it. seconds: wall time. tally: what happened. kinds: by kind of engine, its times.
+    counts: by what happened. ends: sequences by reason. problems: what broke, in words; empty where all held.
     resident: (requests so far, bytes of memory) after each engine's end, the warm-up left out: engines differ in size.
-    http: what happened over HTTP; None for a soak without a server.
+    no_speculation: why no engine speculated; None if engines did.
+    hostile: what a server's hostile clients were answered, by status; None where nothing.
+    slowest_health_s: of an answer of /health. server: bytes of memory of the idle server after each round of clients,
+    the warm-up left out.
     """
 
     seed: int
     first_life: int
     seconds: float = 0.0
-    tally: Tally = field(default_factory=Tally)
-    kinds: dict[str, KindTimes] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
     resident: list[tuple[int, int]] = field(default_factory=list)
-    without_speculation: str | None = None
-    http: HttpTally | None = None
+    no_speculation: str | None = None
+    hostile: Counter[int | None] = field(default_factory=Counter)
+    slowest_health_s: float = 0.0
+    server: list[int] = field(default_factory=list)
 
     @property
     def growth(self) -> tuple[float, float]:
-        """Bytes that each request left behind, and what that may be wrong by: twice the standard error."""
-        found, error = memory.slope(self.resident)
-        return found, 2 * error
+        """Bytes that each request left behind, by least squares, and their standard error."""
+        if len(self.resident) < 3:
+            return 0.0, math.inf
+        requests, sizes = np.asarray(self.resident, np.float64).T
+        (found, _), errors = np.polyfit(requests, sizes, 1, cov=True)
+        return float(found), float(np.sqrt(errors[0, 0]))
 
     @property
     def grows(self) -> bool:
         """Whether the growth per request surely exceeds the limit: by four standard errors."""
         found, error = self.growth
-        return len(self.resident) >= LEAST_ENGINES and found - 2 * error > ALLOWED_GROWTH
+        return len(self.resident) >= LEAST_ENGINES and found - 4 * error > ALLOWED_GROWTH
 
     @property
-    def is_measured(self) -> bool:
-        """Whether engines enough have ended after the warm-up to tell growth from their different sizes."""
+    def server_grows(self) -> bool:
+        return len(self.server) >= LEAST_ROUNDS and max(self.server) > ALLOWED_RATIO * self.server[0]
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """The memory of which too little was seen to tell whether it grows."""
         found, error = self.growth
-        return self.grows or found + error <= ALLOWED_GROWTH
+        engines = [] if self.grows or found + 2 * error <= ALLOWED_GROWTH else ["memory"]
+        server = ["memory of the server"] if self.hostile and len(self.server) < LEAST_ROUNDS else []
+        return engines + server
 
     @property
     def ok(self) -> bool:
-        grows = self.http is not None and self.http.grows
-        return not self.tally.problems and not self.grows and not grows
+        return not (self.problems or self.grows or self.server_grows)
+
+    def short(self) -> str:
+        """The report so far in one line."""
+        some = ("engines", "requests", "compared with alone")
+        told = ", ".join(f"{self.counts[name]} {name}" for name in some)
+        return f"{self.seconds:.0f} s, {told}, {len(self.problems)} problems; {self._memory()}"
 
     def lines(self) -> list[str]:
         """The report as text."""
-        tally = self.tally
-        ends = ", ".join(f"{name} {count}" for name, count in sorted(tally.ends.items()))
-        lines = [
-            f"seed                       {self.seed}",
-            f"time                       {self.seconds:.0f} s",
-            f"engines                    {tally.lives}  (from life {self.first_life} on)",
-            f"rounds                     {tally.rounds}",
-            f"requests                   {tally.requests}  (sequences: {ends})",
-            f"requests refused           {tally.refused}",
-            f"tokens                     {tally.tokens}  (in {tally.steps} steps)",
-            f"preempted                  {tally.preemptions}",
-            f"tokens found in the cache  {tally.cached_tokens}",
-            f"drafts checked             {tally.drafted_tokens}",
-            f"steps failed, interrupted  {tally.failed_steps}, {tally.interrupts}",
-            f"steps long, hung           {tally.slow_steps}, {tally.hangs}",
-            f"compared with alone        {tally.compared}",
-            f"memory                     {self.memory_line()}",
-        ]
-        if self.without_speculation is not None:
-            lines.append(f"no speculation             {self.without_speculation}")
-        if self.http is not None:
-            lines += self.http.lines()
-        lines += [f"{name:<26} {times.line()}" for name, times in self.kinds.items()]
-        return lines + list(self._verdict())
+        about: dict[str, object] = {"seed": self.seed, "first life": self.first_life}
+        about |= {"time": f"{self.seconds:.0f} s"} | {name: self.counts[name] for name in _COUNTS}
+        about |= {"sequences": _listed(self.ends), "memory": self._memory()}
+        if self.no_speculation is not None:
+            about["no speculation"] = self.no_speculation
+        if self.hostile:
+            about["HTTP answers compared"] = self.counts["HTTP answers compared"]
+            about["HTTP clients answered"] = _listed(self.hostile)
+            about["slowest /health"] = f"{1e3 * self.slowest_health_s:.0f} ms"
+            about["memory of the server"] = ", ".join(f"{size / _MIB:.0f}" for size in self.server) + " MiB"
+        return [f"{name:<27}{value}" for name, value in about.items()] + list(self._verdict())
 
-    def memory_line(self) -> str:
-        """Memory and its slope as text."""
-        if len(self.resident) < 3:
-            return (
-                f"not measured: {len(self.resident)} engines after the warm-up, and 3 are needed; run for longer, or "
-                "with fewer --rounds"
-            )
-        mib = 1 << 20
-        (_, first), *_, (_, last) = self.resident
+    def _memory(self) -> str:
+        if not self.resident:
+            return "not measured"
+        ends = [f"{size / _MIB:.0f} MiB" for _, size in (self.resident[:1] + self.resident[-1:])]
         found, error = self.growth
         return (
-            f"{first / mib:.0f} MiB after the warm-up, {last / mib:.0f} MiB at the end; {found:+.0f} +- {error:.0f} "
-            f"bytes a request, allowed {ALLOWED_GROWTH}"
-            + ("" if self.is_measured else ": not measured, run for longer")
+            f"{' to '.join(ends)}; {found:+.0f} +- {2 * error:.0f} bytes a request, allowed {ALLOWED_GROWTH}"
         )
 
     def _verdict(self) -> Iterator[str]:
-        problems = self.tally.problems
-        yield from (f"  {problem}" for problem in problems[:20])
-        if problems:
-            life = problems[0].split(",")[0].partition("/")[2]
+        yield from (f"  {problem}" for problem in self.problems[:20])
+        if self.problems:
+            life = self.problems[0].split(",")[0].partition("/")[2]
             again = f"--seed {self.seed} --first-life {life} --lives 1"
             yield f"to see it again, with the same options: xla-engine soak {again}"
         if self.grows:
             yield "  the memory grows"
-        if self.http is not None and self.http.grows:
-            yield "  the memory of the server grows"
-        unmeasured = [] if self.is_measured else ["memory"]
-        if self.http is not None and self.http.ratio is None:
-            unmeasured.append("memory of the server")
+        if self.server_grows:
+            yield f"  the memory of the server grows to more than {ALLOWED_RATIO} times what it was"
         if not self.ok:
             yield "NOT all held"
-        elif unmeasured:
-            yield f"no problem found, but not measured: {', '.join(unmeasured)}"
+        elif self.unmeasured:
+            yield f"no problem found, but not measured: {', '.join(self.unmeasured)}; run for longer"
         else:
             yield "all held"
+
+
+def _listed(counts: Counter[str] | Counter[int | None]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=str))

@@ -14,107 +14,85 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.tools.soak import memory
-from xla_engine.tools.soak.async_life import AsyncLife
 from xla_engine.tools.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
-from xla_engine.tools.soak.http_rounds import HttpServer
+from xla_engine.tools.soak.http_rounds import HttpRounds
 from xla_engine.tools.soak.life import ENDS, REQUESTS, Life
-from xla_engine.tools.soak.report import PARTS, KindTimes, SoakReport
+from xla_engine.tools.soak.report import SoakReport
 
 ROUNDS = 40  # of a life
 EVERY = 3  # one in this many lives uses `AsyncLLM`
+HTTP_ROUNDS = 2  # of clients, after each life
 WARM_LIVES = 4  # whose memory is not looked at: one of each kind
 _BLOCK = 32
 _PATIENCE_S = 30.0  # for threads to end
 _SCALE = 0.3  # of the weights of a tiny model: logits are far from flat
-_KINDS: dict[str, dict[str, Any]] = {
-    "slots": {},
-    "blocks": {"block_size": _BLOCK},
-    "slots, speculation": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
-    "blocks, speculation": {
-        "block_size": _BLOCK,
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-    },
-}
+_KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"block_size": _BLOCK},
+    {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+    {"block_size": _BLOCK, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+)
 
 
 def soak(
+    report: SoakReport,
     checkpoint: Checkpoint,
     tokenizer: FaultyTokenizer | None,
     config: EngineConfig,
     *,
     minutes: float | None = None,
     lives: int | None = None,
-    seed: int = 0,
-    first_life: int = 0,
     rounds: int = ROUNDS,
     requests: int = REQUESTS,
-    http: HttpServer | None = None,
+    http: HttpRounds | None = None,
     progress: Callable[[str], None] | None = None,
-    on_life: Callable[[SoakReport], None] | None = None,
-) -> SoakReport:
-    """Run engines under requests, faults and ends of all kinds, until the time or the lives are over.
+) -> Iterator[None]:
+    """Run engines under requests, faults and ends of all kinds, until the time or the lives are over. Yields after
+    each life.
 
+    report: its seed and first life say what happens; what did is added.
     config: what the lives do not choose themselves.
     minutes: no round begins later. lives: engines at most. The first problem ends the soak after its round.
-    rounds: of each life. requests: of each round. http: a server whose clients have rounds after each life.
-    progress: called after each round with "round". on_life: called with the report as it is after each life.
+    rounds: of each life. requests: of each round. http: clients of a server, who have rounds after each life.
+    progress: called after each round with "round".
 
     Raises ConfigError where no engine can be.
     """
-    report = SoakReport(seed, first_life, http=None if http is None else http.tally)
     others, threads = memory.survivors(), memory.threads()
     began = time.monotonic()
 
     def is_over() -> bool:
-        return minutes is not None and time.monotonic() - began >= 60 * minutes
+        return bool(report.problems) or (minutes is not None and time.monotonic() - began >= 60 * minutes)
 
-    numbers = itertools.count(first_life) if lives is None else range(first_life, first_life + lives)
-    for number in numbers:
-        starts = time.monotonic()
+    numbers = itertools.count(report.first_life)
+    for number in itertools.islice(numbers, lives):
         try:
             life = _begin(checkpoint, tokenizer, config, number, report, requests)
         except ConfigError as error:
-            if number % len(_KINDS) < 2:
+            if "speculative_config" not in _KINDS[number % len(_KINDS)]:
                 raise
-            report.without_speculation = str(error)
+            report.no_speculation = str(error)
             continue
-        times = report.kinds.setdefault(_kind(number), KindTimes())
-        before, runs = report.tally.requests, time.monotonic()
         for step in range(rounds):
             life.run_round(step, last=step == rounds - 1)
             if progress is not None:
                 progress("round")
-            if report.tally.problems or life.engine.closed_because is not None or is_over():
+            if life.engine.closed_because is not None or is_over():
                 break
-        ends = time.monotonic()
         life.finish()
-        alone_s = life.alone_s
         del life
-        report.tally.problems += [
-            f"{seed}/{number}, after its end: {what}" for what in _remains(others, threads)
+        report.problems += [
+            f"{report.seed}/{number}, after its end: {what}" for what in _remains(others, threads)
         ]
-        if number >= first_life + WARM_LIVES:
-            report.resident.append((report.tally.requests, memory.resident_bytes()))
-        times.lives += 1
-        times.requests += report.tally.requests - before
-        spent = (runs - starts, ends - runs - alone_s, alone_s, time.monotonic() - ends)
-        for part, seconds in zip(PARTS, spent, strict=True):
-            times.seconds[part] += seconds
-        if http is not None:
-            report.tally.problems += [f"{seed}/{number}, HTTP: {what}" for what in http.run(str(number))]
+        if number >= report.first_life + WARM_LIVES:
+            report.resident.append((report.counts["requests"], memory.resident_bytes()))
+        for again in range(HTTP_ROUNDS):
+            if http is not None and not report.problems:
+                http.run(f"{number}/{again}")
         report.seconds = time.monotonic() - began
-        if on_life is not None:
-            on_life(report)
-        if report.tally.problems or is_over():
+        yield
+        if is_over():
             break
-    report.seconds = time.monotonic() - began
-    return report
-
-
-def _kind(number: int) -> str:
-    """What kind of engine a life has, in words."""
-    name = list(_KINDS)[number % len(_KINDS)]
-    return f"{name}, AsyncLLM" if number % EVERY == EVERY - 1 else name
 
 
 def _begin(
@@ -126,7 +104,6 @@ def _begin(
     requests: int,
 ) -> Life:
     seed = f"{report.seed}/{number}"
-    kind = list(_KINDS)[number % len(_KINDS)]
     end = ENDS[(number + number // len(_KINDS)) % len(ENDS)]
     draw = random.Random(f"{seed}/config")
     fields: dict[str, Any] = {
@@ -136,16 +113,17 @@ def _begin(
         "swap_space": draw.choice((4.0, 4.0, 0.001, 0.0)),
         "max_waiting": draw.choice((None, None, max(8, config.num_slots))),
         "step_timeout_s": STEP_TIMEOUT_S if end == "hang" or draw.random() < 0.5 else None,
-        **_KINDS[kind],
+        **_KINDS[number % len(_KINDS)],
     }
     longest = -(-config.context_length(checkpoint.config.max_position_embeddings) // _BLOCK) + 1
     if "block_size" in fields:
         fields["num_blocks"] = max(longest + 1, config.num_slots * longest * 2 // 5)
-    kind_of_life = AsyncLife if number % EVERY == EVERY - 1 else Life
 
     def make(**more: Any) -> Life:
-        options = replace(config, **fields | more)
-        return kind_of_life(checkpoint, tokenizer, options, seed, report.tally, end=end, requests=requests)
+        options, has_tasks = replace(config, **fields | more), number % EVERY == EVERY - 1
+        return Life(
+            checkpoint, tokenizer, options, seed, report, end=end, requests=requests, has_tasks=has_tasks
+        )
 
     try:
         return make()
