@@ -1,18 +1,39 @@
-"""Matplotlib, for figures that go to files."""
+"""Figures in files, by matplotlib."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 
 
-def import_pyplot(what: str = "plots", otherwise: str = "") -> Any:
-    """The module `matplotlib.pyplot`, which opens no window. Raises ConfigError without matplotlib."""
+@contextmanager
+def drawn(
+    path: Path | str, *panels: int, dpi: int = 150, otherwise: str = "", **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, which are written to `path` in the end; the file's ending chooses the form.
+
+    panels, options: of `pyplot.subplots`. Raises ConfigError, which ends with `otherwise`, without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(f"{what} need matplotlib: {install('plot')}{otherwise}") from error
-    matplotlib.use("Agg")
+        raise ConfigError(f"plots need matplotlib: {install('plot')}{otherwise}") from error
+    matplotlib.use("Agg")  # opens no window
     from matplotlib import pyplot
 
-    return pyplot
+    figure, axes = pyplot.subplots(*panels, layout="constrained", **options)
+    try:
+        yield figure, axes
+        figure.savefig(path, dpi=dpi)
+    finally:
+        pyplot.close(figure)
+
+
+def label_x(axes: Any, places: Sequence[float], form: str = "{}") -> None:
+    """Label these places of the horizontal axis, and no others, and draw a grid."""
+    axes.set_xticks(places, [form.format(place) for place in places])
+    axes.set_xticks([], minor=True)
+    axes.grid(visible=True, alpha=0.3)

@@ -33,7 +33,7 @@ from xla_engine.tools.bench.models import (
 )
 from xla_engine.tools.bench.plot import lines_of, plot
 from xla_engine.tools.bench.rounds import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
-from xla_engine.tools.bench.workers.xla import Judge
+from xla_engine.tools.bench.workers.xla import judge as make_judge
 from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 
 
@@ -177,7 +177,7 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
     )
     weights = random_weights(config, dtype="bfloat16", seed=1, scale=0.15)
     write_checkpoint(config, weights, tmp_path)
-    judge = Judge(1)
+    judge = make_judge(1)
     judge.load(str(tmp_path))
     checkpoint = load_checkpoint(tmp_path, dtype="bfloat16")
     prompts = np.random.default_rng(0).integers(0, 499, (3, 30)).tolist()
@@ -370,9 +370,7 @@ def test_a_plot_has_every_engine_that_is_not_void(tmp_path: Path) -> None:
         result("xla-engine", batch=32, figures=figures),
         result("transformers", void="wrong"),
     )
-    assert set(lines_of([record], "decode_tok_s")) == {"xla-engine"}
-    assert lines_of([record], "floor_tok_s")["xla-engine"].keys() == {8, 32}
-    plot([record], tmp_path / "bench.svg")
+    assert set(lines_of(record, "decode_tok_s")) == {"xla-engine"}
+    assert lines_of(record, "floor_tok_s")["xla-engine"].keys() == {8, 32}
+    plot(record, tmp_path / "bench.svg")
     assert "bandwidth floor" in (tmp_path / "bench.svg").read_text()
-    with pytest.raises(ConfigError, match="one model"):
-        plot([record, record | {"model": "other"}], tmp_path / "bench.svg")

@@ -13,7 +13,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
 from xla_engine.tools.bench.models import lively_weights, write_checkpoint
 from xla_engine.tools.bench.rounds import NEAR_TIE, dull_reason, verdict, void_reason
-from xla_engine.tools.bench.workers.xla import Judge
+from xla_engine.tools.bench.workers.xla import judge as make_judge
 
 SMALL = ModelConfig(
     vocab_size=1499,
@@ -57,7 +57,7 @@ def greedy(engine: Reference) -> list[list[int]]:
 
 @pytest.mark.full
 def test_the_streams_of_a_random_model_are_lively_and_faults_in_them_are_found(lively: Path) -> None:
-    judge = Judge(1)
+    judge = make_judge(1)
     judge.load(str(lively))
     checkpoint = load_checkpoint(lively, dtype="bfloat16")
     streams = greedy(Reference(checkpoint))

@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         from xla_engine.tools.bench.plot import plot
 
-        plot([record], options.plot)
+        plot(record, options.plot)
     return 0
 
 

@@ -107,7 +107,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 def _open_judge(options: Options, record: dict[str, Any]) -> Process:
     """A judge: transformers in float32 if it is installed, else this engine's plain forward pass."""
-    candidates = ((options.peers.get(REFERENCE, options.python), "hf:Judge"), (options.python, "xla:Judge"))
+    candidates = ((options.peers.get(REFERENCE, options.python), "hf:judge"), (options.python, "xla:judge"))
     for python, kind in candidates:
         judge = None
         try:

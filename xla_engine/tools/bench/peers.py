@@ -20,7 +20,7 @@ _LOG_TAIL = 500
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine to measure. kind: FILE:CLASS of its worker. about: what it is. options: of its `load`."""
+    """An engine to measure. kind: FILE:NAME of its worker. about: what it is. options: of its `load`."""
 
     kind: str
     about: str

@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.bench.figures import Spread, figures, spread_of
 from xla_engine.tools.bench.workloads import Sizes, Workload, make_workload
-from xla_engine.tools.drawing import import_pyplot
+from xla_engine.tools.drawing import drawn, label_x
 from xla_engine.utils.tables import aligned
 
 NOTICEABLE = 0.05  # share of the rate that counts as a difference
@@ -164,20 +164,14 @@ def table(points: Sequence[Point]) -> list[str]:
 
 def plot(points: Sequence[Point], path: Path | str, title: str) -> None:
     """Draw decode rate and time between tokens against the width. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot()
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     labels = (("decode_tok_s", "decode tok/s"), ("itl_p50_ms", "ms between tokens, p50"))
-    for axes, (name, label) in zip(panels, labels, strict=True):
-        drawn = [(point.slots, point.figures[name]) for point in points if name in point.figures]
-        slots = [width for width, _ in drawn]
-        axes.plot(slots, [spread.median for _, spread in drawn], "o-", color="#4c78c8")
-        low, high = ([side(spread.values) for _, spread in drawn] for side in (min, max))
-        axes.fill_between(slots, low, high, alpha=0.25, color="#4c78c8", linewidth=0)
-        axes.set(xlabel="slots", ylabel=label, ylim=(0, None))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(slots, [str(width) for width in slots])
-        axes.set_xticks([], minor=True)
-        axes.grid(visible=True, alpha=0.3)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawn(path, 1, 2, figsize=(10, 4)) as (figure, panels):
+        for axes, (name, label) in zip(panels, labels, strict=True):
+            found = {point.slots: point.figures[name] for point in points if name in point.figures}
+            axes.plot([*found], [spread.median for spread in found.values()], "o-", color="#4c78c8")
+            low, high = ([side(spread.values) for spread in found.values()] for side in (min, max))
+            axes.fill_between([*found], low, high, alpha=0.25, color="#4c78c8", linewidth=0)
+            axes.set(xlabel="slots", ylabel=label, ylim=(0, None))
+            axes.set_xscale("log", base=2)
+            label_x(axes, [*found])
+        figure.suptitle(title, fontsize=10)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xla_engine.data_parallel.routing import PrefixRouter
 from xla_engine.scheduler import SchedulerConfig
-from xla_engine.tools.drawing import import_pyplot
+from xla_engine.tools.drawing import drawn, label_x
 from xla_engine.tools.simulator.clock import Clock
 from xla_engine.tools.simulator.cost import CostModel, Machine
 from xla_engine.tools.simulator.report import Report, together
@@ -125,20 +125,15 @@ def machines_table(reports: Mapping[int, Report], goal: Goal) -> list[str]:
 
 def plot_machines(reports: Mapping[int, Report], goal: Goal, path: Path | str, title: str) -> None:
     """Draw the 99th percentiles over the number of machines. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
     about = {"first_token": "time to first token", "inter_token": "between tokens", "whole": "whole request"}
     numbers = sorted(reports)
-    for name, label in about.items():
-        values = [getattr(reports[number], name).at(0.99) for number in numbers]
-        (line,) = axes.plot(numbers, values, marker="o", label=label)
-        if (most := goal.wanted[name]) is not None:
-            axes.axhline(most, color=line.get_color(), linestyle="--", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="machines", ylabel="99th percentile, s")
-    axes.set_xticks(numbers, [str(number) for number in numbers])
-    axes.set_xticks([], minor=True)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawn(path, figsize=(6.5, 4.2)) as (figure, axes):
+        for name, label in about.items():
+            values = [getattr(reports[number], name).at(0.99) for number in numbers]
+            (line,) = axes.plot(numbers, values, marker="o", label=label)
+            if (most := goal.wanted[name]) is not None:
+                axes.axhline(most, color=line.get_color(), linestyle="--", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel="machines", ylabel="99th percentile, s")
+        label_x(axes, numbers)
+        axes.legend(fontsize=8)
+        figure.suptitle(title, fontsize=10)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.scheduler import SchedulerConfig
-from xla_engine.tools.drawing import import_pyplot
+from xla_engine.tools.drawing import drawn, label_x
 from xla_engine.tools.simulator.cost import CostModel, Machine
 from xla_engine.utils.quantiles import Quantiles
 from xla_engine.utils.tables import aligned, figure
@@ -177,28 +177,22 @@ def time_ticks(low: float, high: float) -> list[float]:
 
 def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
     """Draw the distributions of the times. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot()
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), sharey=True, layout="constrained")
     about = (
         ("first_token", "time to first token"),
         ("inter_token", "between tokens"),
         ("whole", "whole request"),
     )
-    for axes, (name, label) in zip(panels, about, strict=True):
-        for which, report in reports.items():
-            values = getattr(report, name)
-            points = [(value, below / values.count) for value, below in values.steps() if value > 0]
-            shares = [min(share, SHARES[-1]) for _, share in points]
-            axes.plot([value for value, _ in points], shares, label=which, drawstyle="steps-post")
-        axes.set(xscale="log", xlabel=f"{label}, s", yscale="logit", ylim=(SHARES[0], SHARES[-1]))
-        ticks = time_ticks(*axes.get_xlim())
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-        axes.set_xticks([], minor=True)
-        axes.set_yticks(SHARES, [f"{100 * share:g} %" for share in SHARES])
-        axes.set_yticks([], minor=True)
-        axes.grid(visible=True, alpha=0.3)
-    panels[0].set_ylabel("share that took no longer")
-    panels[0].legend(fontsize=8, loc="lower right")
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with drawn(path, 1, 3, figsize=(13, 4.2), sharey=True) as (figure, panels):
+        for axes, (name, label) in zip(panels, about, strict=True):
+            for which, report in reports.items():
+                values = getattr(report, name)
+                points = [(value, below / values.count) for value, below in values.steps() if value > 0]
+                shares = [min(share, SHARES[-1]) for _, share in points]
+                axes.plot([value for value, _ in points], shares, label=which, drawstyle="steps-post")
+            axes.set(xscale="log", xlabel=f"{label}, s", yscale="logit", ylim=(SHARES[0], SHARES[-1]))
+            label_x(axes, time_ticks(*axes.get_xlim()), "{:.3g}")
+            axes.set_yticks(SHARES, [f"{100 * share:g} %" for share in SHARES])
+            axes.set_yticks([], minor=True)
+        panels[0].set_ylabel("share that took no longer")
+        panels[0].legend(fontsize=8, loc="lower right")
+        figure.suptitle(title, fontsize=10)

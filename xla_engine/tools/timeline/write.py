@@ -5,13 +5,14 @@ JSON object form: complete events ("X"), counters ("C") and metadata ("M"); time
 """
 
 import json
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from xla_engine.errors import ConfigError
 from xla_engine.observability.phases import PHASES
-from xla_engine.tools.drawing import import_pyplot
+from xla_engine.tools.drawing import drawn
 from xla_engine.tools.timeline.model import KINDS, WITH_DRAFTS, Timeline
 
 PROCESS = 1  # numbers of processes and threads begin at 1: 0 is the idle one where such traces come from
@@ -58,24 +59,13 @@ def page(timeline: Timeline) -> str:
 
 def page_data(timeline: Timeline) -> dict[str, Any]:
     """What the page's script draws. Segments are rows of (lane, first step, last step, kind's index, request)."""
-    return {
-        "title": timeline.title,
-        "slots": timeline.slots,
-        "lanes": timeline.lanes,
-        "steps": timeline.steps,
-        "kinds": KINDS,
-        "requests": timeline.requests,
-        "segments": [
-            (lane, first, last, KINDS.index(kind), request)
-            for lane, first, last, kind, request in timeline.segments
-        ],
-        "times": timeline.times,
-        "busy": timeline.busy,
-        "waiting": timeline.waiting,
-        "phase_names": PHASES,
-        "phases": timeline.phases,
-        "drafts": timeline.drafts,
-    }
+    found = {each.name: getattr(timeline, each.name) for each in fields(timeline)}
+    found |= {"lanes": timeline.lanes, "busy": timeline.busy, "kinds": KINDS, "phase_names": PHASES}
+    found["segments"] = [
+        (lane, first, last, KINDS.index(kind), request)
+        for lane, first, last, kind, request in timeline.segments
+    ]
+    return found
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
@@ -136,67 +126,71 @@ def _us(seconds: float) -> float:
 
 def draw(timeline: Timeline, path: Path | str) -> None:
     """Draw slots by steps into `path`, whose ending chooses the form. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot("pictures", ", or write a .html page")
-    from matplotlib.collections import PolyCollection
-    from matplotlib.patches import Rectangle
-
     lanes, steps = timeline.lanes, max(timeline.steps, 1)
     parked = lanes - timeline.slots
     squeeze = min(1.0, timeline.slots / parked) if parked else 1.0  # no more height than the slots
     deep = timeline.slots + parked * squeeze
     height = min(1.6 + 0.24 * deep, 24) + 1.2
-    figure, (axes, below) = pyplot.subplots(
-        2, figsize=(13, height), height_ratios=(height - 2.2, 1), sharex=True, layout="constrained"
-    )
-    boxes: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in KINDS}
-    for lane, first, last, kind, index in timeline.segments:
-        tall = squeeze if lane >= timeline.slots else 1.0
-        middle = (
-            lane if lane < timeline.slots else timeline.slots - 0.5 + (lane - timeline.slots + 0.5) * squeeze
-        )
-        end, half = max(last + 1, first + NARROWEST * steps), 0.42 * tall
-        corners = (first, -half), (end, -half), (end, half), (first, half)
-        boxes[kind].append([(x, middle + y) for x, y in corners])
-        name = timeline.requests[index].name
-        if (last + 1 - first) / steps > ROOM * len(name) and tall * height / deep > LOWEST:
-            about = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
-            axes.text((first + last + 1) / 2, middle, name, **about)
-    for kind in sorted(KINDS, key=LONG.__contains__, reverse=True):  # short segments are drawn on top
-        if boxes[kind]:
-            edge = "white" if kind in LONG and len(boxes[kind]) < 4000 else "none"
-            axes.add_collection(
-                PolyCollection(
-                    boxes[kind], facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, label=kind
-                )
+    form: dict[str, Any] = {"figsize": (13, height), "height_ratios": (height - 2.2, 1), "sharex": True}
+    with drawn(path, 2, dpi=130, otherwise=", or write a .html page", **form) as (_, (axes, below)):
+        from matplotlib.collections import PolyCollection
+        from matplotlib.patches import Rectangle
+
+        boxes: dict[str, list[list[tuple[float, float]]]] = {kind: [] for kind in KINDS}
+        for lane, first, last, kind, index in timeline.segments:
+            tall = squeeze if lane >= timeline.slots else 1.0
+            middle = (
+                lane
+                if lane < timeline.slots
+                else timeline.slots - 0.5 + (lane - timeline.slots + 0.5) * squeeze
             )
-    for kind, bars in _drafts(timeline).items():
-        if bars:
-            axes.add_collection(PolyCollection(bars, facecolor=DRAFTS[kind], edgecolor="none", label=kind))
-    axes.add_patch(Rectangle((0, -1), 0, 0, facecolor=IDLE, edgecolor="#bbbbb5", linewidth=0.5, label="idle"))
-    axes.set(xlim=(0, steps), ylim=(deep - 0.5, -0.5), ylabel="slot")
-    axes.set_yticks(range(0, timeline.slots, max(1, round(deep / 16))))
-    if parked:
-        axes.axhline(timeline.slots - 0.5, color="grey", linewidth=0.8)
-        about = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 9}
-        axes.text(-0.006 * steps, (timeline.slots + deep - 1) / 2, "parked", **about)
-    axes.set_title(f"{timeline.title}\n{len(timeline.requests)} requests, {timeline.steps} steps", fontsize=9)
-    axes.set_facecolor(IDLE)
-    if timeline.segments:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01)}
-        axes.legend(**place, ncols=len(KINDS) + 1, fontsize=8, frameon=False)
-    below.fill_between(
-        range(timeline.steps), timeline.busy, step="post", color="#4c78c8", alpha=0.35, linewidth=0
-    )
-    below.plot(
-        range(timeline.steps), timeline.busy, drawstyle="steps-post", color="#4c78c8", label="busy slots"
-    )
-    below.plot(
-        range(timeline.steps), timeline.waiting, drawstyle="steps-post", color="#b04a4a", label="waiting"
-    )
-    below.set(xlabel="step", ylim=(0, None))
-    below.legend(fontsize=8, loc="upper right", ncols=2)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+            end, half = max(last + 1, first + NARROWEST * steps), 0.42 * tall
+            corners = (first, -half), (end, -half), (end, half), (first, half)
+            boxes[kind].append([(x, middle + y) for x, y in corners])
+            name = timeline.requests[index].name
+            if (last + 1 - first) / steps > ROOM * len(name) and tall * height / deep > LOWEST:
+                about = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+                axes.text((first + last + 1) / 2, middle, name, **about)
+        for kind in sorted(KINDS, key=LONG.__contains__, reverse=True):  # short segments are drawn on top
+            if boxes[kind]:
+                edge = "white" if kind in LONG and len(boxes[kind]) < 4000 else "none"
+                axes.add_collection(
+                    PolyCollection(
+                        boxes[kind], facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, label=kind
+                    )
+                )
+        for kind, bars in _drafts(timeline).items():
+            if bars:
+                axes.add_collection(
+                    PolyCollection(bars, facecolor=DRAFTS[kind], edgecolor="none", label=kind)
+                )
+        axes.add_patch(
+            Rectangle((0, -1), 0, 0, facecolor=IDLE, edgecolor="#bbbbb5", linewidth=0.5, label="idle")
+        )
+        axes.set(xlim=(0, steps), ylim=(deep - 0.5, -0.5), ylabel="slot")
+        axes.set_yticks(range(0, timeline.slots, max(1, round(deep / 16))))
+        if parked:
+            axes.axhline(timeline.slots - 0.5, color="grey", linewidth=0.8)
+            about = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 9}
+            axes.text(-0.006 * steps, (timeline.slots + deep - 1) / 2, "parked", **about)
+        axes.set_title(
+            f"{timeline.title}\n{len(timeline.requests)} requests, {timeline.steps} steps", fontsize=9
+        )
+        axes.set_facecolor(IDLE)
+        if timeline.segments:
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01)}
+            axes.legend(**place, ncols=len(KINDS) + 1, fontsize=8, frameon=False)
+        below.fill_between(
+            range(timeline.steps), timeline.busy, step="post", color="#4c78c8", alpha=0.35, linewidth=0
+        )
+        below.plot(
+            range(timeline.steps), timeline.busy, drawstyle="steps-post", color="#4c78c8", label="busy slots"
+        )
+        below.plot(
+            range(timeline.steps), timeline.waiting, drawstyle="steps-post", color="#b04a4a", label="waiting"
+        )
+        below.set(xlabel="step", ylim=(0, None))
+        below.legend(fontsize=8, loc="upper right", ncols=2)
 
 
 def _drafts(timeline: Timeline) -> dict[str, list[list[tuple[float, float]]]]:

@@ -1,7 +1,7 @@
-"""Every engine's process: `python worker.py FILE:CLASS THREADS [ROOT]`, one JSON object per line in and out.
+"""Every engine's process: `python worker.py FILE:NAME THREADS [ROOT]`, one JSON object per line in and out.
 
 Runs in the interpreter of its engine, so it needs the standard library only. FILE.py is next to this one or
-in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of CLASS(THREADS)
+in peers/; ROOT is a folder to import from besides. A question {"do": name, ...} calls that method of NAME(THREADS)
 with the other fields. What every engine can be asked:
 
     load(wanted, and the options of this peer)

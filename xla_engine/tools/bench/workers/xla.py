@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xla_engine import __version__
 from xla_engine.config import GGUF, GGUF_INT8, EngineConfig
@@ -25,6 +24,7 @@ from xla_engine.observability.observer import Observer
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Events, Plan, Request, Scheduler
+from xla_engine.tools.bench.workers.judge import Judge, Logits
 
 Ids = list[list[int]]
 _AHEAD = 4  # bare steps started before one is waited for: each holds its scratch memory from its start
@@ -207,41 +207,13 @@ class Engine:
         self.engine.close()
 
 
-class Judge:
-    """As in `hf.py`, by our own forward pass without a cache."""
+def judge(threads: int) -> Judge:
+    """A judge by our own forward pass without a cache."""
+    return Judge("own forward pass, float32", _logits_of)
 
-    def __init__(self, threads: int) -> None:
-        self._rounded: list[Reference] = []  # in eight bits, and in the dtype of the run
 
-    def load(self, model: str) -> dict[str, Any]:
-        self._model = model
-        self._checkpoint = load_checkpoint(model, dtype="float32")
-        self._reference = Reference(self._checkpoint)
-        return {"about": "own forward pass, float32"}
-
-    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        regrets = []
-        for prompt, stream in zip(prompts, streams, strict=True):
-            logits = self._reference.logits([*prompt, *stream])[len(prompt) - 1 : -1]
-            chosen = logits[np.arange(len(stream)), stream]
-            regrets.append(((logits.max(1) - chosen) / logits.std(1)).tolist())
-        return {"regrets": regrets}
-
-    def eight_bit_errors(self, prompts: Ids, streams: Ids, dtype: str = "float32") -> dict[str, Any]:
-        """As in `hf.py`."""
-        if not self._rounded:
-            self._rounded.append(Reference(self._checkpoint, quantized=True))
-            if dtype != "float32":
-                self._rounded.append(Reference(load_checkpoint(self._model, dtype=dtype)))
-        errors: list[float] = []
-        for prompt, stream in zip(prompts, streams, strict=True):
-            exact, *others = (
-                each.logits([*prompt, *stream])[len(prompt) - 1 : -1]
-                for each in (self._reference, *self._rounded)
-            )
-            squares = sum(((other - exact).std(1) / exact.std(1)) ** 2 for other in others)
-            errors += np.sqrt(squares).tolist()
-        return {"errors": errors, "vocabulary": exact.shape[1]}
+def _logits_of(directory: str, dtype: str, in_eight_bits: bool) -> Logits:
+    return Reference(load_checkpoint(directory, dtype=dtype), quantized=in_eight_bits).logits
 
 
 def _best(call: Any, rounds: int = 7) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from judge import Judge  # type: ignore[import-not-found]  # the folder of `worker.py`
 
 Ids = list[list[int]]
 
@@ -118,49 +119,23 @@ class Continuous(Static):
         self._manager.stop(block=True)
 
 
-class Judge:
-    """Rates greedy tokens in float32."""
+def judge(threads: int) -> Judge:
+    torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
+    return Judge(f"transformers {transformers.__version__}, float32", logits_of)
 
-    def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        transformers.utils.logging.disable_progress_bar()
 
-    def load(self, model: str) -> dict[str, Any]:
-        self._directory = model
-        self._rounded: list[Any] = []  # in eight bits, and in the dtype of the run
-        self._model = load_model(model, "float32")
-        return {"about": f"transformers {transformers.__version__}, float32"}
+def logits_of(directory: str, dtype: str, in_eight_bits: bool) -> Any:
+    """As a `Judge` wants it."""
+    model = load_model(directory, dtype)
+    if in_eight_bits:
+        eight_bits(model)
 
-    def regrets(self, prompts: Ids, streams: Ids) -> dict[str, Any]:
-        """Per token, how far its float32 logit lies below the best one, given the tokens before it.
-
-        In standard deviations of that row of logits; 0 if float32 would have chosen the same token.
-        """
-        return {"regrets": [self._regrets(*pair) for pair in zip(prompts, streams, strict=True)]}
-
-    def eight_bit_errors(self, prompts: Ids, streams: Ids, dtype: str = "float32") -> dict[str, Any]:
-        """Per token, the error of logits in eight bits (`eight_bits`) in a network of `dtype`, in deviations of
-        float32's: errors of the two roundings are independent, so their squares add."""
-        if not self._rounded:
-            self._rounded.append(eight_bits(load_model(self._directory, "float32")))
-            if dtype != "float32":
-                self._rounded.append(load_model(self._directory, dtype))
-        errors: list[float] = []
-        for prompt, stream in zip(prompts, streams, strict=True):
-            exact, *others = (self._logits(each, prompt, stream) for each in (self._model, *self._rounded))
-            squares = sum(((other - exact).std(1) / exact.std(1)) ** 2 for other in others)
-            errors += squares.sqrt().tolist()
-        return {"errors": errors, "vocabulary": exact.shape[1]}
-
-    def _logits(self, model: Any, prompt: list[int], stream: list[int]) -> Any:
-        """Logits `[tokens, V]` that a model gives for each token of a stream, in float32."""
+    def logits(token_ids: list[int]) -> Any:
         with torch.inference_mode():
-            return model(torch.tensor([prompt + stream])).logits[0, len(prompt) - 1 : -1].float()
+            return model(torch.tensor([token_ids])).logits[0].float().numpy()
 
-    def _regrets(self, prompt: list[int], stream: list[int]) -> list[float]:
-        logits = self._logits(self._model, prompt, stream)
-        chosen = logits.gather(1, torch.tensor(stream)[:, None])[:, 0]
-        return ((logits.max(1).values - chosen) / logits.std(1)).tolist()
+    return logits
 
 
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
@@ -185,8 +160,8 @@ def load_model(directory: str, dtype: str) -> Any:
     return model.eval()
 
 
-def eight_bits(model: Any) -> Any:
-    """`model` with its matrices, and the rows they multiply, rounded to 255 steps of each row's largest value."""
+def eight_bits(model: Any) -> None:
+    """Let `model` have its matrices, and the rows they multiply, rounded to 255 steps of each row's largest value."""
 
     def rounded(rows: Any) -> Any:
         step = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
@@ -198,7 +173,6 @@ def eight_bits(model: Any) -> Any:
     for each in matrices(model):
         if isinstance(each, torch.nn.Linear):
             each.register_forward_pre_hook(lambda _, given: (rounded(given[0]), *given[1:]))
-    return model
 
 
 def matrices(model: Any) -> list[Any]:
