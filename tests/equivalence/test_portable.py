@@ -41,7 +41,7 @@ def test_this_machine_has_the_golden_bits_and_another_one_is_told(monkeypatch: p
     golden = dict(portable.golden())
     engine = SimpleNamespace(runner=SimpleNamespace(isa=HERE[0]))
     found = {**golden["requests"]["int8"], "07": "0"}
-    monkeypatch.setattr(golden_runs, "_run", lambda engine: found)
+    monkeypatch.setattr(golden_runs, "hashes_of", lambda engine: found)
     monkeypatch.setattr(golden_runs, "kernel_hashes", lambda isa, quantization: {"attention": "0"})
     monkeypatch.setattr(golden_runs.XlaBatchEngine, "from_pretrained", lambda *_: nullcontext(engine))
     done = CliRunner().invoke(main, ["verify", "--against", "golden", "--quantization", "int8"])

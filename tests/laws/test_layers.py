@@ -143,7 +143,8 @@ def test_nothing_unpickles() -> None:
                 assert not roots(path) & forbidden - allowed, path
             loaded = set(imports(path))
             assert "xla_engine.equivalence.oracle_worker" not in loaded, path
-            assert not any(name.startswith("xla_engine.tools.bench.workers") for name in loaded), path
+            if "workers" not in path.parts:
+                assert not any(name.startswith("xla_engine.tools.bench.workers") for name in loaded), path
 
 
 def test_nothing_that_results_depend_on_asks_libm_or_numpy_for_a_transcendental() -> None:

@@ -1,13 +1,9 @@
 """The golden file of `EngineConfig(bits="portable")`: the bits that every processor must give, on the embedded model.
 
-`xla-engine verify --against golden` repeats it. `python -m xla_engine.equivalence.portable --write` writes it: only
-with another name of the arithmetic (`graphs.portable.ARITHMETIC`), since results in users' hands name their own.
+`xla-engine verify --against golden` repeats it; `tests/golden/make/make_golden_portable.py` writes it.
 """
 
-import argparse
 import hashlib
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +11,10 @@ from typing import Any
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
-from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import Case, corpus_of
-from xla_engine.graphs.portable import ARITHMETIC, ISAS
+from xla_engine.graphs.portable import ARITHMETIC
 from xla_engine.outputs import RequestOutput
-from xla_engine.runner.native_library.build import register
-from xla_engine.runner.native_library.instruction_sets import available
-from xla_engine.runner.portable import GOLDEN, golden, kernel_hashes
+from xla_engine.runner.portable import golden, kernel_hashes
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.tables import aligned
 
@@ -111,7 +104,7 @@ def against_golden(
         for form in forms:
             config = replace(FORMS[form], isa=isa, quantization=PRECISIONS[precision])
             with XlaBatchEngine.from_pretrained(None, config) as engine:
-                found = _run(engine)
+                found = hashes_of(engine)
                 used = engine.runner.isa or "none"
             if form == forms[0]:
                 kernels = kernel_hashes(used, PRECISIONS[precision])
@@ -137,7 +130,7 @@ def lines(results: Sequence[GoldenResult]) -> list[str]:
     return [*aligned(rows), *wrong, last]
 
 
-def _run(engine: XlaBatchEngine) -> dict[str, str]:
+def hashes_of(engine: XlaBatchEngine) -> dict[str, str]:
     """Hashes of tokens and of log-probabilities of each request."""
     for case in golden_cases(corpus_of(engine)):
         engine.submit(case.prompt_token_ids, case.params, request_id=case.request_id)
@@ -163,39 +156,3 @@ def _hash(output: RequestOutput) -> str:
     ranks = tokens_sha256([number for token, each in more for number in (token, each.rank)])
     last = hashlib.sha256(f"{bits} {ranks} {answer.finish_reason}".encode()).hexdigest()
     return f"{tokens_sha256(answer.token_ids)[:12]} {last[:12]}"
-
-
-def write() -> None:
-    """Write the golden file. Raises RuntimeError if the engine's forms disagree."""
-    model = embedded_model_directory() / "model.safetensors"
-    isa = next(each.name for each in available() if each.name in ISAS)
-    register(isa, {"attention_bf16", "sampler", "linear_bf16", "linear_int8"})
-    content: dict[str, Any] = {
-        "arithmetic": ARITHMETIC,
-        "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(),
-        "kernels": kernel_hashes(isa, None) | kernel_hashes(isa, "int8"),
-        "requests": {},
-    }
-    for precision, quantization in (("", None), *PRECISIONS.items()):
-        if precision:
-            found = []
-            for config in FORMS.values():
-                own = replace(config, isa=isa, quantization=quantization)
-                with XlaBatchEngine.from_pretrained(None, own) as engine:
-                    found.append(_run(engine))
-            if found.count(found[0]) != len(found):
-                raise RuntimeError(f"{precision}: {' and '.join(FORMS)} have other bits")
-            content["requests"][precision] = found[0]
-        GOLDEN.write_text(
-            json.dumps(content, indent=1) + "\n", encoding="utf-8"
-        )  # kernels first: a start reads them
-        golden.cache_clear()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", required=True, help="replace the golden file")
-    parser.parse_args()
-    write()
-    print("\n".join(lines(against_golden())))
-    sys.exit(0)
