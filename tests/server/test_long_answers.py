@@ -13,8 +13,7 @@ import pytest
 
 from tests.server.conftest import Running
 from tests.server.test_clients import Client
-from xla_engine.batch.results import prompt_block
-from xla_engine.server import answers
+from xla_engine.batch.results import TextLogprobs
 from xla_engine.server.errors import ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.service import Service
@@ -102,12 +101,12 @@ def test_a_large_answer_is_made_and_sent_in_small_parts(
 ) -> None:
     """A request of 100 bytes gets 2 MB. They are sent in small parts; what all choices repeat is built once."""
     positions: list[int] = []
+    prompt = TextLogprobs.prompt
     monkeypatch.setattr(
-        answers,
-        "prompt_block",
-        lambda output, params, tokenizer, part, offsets: (
-            positions.extend(range(len(output.prompt_token_ids))[part])
-            or prompt_block(output, params, tokenizer, part, offsets)
+        TextLogprobs,
+        "prompt",
+        lambda self, output, part: (
+            positions.extend(range(len(output.prompt_token_ids))[part]) or prompt(self, output, part)
         ),
     )
     parts = answered(server, {**ECHO, "stream": stream})

@@ -193,7 +193,7 @@ class ResponseWriter:
         of a token with its log-probabilities into what the response holds."""
         assert request.response is not None
         self.ended = False
-        self._request, self._tokenizer, self._pack = request, header.tokenizer, pack
+        self._blocks, self._pack = ChatLogprobs(request.params, header.tokenizer), pack
         self._parser = request.reading.parser(thinking=thinking) or Plain()
         self._reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking)
         self._logprobs = None
@@ -211,14 +211,13 @@ class ResponseWriter:
 
     def events(self, output: RequestOutput, now: int) -> Iterator[dict[str, Any] | None]:
         """The events of new output. None where the caller may give way to other work. now: Unix seconds."""
-        completion, params = output.outputs[0], self._request.params
+        completion = output.outputs[0]
         self._new += len(completion.token_ids)
         events = self._parser.feed(completion.text)
-        for few in few_tokens(completion, params):
+        for few in few_tokens(completion, self._blocks.params):
             self._reasoning.add(few.token_ids)
             if self._logprobs is not None:
-                entries = chat_logprobs_content(few, params, self._tokenizer)
-                self._logprobs.add(few.token_ids, map(self._pack, entries))
+                self._logprobs.add(few.token_ids, map(self._pack, self._blocks.records(few)))
             yield None
         if self._logprobs is not None and output.finished:
             self._logprobs.finish()
@@ -233,8 +232,8 @@ def result_head(
     request: LineRequest, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> dict[str, Any]:
     """A completion or chat completion with an empty list of choices."""
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    new = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    usage = completion_usage(outputs, new=new, reasoning=0)
     hashes = [each for output in outputs for each in output.images_sha256]
     return {
         "id": name,
@@ -243,11 +242,7 @@ def result_head(
         "model": request.model or header.model,
         "system_fingerprint": header.system_fingerprint,
         "choices": [],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "usage": {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
         **({"images_sha256": hashes} if hashes else {}),
     }
 
@@ -263,7 +258,7 @@ def result_choices(
         if request.echo:
             output = replace(output, prompt=prompt_text(output, tokenizer))
             if request.params.logprobs is not None:
-                head = prompt_block(output, request.params, tokenizer)
+                head = TextLogprobs(request.params, tokenizer).prompt(output)
         for completion in output.outputs:
             index = number * len(output.outputs) + completion.index
             choice = {"index": index} | _choice(request, output, completion, head, tokenizer)
@@ -293,92 +288,102 @@ def _choice(
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
     """One choice without its index; `stop_reason` is vLLM's. head: logprobs block of the echoed prompt, if any."""
-    content: dict[str, Any]
+    prompt = (output.prompt or "") if request.echo else ""
+    content: dict[str, Any] = {"text": prompt + completion.text}
     if request.is_chat:
         content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        block = chat_logprobs(completion, request.params, tokenizer)
-    else:
-        prompt = (output.prompt or "") if request.echo else ""
-        content = {"text": prompt + completion.text}
-        offsets = Offsets(request.params, tokenizer, begin=len(prompt))
-        block = text_logprobs(completion, request.params, tokenizer, offsets)
-        if block is not None and head is not None:
-            block = {key: None if new is None else head[key] + new for key, new in block.items()}
+    block = logprob_blocks(request, tokenizer, begin=len(prompt)).completion(completion)
+    if block is not None and head is not None:
+        block = {key: None if new is None else head[key] + new for key, new in block.items()}
     end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     return {**content, **end, "logprobs": block}
 
 
-class Offsets:
-    """Computes `text_offset`, the number of characters before each token.
+class TextLogprobs:
+    """Makes the completions API's logprobs blocks of parallel lists, with `token_ids` added, for tokens in order.
 
-    A token that only begins a character has the offset of that character. begin: offset of the first token.
+    `text_offset` is the number of characters before each token; a token that only begins a character has the offset
+    of that character. `top_logprobs` has the most likely tokens and the chosen one. If two tokens have the same text,
+    the likelier is kept.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, *, begin: int = 0) -> None:
+        """begin: offset of the first token."""
+        self.params, self._tokenizer, self._length = params, tokenizer, begin
         self._text = None if tokenizer is None else tokenizer.incremental(params.skip_special_tokens)
-        self._length = begin
 
-    def take(self, token_ids: Sequence[int]) -> list[int] | None:
-        """The offsets of the next tokens; None without a tokenizer."""
-        if self._text is None:
+    def completion(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The block of a completion's tokens; None without log-probabilities."""
+        if completion.logprobs is None:
             return None
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._length)
-            self._length += len(self._text.push(token_id))
-        return offsets
+        return self._block(completion.token_ids, completion.logprobs, completion.top_logprobs)
+
+    def prompt(self, output: RequestOutput, part: slice = slice(None)) -> dict[str, Any]:
+        """The block of a prompt's tokens; null for the first token, which nothing predicts. part: the positions."""
+        ids = output.prompt_token_ids[part]
+        scores = (output.prompt_logprobs or (None,) * len(output.prompt_token_ids))[part]
+        values = [
+            None if found is None else found[token_id].logprob
+            for token_id, found in zip(ids, scores, strict=True)
+        ]
+        return self._block(ids, values, scores if self.params.logprobs else None)
+
+    def _block(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Mapping[int, Logprob] | None] | None,
+    ) -> dict[str, Any]:
+        return {
+            "tokens": [_token_text(token_id, self._tokenizer) for token_id in token_ids],
+            "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
+            "top_logprobs": None
+            if tops is None
+            else [None if found is None else _top_texts(found, self._tokenizer) for found in tops],
+            "text_offset": None if self._text is None else list(map(self._offset, token_ids)),
+            "token_ids": list(token_ids),
+        }
+
+    def _offset(self, token_id: int) -> int:
+        assert self._text is not None
+        offset = self._length
+        self._length += len(self._text.push(token_id))
+        return offset
 
 
-def text_logprobs(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None, offsets: Offsets
-) -> dict[str, Any] | None:
-    """The completions API's logprobs block of parallel lists, with `token_ids` added.
+class ChatLogprobs:
+    """Makes the chat API's logprobs blocks with one record for each token, and `token_ids` added."""
 
-    `top_logprobs` has the most likely tokens and the chosen one. If two tokens have the same text, the likelier is
-    kept.
-    """
-    if completion.logprobs is None:
-        return None
-    return _text_block(completion.token_ids, completion.logprobs, completion.top_logprobs, tokenizer, offsets)
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.params, self._tokenizer = params, tokenizer
 
+    def completion(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """The block of a completion's tokens; None without log-probabilities."""
+        if completion.logprobs is None:
+            return None
+        content = self.records(completion)
+        return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
 
-def prompt_block(
-    output: RequestOutput,
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-    part: slice = slice(None),
-    offsets: Offsets | None = None,
-) -> dict[str, Any]:
-    """`text_logprobs` of the prompt's tokens; null for the first token, which nothing predicts.
-
-    part: the positions to include. offsets: continues after the positions before.
-    """
-    ids = output.prompt_token_ids[part]
-    scores = (output.prompt_logprobs or (None,) * len(output.prompt_token_ids))[part]
-    values = [
-        None if found is None else found[token_id].logprob
-        for token_id, found in zip(ids, scores, strict=True)
-    ]
-    offsets = offsets or Offsets(params, tokenizer)
-    return _text_block(ids, values, scores if params.logprobs else None, tokenizer, offsets)
+    def records(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The record of each token, as chats and responses have it."""
+        tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
+        most, logprobs = self.params.logprobs or 0, completion.logprobs or ()
+        return [
+            {
+                **_token(token_id, _finite(value), self._tokenizer),
+                "top_logprobs": [_token(*other, self._tokenizer) for other in _likeliest(top, most)],
+            }
+            for token_id, value, top in zip(completion.token_ids, logprobs, tops, strict=True)
+        ]
 
 
-def _text_block(
-    token_ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    tops: Sequence[Mapping[int, Logprob] | None] | None,
-    tokenizer: Tokenizer | None,
-    offsets: Offsets,
-) -> dict[str, Any]:
-    return {
-        "tokens": [_token_text(token_id, tokenizer) for token_id in token_ids],
-        "token_logprobs": [None if value is None else _finite(value) for value in logprobs],
-        "top_logprobs": None
-        if tops is None
-        else [None if found is None else _top_texts(found, tokenizer) for found in tops],
-        "text_offset": offsets.take(token_ids),
-        "token_ids": list(token_ids),
-    }
+def logprob_blocks(
+    request: LineRequest, tokenizer: Tokenizer | None, *, begin: int = 0
+) -> TextLogprobs | ChatLogprobs:
+    """What makes the logprobs blocks of one choice. begin: as in `TextLogprobs`."""
+    if request.is_chat:
+        return ChatLogprobs(request.params, tokenizer)
+    return TextLogprobs(request.params, tokenizer, begin=begin)
 
 
 def prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
@@ -391,30 +396,6 @@ def prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
 
 def _top_texts(found: Mapping[int, Logprob], tokenizer: Tokenizer | None) -> dict[str, float]:
     return {_token_text(token_id, tokenizer): value for token_id, value in reversed(_likeliest(found))}
-
-
-def chat_logprobs(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
-) -> dict[str, Any] | None:
-    """The chat API's logprobs block with one record for each token, and `token_ids` added."""
-    if completion.logprobs is None:
-        return None
-    content = chat_logprobs_content(completion, params, tokenizer)
-    return {"content": content, "refusal": None, "token_ids": list(completion.token_ids)}
-
-
-def chat_logprobs_content(
-    completion: CompletionOutput, params: SamplingParams, tokenizer: Tokenizer | None
-) -> list[dict[str, Any]]:
-    """The record of each token of a completion that has log-probabilities, as chats and responses have it."""
-    tops: Sequence[Mapping[int, Logprob]] = completion.top_logprobs or [{}] * len(completion.token_ids)
-    return [
-        {
-            **_token(token_id, _finite(value), tokenizer),
-            "top_logprobs": [_token(*other, tokenizer) for other in _likeliest(top, params.logprobs or 0)],
-        }
-        for token_id, value, top in zip(completion.token_ids, completion.logprobs or (), tops, strict=True)
-    ]
 
 
 def few_tokens(completion: CompletionOutput, params: SamplingParams) -> Iterator[CompletionOutput]:

@@ -10,18 +10,17 @@ import msgspec
 
 from xla_engine.batch.results import (
     ENTRIES,
-    Offsets,
+    ChatLogprobs,
     ReasoningTokens,
     ResultHeader,
-    chat_logprobs,
+    TextLogprobs,
     completion_usage,
     few_tokens,
-    prompt_block,
+    logprob_blocks,
     prompt_logprobs,
     result_choices,
     result_head,
     shows_prompt_logprobs,
-    text_logprobs,
     token_parts,
 )
 from xla_engine.outputs import CompletionOutput, RequestOutput
@@ -91,28 +90,20 @@ def counted(counter: ReasoningTokens, token_ids: Sequence[int]) -> Iterator[byte
 
 
 def completion_columns(
-    completion: CompletionOutput,
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-    *,
-    offsets: Offsets | None,
-    before: Columns | None = None,
+    completion: CompletionOutput, blocks: TextLogprobs | ChatLogprobs, before: Columns | None
 ) -> Pauses:
-    """The logprobs block of a completion. offsets: None in a chat."""
+    """The logprobs block of a completion. before: of the echoed prompt."""
     columns = Columns(before)
-    for few in few_tokens(completion, params):
-        if offsets is None:
-            columns.add(chat_logprobs(few, params, tokenizer) or {})
-        else:
-            columns.add(text_logprobs(few, params, tokenizer, offsets) or {})
+    for few in few_tokens(completion, blocks.params):
+        columns.add(blocks.completion(few) or {})
         yield PAUSE
     return columns
 
 
 def prompt_columns(output: RequestOutput, params: SamplingParams, tokenizer: Tokenizer | None) -> Pauses:
-    columns, offsets = Columns(), Offsets(params, tokenizer)
+    columns, blocks = Columns(), TextLogprobs(params, tokenizer)
     for part in token_parts(len(output.prompt_token_ids), params.logprobs):
-        columns.add(prompt_block(output, params, tokenizer, part, offsets))
+        columns.add(blocks.prompt(output, part))
         yield PAUSE
     return columns
 
@@ -184,10 +175,8 @@ def answer_pieces(
                 yield b"null"
             else:
                 begin = len(plain.prompt or "") if request.echo else 0
-                offsets = None if request.is_chat else Offsets(params, tokenizer, begin=begin)
-                columns = yield from completion_columns(
-                    completion, params, tokenizer, offsets=offsets, before=before
-                )
+                blocks = logprob_blocks(request, tokenizer, begin=begin)
+                columns = yield from completion_columns(completion, blocks, before)
                 yield from columns.pieces()
             if is_first and shows_prompt_logprobs(request, output):
                 yield b',"prompt_logprobs":'

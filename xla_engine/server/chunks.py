@@ -6,7 +6,15 @@ from typing import Any
 
 import msgspec
 
-from xla_engine.batch.results import Offsets, ReasoningTokens, ResultHeader, asked_for, completion_usage
+from xla_engine.batch.results import (
+    ChatLogprobs,
+    ReasoningTokens,
+    ResultHeader,
+    TextLogprobs,
+    asked_for,
+    completion_usage,
+    logprob_blocks,
+)
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.server.answers import Columns, completion_columns, counted, prompt_columns, spelled
 from xla_engine.server.bodies import Call
@@ -28,7 +36,7 @@ class _Choice:
 
     ended: bool = False
     echoed: bool = False
-    offsets: Offsets | None = None
+    blocks: TextLogprobs | ChatLogprobs | None = None
     parser: Parser | None = None
     calls: int = 0
     reasoning: ReasoningTokens | None = None
@@ -205,9 +213,7 @@ class ChunkWriter:
     ) -> Generator[bytes, None, Columns]:
         """The logprobs block of the new tokens, as in an unstreamed answer. head: the echoed prompt, which comes
         first."""
-        params, tokenizer = self._call.request.params, self._header.tokenizer
-        if not self._is_chat and state.offsets is None:
+        if state.blocks is None:
             begin = 0 if head is None else len(head.text)
-            state.offsets = Offsets(params, tokenizer, begin=begin)
-        before = None if head is None else head.columns
-        return completion_columns(completion, params, tokenizer, offsets=state.offsets, before=before)
+            state.blocks = logprob_blocks(self._call.request, self._header.tokenizer, begin=begin)
+        return completion_columns(completion, state.blocks, None if head is None else head.columns)
