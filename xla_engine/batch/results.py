@@ -257,7 +257,7 @@ def result_choices(
         head = None
         if request.echo:
             output = replace(output, prompt=prompt_text(output, tokenizer))
-            if request.params.logprobs is not None:
+            if output.outputs[0].logprobs is not None:
                 head = TextLogprobs(request.params, tokenizer).prompt(output)
         for completion in output.outputs:
             index = number * len(output.outputs) + completion.index

@@ -23,6 +23,7 @@ When the input ends, live requests finish, and `{"event": "end"}` follows.
 """
 
 import math
+import os
 import queue
 import threading
 from collections import deque
@@ -238,7 +239,7 @@ class EventStream:
         tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
         sent = live.texts.pop(index, None)
         if sent is not None:  # it was extended: some of the text sent at its end may have to be replaced
-            characters = _common(sent, completion.text)
+            characters = len(os.path.commonprefix([sent, completion.text]))  # noqa: RUF071, they are no paths
         token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
         is_behind = sent is not None and characters < len(sent)
         if not token_ids and not text and not is_behind:
@@ -291,12 +292,6 @@ class EventStream:
     def _put(self, event: Mapping[str, Any]) -> None:
         self._events.put(dump_line({**event, "seq": self._seq}))
         self._seq += 1
-
-
-def _common(one: str, other: str) -> int:
-    """Length of the common prefix of two texts."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class EventWriter:

@@ -222,9 +222,8 @@ class TableOutput:
         """Write the table, and delete the journal unless lines failed, because --retry-failed needs it then."""
         publish(self.journal, self.out, source.table, source.columns, pictures=self._pictures)
         if not failed:
-            Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard)).write(
-                self.out
-            )
+            marker = Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard))
+            marker.write(self.journal, self.out)
             self.journal.unlink()
             state_path(self.journal).unlink(missing_ok=True)
 

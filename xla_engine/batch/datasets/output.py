@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_url, kind_of, opened, put
+from xla_engine.batch.datasets.files import OUTPUTS, exists, is_url, kind_of, opened, put
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.batch.datasets.tables import Table, arrow
 from xla_engine.batch.resume import ResultsInOrder
@@ -27,7 +27,6 @@ TEXTS = ("custom_id", "generated_text", "finish_reason", "error", "response")
 COUNTS = ("num_input_tokens", "num_generated_tokens")
 RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
 IMAGES = "images_sha256"
-_BLOCK = 1 << 20
 
 
 def result_columns(*, pictures: bool) -> tuple[str, ...]:
@@ -219,15 +218,10 @@ class Finished:
     input: str
     shard: str = ""
 
-    def write(self, out: str) -> None:
-        """Write the marker file of a table. Raises OSError."""
-        place, data = _place(out), dump_line(asdict(self))
-        if is_url(place):
-            system, path = file_system(place)
-            system.pipe_file(path, data)
-            return
-        with replacing(Path(place)) as file:
-            file.write(data)
+    def write(self, journal: Path, out: str) -> None:
+        """Write the marker file of a table, as `publish` writes the table. Raises OSError."""
+        with _published(journal, _place(out)) as file:
+            file.write(dump_line(asdict(self)))
 
     @classmethod
     def of(cls, out: str) -> Finished | None:
@@ -244,11 +238,9 @@ class Finished:
 
 def digest_of(path: str) -> str:
     """Digest of the bytes of a file or URL. Raises OSError."""
-    digest = blake2b(digest_size=16)
     with opened(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        # The type of files says nothing of `readinto`.
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()  # type: ignore[arg-type]
 
 
 def _place(out: str) -> str:
