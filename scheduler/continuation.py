@@ -45,12 +45,6 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
     return replays
 
 
-def request_of(scheduler: Scheduler, request_id: str) -> Request | None:
-    """The request of this id, live or kept; None if there is none."""
-    state = scheduler._states.get(request_id) or scheduler.ended.get(request_id)
-    return None if state is None else state.request
-
-
 def forget(scheduler: Scheduler, request_id: str) -> None:
     scheduler.ended.pop(request_id, None)
 

@@ -256,9 +256,8 @@ def test_what_does_not_fit_is_refused(engine: XlaBatchEngine) -> None:
         engine.submit(PicturedPrompt("", (IMAGE, 5), (wide,)), PARAMS)
     assert not isinstance(engine.validator.images, str)
     small = replace(engine.validator, images=engine.validator.images._replace(places=1))
-    request = small.checked(prompt_of(3), PARAMS, {}, add_special_tokens=True)
     with pytest.raises(TokenLimitError, match="128 tokens; the engine has room for 64: raise image_cache"):
-        small.images_of(request)
+        small.checked(prompt_of(3), PARAMS, {}, add_special_tokens=True)
 
 
 def test_positions_of_a_prompt_by_hand() -> None:

@@ -34,7 +34,7 @@ def picture(*starts: int, length: int = 4) -> PromptImage:
 def checked(*images: PromptImage, validator: RequestValidator = VALIDATOR, **fields: Any) -> Any:
     prompt = PicturedPrompt("text", tuple(range(20)), images)
     params = replace(GREEDY, **fields)
-    return validator.images_of(validator.checked(prompt, params, {}, add_special_tokens=False))
+    return validator.checked(prompt, params, {}, add_special_tokens=False).images
 
 
 def test_pictures_pass_with_their_prompt() -> None:

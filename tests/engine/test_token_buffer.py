@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.sequences import live_sequence
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Seen
 from xla_engine.engine.requests.sequence import LiveSequence
@@ -19,7 +20,6 @@ from xla_engine.engine.requests.token_buffer import FLUSH_STEPS, TokenBuffer
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import NO_TOKEN, Decoded, FinishReason, Sample
-from xla_engine.text.tokenizer import Tokenizer
 
 SLOTS = 4
 
@@ -56,20 +56,8 @@ class Spelling:
 def live(
     buffer: TokenBuffer, name: str, collector: OutputCollector | None = None, **params: object
 ) -> LiveSequence:
-    tokenizer: Tokenizer = Spelling()  # type: ignore[assignment]
-    return LiveSequence(
-        name,
-        None,
-        (1,),
-        SamplingParams.from_mapping(params),
-        tokenizer,
-        None,
-        stop_ids=frozenset(),
-        eos_ids=frozenset(),
-        token_buffer=buffer,
-        collector=OutputCollector() if collector is None else collector,
-        now=0.0,
-    )
+    wanted = SamplingParams.from_mapping(params)
+    return live_sequence(name, (1,), wanted, Spelling(), buffer=buffer, collector=collector)
 
 
 @dataclass

@@ -172,7 +172,7 @@ def test_a_validator_reads_pictures_once_and_leaves_other_prompts_alone(reader: 
     np.testing.assert_array_equal(image.tiles, reader.tiles(undecoded))
     for given in (placed, decoded):
         checked = takes.checked(given, SamplingParams(max_tokens=3), {}, add_special_tokens=False)
-        assert (checked.token_ids, takes.images_of(checked)) == (decoded.token_ids, decoded.pictures)
+        assert (checked.token_ids, checked.images) == (decoded.token_ids, decoded.pictures)
     cut = {**prompt, "multi_modal_data": {"image": picture(300, 200, "JPEG")[:-99]}}  # its header is whole
     with pytest.raises(InvalidImageError, match=r"^multi_modal_data\.image\[0\]: "):
         takes.decoded(cut, add_special_tokens=False)

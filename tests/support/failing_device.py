@@ -15,7 +15,7 @@ from xla_engine.engine.loop import Loop
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.request_table import RequestTable
-from xla_engine.engine.requests.validation import RequestValidator
+from xla_engine.engine.requests.validation import CheckedRequest, RequestValidator
 from xla_engine.engine.state import EngineState
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.in_flight import InFlight, PromptScores
@@ -120,12 +120,8 @@ class FailingEngine:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         opened = self.state.table.open(
             name,
-            None,
-            (1,) * prompt,
-            params,
+            CheckedRequest(None, (1,) * prompt, params),
             mask=None,
-            stop_ids=(),
-            eos_ids=(),
             seed=0,
             collector=self.collector,
             now=0.0,

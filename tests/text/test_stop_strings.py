@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.sequences import live_sequence
 from tests.support.stop_strings import by_definition
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FinishReason, Sample
 from xla_engine.text.detokenizer import IncrementalDetokenizer
@@ -154,19 +152,7 @@ def test_what_ends_a_request_goes_before_what_would_have(
     The texts of stop ids contain stop strings here, which must not count.
     """
     params = SamplingParams(stop=[".", ">"], include_stop_str_in_output=include, stop_token_ids=[STOP_ID])
-    request = LiveSequence(
-        "r",
-        None,
-        (9,),
-        params,
-        Vocabulary(),  # type: ignore[arg-type]
-        None,
-        stop_ids=frozenset({EOS, STOP_ID}),
-        eos_ids=frozenset({EOS}),
-        token_buffer=TokenBuffer(),
-        collector=OutputCollector(),
-        now=0.0,
-    )
+    request = live_sequence("r", (9,), params, Vocabulary(), stop_ids=(EOS, STOP_ID), eos_ids=(EOS,))
     assert not request.add(Sample(PLAIN), 0.0)
     matched = request.add(Sample(last), 0.0)
     assert matched == (last == STRING)

@@ -21,7 +21,7 @@ from xla_engine.data_parallel.turns import Turns
 from xla_engine.engine.client import drain_engine, step_engine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
@@ -177,21 +177,20 @@ class DataParallelEngine:
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
         checked = self.validator.checked(prompt, params, options, add_special_tokens=add_special_tokens)
-        text, token_ids, params, stop_ids, _ = checked
-        self.validator.images_of(checked)
+        params = checked.params
         if self.config.max_waiting is not None:
             live = sum(request.params.n for request in self._turns.live.values())
             self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)
         lora_request = options.get("lora_request")
         adapter = None if lora_request is None else self._adapters.of(lora_request)
-        self.validator.token_mask(params, stop_ids)
+        self.validator.token_mask(params, checked.stop_ids)
         now = self.clock()
-        deadline_s, queue_timeout_s = options.get("deadline_s"), options.get("queue_timeout_s")
+        deadline, queue_deadline = deadlines(options, now)
         request = RemoteRequest(
             request_id,
             self._submitted,
-            text,
-            token_ids,
+            checked.text,
+            checked.token_ids,
             params,
             self._collector if collector is None else collector,
             arrival=now,
@@ -199,8 +198,8 @@ class DataParallelEngine:
             quantum=options.get("quantum"),
             salt=options.get("cache_salt", ""),
             adapter=adapter,
-            deadline=math.inf if deadline_s is None else now + deadline_s,
-            queue_deadline=math.inf if queue_timeout_s is None else now + queue_timeout_s,
+            deadline=math.inf if deadline is None else deadline,
+            queue_deadline=math.inf if queue_deadline is None else queue_deadline,
             on_refused=on_refused,
         )
         self._submitted += 1

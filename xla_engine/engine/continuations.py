@@ -7,18 +7,17 @@ from itertools import count
 
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.intake import Intake
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.request_table import FINAL, KeptRequest
+from xla_engine.engine.requests.request_table import KeptRequest
 from xla_engine.engine.requests.sequence import LiveSequence, sequence_ids
 from xla_engine.engine.requests.validation import RequestValidator
-from xla_engine.engine.state import EngineState, SavedSequence
+from xla_engine.engine.state import EngineState
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request
-from xla_engine.scheduler.continuation import go_on, request_of
-from xla_engine.text.token_mask import TokenMask
+from xla_engine.scheduler.continuation import go_on
 
 
 class Continuations:
@@ -39,16 +38,11 @@ class Continuations:
         self._intake.check_open()
         kept = self._kept(request_id)
         self._check_options(options)
-        parts: list[tuple[LiveSequence, RowSettings]] = []
-        requests: list[Request] = []
-        for part, row in kept:
-            if part.finish_reason not in FINAL:
-                part, row = self._longer(part, row, max_tokens, collector, part.request_id)
-                before = request_of(self._state.scheduler, part.request_id)
-                assert before is not None
-                requests.append(self._asked_again(before, row, options))
-            parts.append((part, row))
-        self._queue_again(request_id, parts, requests)
+        parts = [
+            self._longer(part, part.request_id, max_tokens, collector, options) if part.can_go_on else part
+            for part in kept
+        ]
+        self._queue_again(request_id, parts)
         assert self._state.table.kept is not None
         self._state.table.kept.take(request_id)
 
@@ -67,15 +61,13 @@ class Continuations:
             raise InvalidRequestError(
                 f"{most} requests are saved, the maximum that keep_finished allows; free one"
             )
-        sequences: list[SavedSequence] = []
-        for part, row in self._known(request_id):
-            request = request_of(self._state.scheduler, part.request_id)
-            if part.finish_reason not in FINAL:
-                row = replace(row, mask=_copied(row.mask))
+        parts: list[LiveSequence] = []
+        for part in self._known(request_id):
+            if part.can_go_on:
                 part.tokens_from(0)  # makes it take its buffered tokens
-                part = part.successor(part.request_id, row.params, row.mask, collector)
-            sequences.append(SavedSequence(part, row, request))
-        saved[name] = tuple(sequences)
+                part = part.successor(part.request, _with_own_mask(part.settings), collector)
+            parts.append(part)
+        saved[name] = tuple(parts)
         return name
 
     def free(self, name: str) -> bool:
@@ -103,24 +95,20 @@ class Continuations:
         self._check_options(options)
         request_id = table.free_id(len(saved)) if request_id is None else request_id
         table.check_free(request_id, len(saved))
-        parts: list[tuple[LiveSequence, RowSettings]] = []
-        requests: list[Request] = []
-        for own, (part, row, request) in zip(sequence_ids(request_id, len(saved)), saved, strict=True):
-            if part.finished or request is None:
-                ended = copy.copy(part)
-                ended.request_id = own
-                parts.append((ended, row))
-                continue
-            more = row.max_tokens - part.num_tokens if max_tokens is None else max_tokens
-            row = replace(row, mask=_copied(row.mask))
-            longer, row = self._longer(part, row, more, collector, own)
-            parts.append((longer, row))
-            requests.append(self._asked_again(replace(request, request_id=own), row, options))
-        if not requests:
+        if all(part.finished for part in saved):
             raise InvalidRequestError(
                 f"the request saved as {name!r} ended with stop or error and cannot be continued"
             )
-        self._queue_again(request_id, parts, requests)
+        parts: list[LiveSequence] = []
+        for own, part in zip(sequence_ids(request_id, len(saved)), saved, strict=True):
+            if part.finished:
+                ended = copy.copy(part)
+                ended.request_id = own
+                parts.append(ended)
+            else:
+                most = part.settings.max_tokens - part.num_tokens if max_tokens is None else max_tokens
+                parts.append(self._longer(part, own, most, collector, options, own_mask=True))
+        self._queue_again(request_id, parts)
         return request_id
 
     def forked(
@@ -134,15 +122,11 @@ class Continuations:
         options: RequestOptions,
     ) -> tuple[list[int], SamplingParams, RequestOptions]:
         """The prompt, parameters and options with which to submit a fork."""
-        found = self._state.saved.get(source)
-        parts = self._known(source) if found is None else [(part, row) for part, row, _ in found]
+        parts = self._state.saved.get(source) or self._known(source)
         if not isinstance(index, int) or not 0 <= index < len(parts):
             raise InvalidRequestError(f"index is {index!r}, and {source!r} has {len(parts)} sequences")
-        part, row = parts[index]
-        request = (
-            request_of(self._state.scheduler, part.request_id) if found is None else found[index].request
-        )
-        if request is not None and request.images:
+        part, row = parts[index], parts[index].settings
+        if part.request.images:
             raise InvalidRequestError("requests with pictures cannot be forked; submit the longer prompt")
         if params is None:
             params = replace(row.params, seed=row.seed)
@@ -152,16 +136,15 @@ class Continuations:
             if self._validator.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the suffix as token ids")
             suffix = self._validator.tokenizer.encode(suffix, add_special_tokens=False)
-        if request is not None:
-            options.setdefault("cache_salt", request.cache_salt)
+        options.setdefault("cache_salt", part.request.cache_salt)
         options.setdefault("lora_request", self._adapters.in_slot(row.adapter))
         prompt = [*part.prompt_token_ids, *part.tokens_from(0), *suffix]
         return prompt, params, options
 
-    def _known(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
+    def _known(self, request_id: str) -> KeptRequest:
         """The sequences of a live or kept request. Raises InvalidRequestError."""
         if not self._state.table.taken(request_id):
-            return list(self._kept(request_id))
+            return self._kept(request_id)
         return self._state.table.parts(request_id)
 
     def _kept(self, request_id: str) -> KeptRequest:
@@ -188,40 +171,42 @@ class Continuations:
                 raise InvalidRequestError(f"{name} cannot change when a request continues: leave it out")
 
     def _longer(
-        self, part: LiveSequence, row: RowSettings, max_tokens: int, collector: OutputCollector, name: str
-    ) -> tuple[LiveSequence, RowSettings]:
-        """The continuation of a sequence, with id `name`, and its row settings."""
+        self,
+        part: LiveSequence,
+        name: str,
+        max_tokens: int,
+        collector: OutputCollector,
+        options: RequestOptions,
+        *,
+        own_mask: bool = False,
+    ) -> LiveSequence:
+        """The continuation of a sequence, with id `name`, and the new limits and options.
+
+        own_mask: it gets a copy of the mask, because the sequence may be continued again.
+        """
         self._validator.check_more(len(part.prompt_token_ids), part.num_tokens, max_tokens)
-        cap = part.num_tokens + max_tokens
+        cap, before = part.num_tokens + max_tokens, part.request
+        row = _with_own_mask(part.settings) if own_mask else part.settings
+        deadline, queue_deadline = deadlines(options, self._state.clock())
+        request = replace(
+            before,
+            request_id=name,
+            max_tokens=cap,
+            priority=options.get("priority", before.priority),
+            quantum=options.get("quantum", before.quantum),
+            deadline=deadline,
+            queue_deadline=queue_deadline,
+        )
         row = replace(row, max_tokens=cap, params=replace(row.params, max_tokens=cap))
-        return part.successor(name, row.params, row.mask, collector), row
+        return part.successor(request, row, collector)
 
-    def _asked_again(self, request: Request, row: RowSettings, options: RequestOptions) -> Request:
-        """The scheduler's request for a continuation, with the new limits and options."""
-        now = self._state.clock()
-        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
-        return replace(
-            request,
-            max_tokens=row.max_tokens,
-            priority=options.get("priority", request.priority),
-            quantum=options.get("quantum", request.quantum),
-            deadline=None if deadline is None else now + deadline,
-            queue_deadline=None if queue_timeout is None else now + queue_timeout,
-        )
-
-    def _queue_again(
-        self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]], requests: Sequence[Request]
-    ) -> None:
-        self._validator.check_queue(
-            len(requests), self._state.scheduler.num_waiting, self._state.scheduler.num_free
-        )
-        self._state.table.open_again(request_id, parts)
-        self._intake.queue(request_id, requests, self._go_on)
-        for part, _ in parts:
+    def _queue_again(self, request_id: str, parts: Sequence[LiveSequence]) -> None:
+        running, scheduler = sum(not part.finished for part in parts), self._state.scheduler
+        self._validator.check_queue(running, scheduler.num_waiting, scheduler.num_free)
+        self._intake.queue(request_id, self._state.table.enter(request_id, tuple(parts)), self._go_on)
+        for part in parts:
             if part.constrained:
                 self._state.masks.add(part)
-        if (kept := self._state.table.kept) is not None:
-            kept.settings.update((part.request_id, row) for part, row in parts if part.finished)
 
     def _go_on(self, request: Request) -> None:
         part = self._state.table[request.request_id]
@@ -229,5 +214,5 @@ class Continuations:
             part.rewind()
 
 
-def _copied(mask: TokenMask | None) -> TokenMask | None:
-    return None if mask is None else mask.copy()
+def _with_own_mask(row: RowSettings) -> RowSettings:
+    return row if row.mask is None else replace(row, mask=row.mask.copy())

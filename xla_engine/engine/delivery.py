@@ -135,15 +135,15 @@ class Delivery:
     def end(self, name: str, reason: FinishReason, error: str | None = None) -> None:
         """Deliver the end of a sequence that the scheduler has ended."""
         state, table = self._state, self._state.table
-        ended = None if state.shadow is None else (table[name], table.settings[name])
+        sequence = table[name]
         if state.speculator is not None:
             state.speculator.end(name)
         reason = table.end(name, reason, state.clock(), error)
         if table.kept is not None:
             for forgotten in table.kept.take_forgotten():
                 forget(state.scheduler, forgotten)
-        if state.shadow is not None and ended is not None:
-            state.shadow.ended(*ended, reason)
+        if state.shadow is not None:
+            state.shadow.ended(sequence, reason)
         state.runner.discard(name)
         state.observers.ended(name, reason)
         state.ready.set()

@@ -5,7 +5,7 @@ from functools import partial
 
 from xla_engine.engine.adapters import LoadedAdapter
 from xla_engine.engine.delivery import Delivery
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.sequence import noise_key
@@ -70,46 +70,35 @@ class Intake:
         request_id = table.free_id(params.n) if request_id is None else request_id
         table.check_free(request_id, params.n)
         checked = validator.checked(prompt, params, options, add_special_tokens=add_special_tokens)
-        text, token_ids, params, stop_ids, _ = checked
-        images = validator.images_of(checked)
+        params = checked.params
         adapter = self._adapter_of(options.get("lora_request"))
         waits = on_refused is not None and not validator.knows_constraint(params)
         if params.n > 1 or waits or state.pending:  # otherwise the scheduler checks
             validator.check_queue(params.n, state.num_waiting, state.scheduler.num_free)
         now = state.clock()
-        make_mask = partial(validator.token_mask, params, stop_ids)
+        make_mask = partial(validator.token_mask, params, checked.stop_ids)
         take = partial(
             table.open,
             request_id,
-            text,
-            token_ids,
-            params,
-            dry_breakers=validator.dry_breakers(params),
+            checked,
             adapter=adapter,
-            stop_ids=stop_ids,
-            eos_ids=validator.eos_token_ids,
             seed=noise_key(self.seed, request_id, params),
             collector=collector,
             now=now,
             options=options,
-            images=images,
-            positions=validator.positions_of(images, len(token_ids)),
         )
         if on_refused is None or not waits:
             self.queue(request_id, take(mask=make_mask()))
             return request_id
         table.reserved[request_id] = params.n
-        times = (
-            (options.get("deadline_s"), FinishReason.DEADLINE),
-            (options.get("queue_timeout_s"), FinishReason.QUEUE_TIMEOUT),
-        )
+        times = zip(deadlines(options, now), (FinishReason.DEADLINE, FinishReason.QUEUE_TIMEOUT), strict=True)
         state.pending[request_id] = PendingRequest(
             view=RequestView(
                 request_id=request_id,
                 status=Status.WAITING,
                 priority=options.get("priority", 0),
                 arrival=state.scheduler.counters().submitted,
-                prompt_tokens=len(token_ids),
+                prompt_tokens=len(checked.token_ids),
                 max_tokens=params.token_limit,
                 prefilled=0,
                 planned=0,
@@ -121,7 +110,7 @@ class Intake:
             open=take,
             on_refused=on_refused,
             adapter=adapter.slot,
-            expires=sorted((now + seconds, reason) for seconds, reason in times if seconds is not None),
+            expires=sorted((time, reason) for time, reason in times if time is not None),
         )
         return request_id
 

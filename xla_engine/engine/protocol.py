@@ -47,6 +47,12 @@ class RequestOptions(SharedOptions, total=False):
     lora_request: LoRARequest | None
 
 
+def deadlines(options: RequestOptions, now: float) -> tuple[float | None, float | None]:
+    """`deadline` and `queue_deadline` of a `Request` with these options from `now` on."""
+    seconds, in_queue = options.get("deadline_s"), options.get("queue_timeout_s")
+    return None if seconds is None else now + seconds, None if in_queue is None else now + in_queue
+
+
 def check_options(call: str, options: Mapping[str, Any], *also: str) -> None:
     """Raise InvalidRequestError for an option that a call does not have; sampling fields get their own message.
 

@@ -57,10 +57,11 @@ class ShadowProbe:
         self._seen = 0  # tokens of the case compared so far
         self._broken = False
 
-    def ended(self, sequence: LiveSequence, settings: RowSettings, reason: FinishReason) -> None:
+    def ended(self, sequence: LiveSequence, reason: FinishReason) -> None:
         """Decide at random whether a sequence that has ended is rerun."""
         if self._broken or self._draw.random() >= self._config.shadow_rate:
             return
+        settings = sequence.settings
         if reason not in (FinishReason.STOP, FinishReason.LENGTH) or sequence.constrained or settings.adapter:
             return  # an adapter may have been unloaded by then
         output = sequence.output()

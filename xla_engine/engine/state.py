@@ -4,12 +4,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Condition, Event
-from typing import Any, NamedTuple
+from typing import Any
 
 from xla_engine.engine.requests.masks import MaskMaker
-from xla_engine.engine.requests.request_table import RequestTable
-from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.request_table import KeptRequest, RequestTable
 from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.stored_prefixes import StoredPrefixes
@@ -19,7 +19,6 @@ from xla_engine.observability.observer import Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.in_flight import InFlight
-from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import FinishReason, Request, RequestView, Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
@@ -51,14 +50,6 @@ class PendingRequest:
     def expired(self, now: float) -> FinishReason | None:
         """The reason of a deadline that has passed; None if there is none."""
         return self.expires[0][1] if self.expires and self.expires[0][0] <= now else None
-
-
-class SavedSequence(NamedTuple):
-    """A saved sequence, its row settings for the device, and its request for the scheduler."""
-
-    part: LiveSequence
-    row: RowSettings
-    request: Request | None
 
 
 @dataclass(slots=True)
@@ -126,7 +117,7 @@ class EngineState:
     timer: PhaseTimer | None = None
     masks: MaskMaker = field(default_factory=MaskMaker)
     pending: dict[str, PendingRequest] = field(default_factory=dict)
-    saved: dict[str, tuple[SavedSequence, ...]] = field(default_factory=dict)
+    saved: dict[str, KeptRequest] = field(default_factory=dict)
     observers: Observers = field(default_factory=Observers)
     work: WorkCounters = field(default_factory=WorkCounters)
     lock: Condition = field(default_factory=Condition)
@@ -192,7 +183,6 @@ class EngineState:
 
     def adapter_slots(self) -> set[int]:
         """The adapter slots of all sequences that are live, pending, kept or saved."""
-        saved = [each.row for parts in self.saved.values() for each in parts]
-        kept = [] if self.table.kept is None else self.table.kept.every_setting()
-        rows = (*self.table.settings.values(), *saved, *kept)
+        kept = () if self.table.kept is None else self.table.kept.sequences()
+        rows = [*self.table.settings.values(), *(part.settings for part in chain(kept, *self.saved.values()))]
         return {row.adapter for row in rows} | {one.adapter for one in self.pending.values()}

@@ -3,64 +3,49 @@ that are kept once they have ended, so that they can be extended."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import chain
 
 from xla_engine.engine.adapters import NO_ADAPTER, LoadedAdapter
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup, sequence_ids, sequence_seed
 from xla_engine.engine.requests.token_buffer import TokenBuffer
+from xla_engine.engine.requests.validation import CheckedRequest
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.in_flight import PooledChunk, PromptScores
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.scheduler import FinishReason, PromptImage, Request
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
-# After these, a larger `max_tokens` would give no more tokens.
-FINAL = frozenset({FinishReason.STOP, FinishReason.ERROR})
-# The sequences of a request, in order, with their row settings.
-KeptRequest = tuple[tuple[LiveSequence, RowSettings], ...]
+KeptRequest = tuple[LiveSequence, ...]  # the sequences of a request, in order
 
 
 class KeptRequests:
     """The latest `most` finished requests that can be extended, by id; the oldest is evicted first.
 
     Memory: at most `max_model_len` tokens for each sequence, with log-probabilities if they were requested.
-
-    settings: row settings of finished sequences whose request still has others running.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._requests: dict[str, KeptRequest] = {}  # oldest first
-        self.settings: dict[str, RowSettings] = {}
         self._forgotten: list[str] = []
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, sequence: LiveSequence, settings: RowSettings) -> None:
-        """Add a sequence that has ended; once all sequences of its request have, keep the request."""
-        self.settings[sequence.request_id] = settings
-        reader = sequence.reader
-        if not reader.finished:
-            return
-        sequences = reader.parts if isinstance(reader, SequenceGroup) else (sequence,)
-        parts = tuple((part, self.settings.pop(part.request_id)) for part in sequences)
-        self.put(reader.request_id, parts)
-
     def put(self, request_id: str, request: KeptRequest) -> None:
-        """Keep a request if it can be extended, and evict the oldest beyond `most`."""
+        """Keep a request that has ended if it can be extended, and evict the oldest beyond `most`."""
         self.forget(request_id)
         self._requests[request_id] = request
-        own = {part.request_id for part, _ in request}
+        own = {part.request_id for part in request}
         self._forgotten = [name for name in self._forgotten if name not in own]
-        if all(part.finish_reason in FINAL for part, _ in request):
+        if not any(part.can_go_on for part in request):
             self.forget(request_id)
         while len(self._requests) > self.most:
             self.forget(next(iter(self._requests)))
@@ -76,16 +61,15 @@ class KeptRequests:
     def forget(self, request_id: str) -> None:
         """Remove a request, if it is kept, and note its sequences for `take_forgotten`."""
         if (request := self._requests.pop(request_id, None)) is not None:
-            self._forgotten += (part.request_id for part, _ in request)
+            self._forgotten += (part.request_id for part in request)
 
     def clear(self) -> None:
         for name in list(self._requests):
             self.forget(name)
 
-    def every_setting(self) -> list[RowSettings]:
-        """The row settings of all kept sequences."""
-        parts = (part for request in self._requests.values() for part in request)
-        return [*self.settings.values(), *(row for _, row in parts)]
+    def sequences(self) -> Iterator[LiveSequence]:
+        """All kept sequences."""
+        return chain.from_iterable(self._requests.values())
 
     def take_forgotten(self) -> list[str]:
         """The ids of the sequences forgotten since the last call."""
@@ -138,7 +122,7 @@ class RequestTable:
         group = self._groups.get(request_id)
         return [request_id] if group is None else [part.request_id for part in group.parts]
 
-    def parts(self, request_id: str) -> list[tuple[LiveSequence, RowSettings]]:
+    def parts(self, request_id: str) -> KeptRequest:
         """The sequences of a live request, in order.
 
         Raises InvalidRequestError if one has ended and is not kept.
@@ -149,8 +133,7 @@ class RequestTable:
             raise InvalidRequestError(
                 f"sequences of request {request_id!r} have ended and are not kept: set keep_finished"
             )
-        ended = {} if self.kept is None else self.kept.settings
-        return [(part, (ended if part.finished else self.settings)[part.request_id]) for part in parts]
+        return parts
 
     def free_id(self, n: int) -> str:
         """A free id for a request of n sequences: its number, with a suffix if a caller uses that already."""
@@ -182,84 +165,83 @@ class RequestTable:
     def open(
         self,
         request_id: str,
-        prompt: str | None,
-        token_ids: tuple[int, ...],
-        params: SamplingParams,
+        checked: CheckedRequest,
         *,
         mask: TokenMask | None,
-        dry_breakers: tuple[int, ...] = (),
         adapter: LoadedAdapter = NO_ADAPTER,
-        stop_ids: tuple[int, ...],
-        eos_ids: tuple[int, ...],
         seed: int,
         collector: OutputCollector,
         now: float,
         options: RequestOptions,
-        images: tuple[PromptImage, ...] = (),
-        positions: Any = None,
     ) -> list[Request]:
-        """Enter a request of `params.n` sequences, each with its own copy of the mask. The id must be free.
-        positions: as in `RowSettings`.
+        """Enter a request of `n` sequences, each with its own copy of the mask. The id must be free.
 
         Returns the sequences as requests for the scheduler.
         """
-        names, hashes = sequence_ids(request_id, params.n), _hashes(images)
+        params, hashes = checked.params, _hashes(checked.images)
+        names = sequence_ids(request_id, params.n)
         parts, pooler = [], self._pooler
         masks = [mask, *(None if mask is None else mask.copy() for _ in names[1:])]
         first = params if params.n == 1 else replace(params, n=1)  # a copy would be checked again
         others = first if params.n == 1 else replace(first, prompt_logprobs=None, logprobs_start=0)
+        deadline, queue_deadline = deadlines(options, now)
         for index, (name, own) in enumerate(zip(names, masks, strict=True)):
             part = others if index else first
-            self.settings[name] = RowSettings(
+            settings = RowSettings(
                 max_tokens=params.token_limit,
-                stop_token_ids=stop_ids[:MAX_STOP_TOKEN_IDS],
+                stop_token_ids=checked.stop_ids[:MAX_STOP_TOKEN_IDS],
                 params=part,
                 seed=sequence_seed(seed, index),
                 mask=own,
-                prompt_token_ids=token_ids,
-                dry_breakers=dry_breakers,
+                prompt_token_ids=checked.token_ids,
+                dry_breakers=checked.dry_breakers,
                 adapter=adapter.slot,
-                positions=positions,
+                positions=checked.positions,
             )
-            self._live[name] = LiveSequence(
-                name,
-                prompt,
-                token_ids,
-                part,
-                self._tokenizer,
-                own,
-                stop_ids=frozenset(stop_ids),
-                host_stop_ids=frozenset(stop_ids[MAX_STOP_TOKEN_IDS:]),
-                eos_ids=frozenset(eos_ids),
-                token_buffer=self.token_buffer,
-                collector=collector,
-                now=now,
-                pooling=PooledPrompt(pooler, part) if pooler and isinstance(part, PoolingParams) else None,
-                images_sha256=hashes,
-            )
-            parts.append(self._live[name])
-        if params.n > 1:
-            self._groups[request_id] = SequenceGroup(request_id, tuple(parts))
-        self.submitted += 1
-        deadline, queue_timeout = options.get("deadline_s"), options.get("queue_timeout_s")
-        return [
-            Request(
-                request_id=part.request_id,
-                prompt_token_ids=token_ids,
+            request = Request(
+                request_id=name,
+                prompt_token_ids=checked.token_ids,
                 max_tokens=params.token_limit,
-                stop_token_ids=frozenset(stop_ids[:MAX_STOP_TOKEN_IDS]),
-                constrained=part.constrained,
+                stop_token_ids=frozenset(settings.stop_token_ids),
+                constrained=own is not None and own.constrained,
                 cache_salt=options.get("cache_salt", ""),
-                max_cached_tokens=self.settings[part.request_id].params.max_cached_tokens,
+                max_cached_tokens=part.max_cached_tokens,
                 priority=options.get("priority", 0),
-                deadline=None if deadline is None else now + deadline,
-                queue_deadline=None if queue_timeout is None else now + queue_timeout,
+                deadline=deadline,
+                queue_deadline=queue_deadline,
                 quantum=options.get("quantum"),
                 adapter=adapter.key,
-                images=images,
+                images=checked.images,
             )
-            for part in parts
-        ]
+            parts.append(
+                LiveSequence(
+                    request,
+                    settings,
+                    checked,
+                    self._tokenizer,
+                    token_buffer=self.token_buffer,
+                    collector=collector,
+                    now=now,
+                    pooling=PooledPrompt(pooler, part)
+                    if pooler and isinstance(part, PoolingParams)
+                    else None,
+                    images_sha256=hashes,
+                )
+            )
+        return self.enter(request_id, tuple(parts))
+
+    def enter(self, request_id: str, parts: KeptRequest) -> list[Request]:
+        """Enter all sequences of a request, in order; if it is extended, some may be finished. The id must be free.
+
+        Returns those that are not finished as requests for the scheduler.
+        """
+        going_on = [part for part in parts if not part.finished]
+        for part in going_on:
+            self._live[part.request_id], self.settings[part.request_id] = part, part.settings
+        if len(parts) > 1:
+            self._groups[request_id] = SequenceGroup(request_id, parts)
+        self.submitted += 1
+        return [part.request for part in going_on]
 
     def add_of_prompt(self, part: PromptScores | PooledChunk) -> None:
         """Give a sequence its prompt log-probabilities or pooled chunk, unless its id was reused since the step."""
@@ -270,15 +252,6 @@ class RequestTable:
             request.add_prompt_logprobs(part.start, part.scores)
         elif request.pooling is not None:
             request.pooling.add(part.start, part.vectors)
-
-    def open_again(self, request_id: str, parts: Sequence[tuple[LiveSequence, RowSettings]]) -> None:
-        """Enter all sequences of a request that is extended, in order; some may be finished. The id must be free."""
-        for part, settings in parts:
-            if not part.finished:
-                self._live[part.request_id], self.settings[part.request_id] = part, settings
-        if len(parts) > 1:
-            self._groups[request_id] = SequenceGroup(request_id, tuple(part for part, _ in parts))
-        self.submitted += 1
 
     def take_back(self, request_id: str) -> None:
         """Undo `open`, without telling the collector."""
@@ -294,14 +267,14 @@ class RequestTable:
         Returns the final reason: "error" if its text cannot be decoded.
         """
         request = self._live.pop(name)
-        settings = self.settings.pop(name)
+        del self.settings[name]
         reason = request.finish(reason, now, error)
-        request.collector.put(request.reader)
+        request.collector.put(reader := request.reader)
         self.finished[reason] += 1
-        if isinstance(request.reader, SequenceGroup) and request.reader.finished:
-            del self._groups[request.reader.request_id]
-        if self.kept is not None:
-            self.kept.add(request, settings)
+        if reader.finished:
+            group = self._groups.pop(reader.request_id, None)
+            if self.kept is not None:
+                self.kept.put(reader.request_id, (request,) if group is None else group.parts)
         return reason
 
 

@@ -12,13 +12,14 @@ from typing import Generic, TypeVar, overload
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Readable, Seen
 from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
+from xla_engine.engine.requests.validation import CheckedRequest
 from xla_engine.errors import InvalidRequestError, ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import FinishReason, Sample, Times
+from xla_engine.scheduler import FinishReason, Request, Sample, Times
 from xla_engine.text.stop_strings import GeneratedText
-from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 S = TypeVar("S")
@@ -72,9 +73,9 @@ def by_id(token_id: int, logprob: float, top: TopLogprobs, tokenizer: Tokenizer 
 class LiveSequence:
     """Accumulates the sampled tokens of one sequence until it ends.
 
-    mask: of its next token; None if any token is allowed.
+    request: as the scheduler gets it. settings: as the device gets them. mask: of its next token; None if any token is
+    allowed.
     collector: receives its output. reader: the object that is put there, the sequence itself or its group.
-    host_stop_ids: the stop ids that only the host checks, because the device has room for `MAX_STOP_TOKEN_IDS`.
     pooling: collects its vector if the model pools. Such a request ends with one token, which is not shown.
     faults: failed steps it was in. passes: times it got past such a step while running apart from others.
     preemptions: times it lost its slot.
@@ -83,23 +84,18 @@ class LiveSequence:
 
     def __init__(
         self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
+        request: Request,
+        settings: RowSettings,
+        checked: CheckedRequest,
         tokenizer: Tokenizer | None,
-        mask: TokenMask | None,
         *,
-        stop_ids: frozenset[int],
-        eos_ids: frozenset[int],
-        host_stop_ids: frozenset[int] = frozenset(),
         token_buffer: TokenBuffer[LiveSequence],
         collector: OutputCollector,
         now: float,
         pooling: PooledPrompt | None = None,
         images_sha256: tuple[str, ...] = (),
     ) -> None:
-        self.request_id = request_id
+        self._continue_as(request, settings)
         self._images_sha256 = images_sha256
         self.pooling = pooling
         self.collector = collector
@@ -109,14 +105,13 @@ class LiveSequence:
         self._histograms = token_buffer.histograms
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
-        self._prompt, self.prompt_token_ids = prompt, prompt_token_ids
-        self._params = params
-        self._tokenizer = tokenizer if params.detokenize else None
-        self.mask = mask
+        self._prompt, self.prompt_token_ids = checked.text, checked.token_ids
+        self._tokenizer = tokenizer if self._params.detokenize else None
         self._text = self._no_text()
-        self._stop_ids = stop_ids
-        self._host_stop_ids = host_stop_ids
-        self._eos_ids = eos_ids
+        self._stop_ids = frozenset(checked.stop_ids)
+        # Only the host checks these, because the device has room for `MAX_STOP_TOKEN_IDS`.
+        self._host_stop_ids = self._stop_ids - request.stop_token_ids
+        self._eos_ids = frozenset(checked.eos_ids)
         self.arrival_time = now
         self.finished_time: float | None = None
         self._received = 0  # tokens since the request last started; fewer than it has while it runs again
@@ -124,7 +119,7 @@ class LiveSequence:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[Score] = []
-        self._prompt_scores: list[Score | None] = [None] * max(params.logprobs_start, 1)
+        self._prompt_scores: list[Score | None] = [None] * max(self._params.logprobs_start, 1)
         self._top_logprobs: list[dict[int, Logprob]] = []  # cache of `output`
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # the same
         self._token_times: list[float] = []
@@ -135,13 +130,15 @@ class LiveSequence:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
 
-    def successor(
-        self, request_id: str, params: SamplingParams, mask: TokenMask | None, collector: OutputCollector
-    ) -> LiveSequence:
+    def _continue_as(self, request: Request, settings: RowSettings) -> None:
+        self.request, self.request_id = request, request.request_id
+        self.settings, self._params, self.mask = settings, settings.params, settings.mask
+
+    def successor(self, request: Request, settings: RowSettings, collector: OutputCollector) -> LiveSequence:
         """A live copy that continues where this sequence ended; this one does not change."""
         other = copy.copy(self)
-        other.request_id, other.collector, other.reader = request_id, collector, other
-        other._params, other.mask = params, mask
+        other.collector, other.reader = collector, other
+        other._continue_as(request, settings)
         other.faults = other.passes = 0
         other.finish_reason = other.finished_time = other.error = None
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
@@ -149,9 +146,9 @@ class LiveSequence:
             setattr(other, name, list(getattr(self, name)))
         # Decode again: text that was flushed at the end may have to be held back now.
         other._text = text = other._no_text()
-        if text is not None and params.stop:
+        if text is not None and settings.params.stop:
             for count, token_id in enumerate(self._token_ids, 1):
-                text.push(token_id, may_stop=count >= params.min_tokens)
+                text.push(token_id, may_stop=count >= settings.params.min_tokens)
         elif text is not None:
             text.extend(self._token_ids)
         return other
@@ -168,6 +165,13 @@ class LiveSequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a larger `max_tokens` gives more tokens: not after a stop or an error, nor if it ended before its
+        constraint was compiled."""
+        compiled = self.mask is not None or self._params.structured_outputs is None
+        return compiled and self.finish_reason not in (FinishReason.STOP, FinishReason.ERROR)
 
     @property
     def received(self) -> Sequence[int]:

@@ -38,14 +38,17 @@ class CheckedRequest(NamedTuple):
     """A valid request.
 
     text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
-    pictures: those of the prompt, in order.
+    eos_ids: the model's. images: the pictures of the prompt, decoded. dry_breakers, positions: as in `RowSettings`.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
-    stop_ids: tuple[int, ...]
-    pictures: tuple["PlacedPicture | PromptImage", ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    images: tuple[PromptImage, ...] = ()
+    dry_breakers: tuple[int, ...] = ()
+    positions: np.ndarray[Any, Any] | None = None
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
@@ -118,7 +121,7 @@ class RequestValidator:
     ) -> CheckedRequest:
         """Validate a request, except for its mask and the queue. Moves the prompt's `cache_salt` into `options`.
 
-        Raises InvalidRequestError; TokenLimitError if it does not fit.
+        Raises InvalidRequestError, which names a picture that cannot be read; TokenLimitError if it does not fit.
         """
         content, text, salt, _, placed = prompt_parts(
             self.placed(prompt, add_special_tokens=add_special_tokens)
@@ -128,7 +131,14 @@ class RequestValidator:
         self.check_options(**options)
         token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
         params = self.with_limit(params, len(token_ids))
-        return CheckedRequest(text, token_ids, params, self.stop_token_ids(params), placed)
+        stop_ids, images = self.stop_token_ids(params), self._images(placed)
+        if images:
+            self._check_images(images, len(token_ids), params)
+        positions = self._positions(images, len(token_ids))
+        breakers = self.dry_breakers(params)
+        return CheckedRequest(
+            text, token_ids, params, stop_ids, self.eos_token_ids, images, breakers, positions
+        )
 
     def decoded(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
         """`placed`, with the pictures decoded. This takes a while, so hold no lock. Raises what `placed` raises."""
@@ -136,14 +146,6 @@ class RequestValidator:
         if not isinstance(prompt, PicturedPrompt):
             return prompt
         return replace(prompt, pictures=self._images(prompt.pictures))
-
-    def images_of(self, request: CheckedRequest) -> tuple[PromptImage, ...]:
-        """The pictures of a request, decoded and checked. Raises InvalidRequestError, which names the picture."""
-        if not request.pictures:
-            return ()
-        images = self._images(request.pictures)
-        self._check_images(images, len(request.token_ids), request.params)
-        return images
 
     def _images(self, pictures: Sequence["PlacedPicture | PromptImage"]) -> tuple[PromptImage, ...]:
         if pictures and isinstance(self.images, str):
@@ -450,7 +452,7 @@ class RequestValidator:
                 f"{form.places * form.place_tokens}: raise image_cache_bytes, or send fewer or smaller pictures"
             )
 
-    def positions_of(self, images: Sequence[PromptImage], length: int) -> np.ndarray[Any, Any] | None:
+    def _positions(self, images: Sequence[PromptImage], length: int) -> np.ndarray[Any, Any] | None:
         """`RowSettings.positions` of a prompt of this length; None if all are places in the prompt."""
         if not images or isinstance(self.images, str):
             return None
