@@ -41,7 +41,7 @@ def token(request_id: str, number: int) -> int:
 
 
 class FailingDevice:
-    """Keeps the promises of a `StepRunner`. dead: every step fails. failed: steps that did."""
+    """In place of a `Runner`. dead: every step fails. failed: steps that did."""
 
     def __init__(self, slots: int, culprits: Mapping[str, Culprit]) -> None:
         self.dead = False

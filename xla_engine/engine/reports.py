@@ -13,7 +13,6 @@ from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics
 from xla_engine.observability.stats import EngineStats
 from xla_engine.prefix_cache.storage import Counts
-from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Peek, Snapshot
 from xla_engine.scheduler.peek import peek
 
@@ -24,14 +23,12 @@ class Reports:
     def __init__(
         self,
         state: EngineState,
-        runner: Runner,
         config: EngineConfig,
         faults: Faults,
         adapters: Adapters,
         weights: WeightUpdates,
     ) -> None:
         self._state = state
-        self._runner = runner
         self._config = config
         self._faults = faults
         self._adapters = adapters
@@ -57,11 +54,12 @@ class Reports:
         """As `XlaBatchEngine.stats`."""
         state = self._state
         counters, work, scheduler = state.scheduler.counters(), state.work, state.scheduler
+        runner = state.runner
         speculator, slots = state.speculator, self._config.num_slots
         stored = Counts() if state.prefixes is None else state.prefixes.storage.counts
         return EngineStats(
             steps=work.steps,
-            prefill_calls=self._runner.prefill_calls,
+            prefill_calls=runner.prefill_calls,
             prompt_tokens=work.prompt_tokens,
             generation_tokens=state.table.token_buffer.num_tokens,
             finished={str(reason): count for reason, count in state.table.finished.items()},
@@ -77,10 +75,10 @@ class Reports:
             accepted_tokens=0 if speculator is None else speculator.accepted,
             shadow_requests=0 if state.shadow is None else state.shadow.requests,
             shadow_mismatches=0 if state.shadow is None else state.shadow.mismatches,
-            compiles_warmup=self._runner.compiles.before,
-            compiles_after_warmup=self._runner.compiles.after,
-            load_seconds=self._runner.load_seconds,
-            compile_seconds=self._runner.compile_seconds,
+            compiles_warmup=runner.compiles.before,
+            compiles_after_warmup=runner.compiles.after,
+            load_seconds=runner.load_seconds,
+            compile_seconds=runner.compile_seconds,
             last_step_age_s=state.clock() - state.last_answer if state.has_work else 0.0,
             submitted=state.table.submitted,
             waiting=state.num_waiting,
@@ -94,14 +92,14 @@ class Reports:
 
     def _kv_usage(self) -> float:
         """The share of KV blocks that sequences hold; without blocks, of the positions of all slots."""
-        scheduler = self._state.scheduler
+        scheduler, length = self._state.scheduler, self._state.runner.context_length
         if (blocks := scheduler.blocks_used) is not None:
             return blocks / (self._config.num_blocks or 1)
-        return scheduler.positions_used / (self._config.num_slots * self._runner.context_length)
+        return scheduler.positions_used / (self._config.num_slots * length)
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
         """As `XlaBatchEngine.metrics`."""
-        config, length = self._config, self._runner.context_length
+        config, length = self._config, self._state.runner.context_length
         facts = EngineFacts(
             model_name=self._weights.checkpoint.path.name if model_name is None else model_name,
             block_size=config.block_size,
@@ -119,18 +117,18 @@ class Reports:
             model=self._weights.checkpoint.fingerprint,
             dtype=self._weights.checkpoint.dtype,
             config=options,
-            **self._runner.made_with,
+            **self._state.runner.made_with,
         )
 
     def limits(self) -> dict[str, Any]:
         """As `XlaBatchEngine.limits`."""
-        config, runner, scheduler = self._config, self._runner, self._state.scheduler.config
+        config, runner, scheduler = self._config, self._state.runner, self._state.scheduler.config
         blocks = f"{config.num_blocks} of {config.block_size} tokens" if config.num_blocks else None
         return {
             "model": self._weights.checkpoint.path.name,
             "dtype": self._weights.checkpoint.dtype,
             "max_num_seqs": config.num_slots,
-            "max_model_len": self._runner.context_length,
+            "max_model_len": runner.context_length,
             "kv_blocks": blocks,
             "max_num_batched_tokens": config.token_budget,
             "chunk_size": config.chunk_size,

@@ -14,11 +14,12 @@ from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.stored_prefixes import StoredPrefixes
 from xla_engine.engine.turn import Turn, Wait
-from xla_engine.engine.waiter import Pending, StepRunner, Waiter
+from xla_engine.engine.waiter import Pending, Waiter
 from xla_engine.observability.observer import Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.in_flight import InFlight
+from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import FinishReason, Request, RequestView, Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
@@ -109,7 +110,7 @@ class EngineState:
     """
 
     pipeline: StepPipeline[InFlight]
-    runner: StepRunner
+    runner: Runner
     table: RequestTable
     speculator: Speculator | None = None
     prefixes: StoredPrefixes | None = None

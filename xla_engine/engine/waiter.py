@@ -4,29 +4,13 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from xla_engine.errors import DeviceLostError, EngineClosedError
-from xla_engine.runner.in_flight import InFlight, PooledChunk, PromptScores
-from xla_engine.runner.inputs import Draft
-from xla_engine.runner.row_settings import RowSettings
-from xla_engine.scheduler import Plan, StepResult
 
 T = TypeVar("T")
-
-
-class StepRunner(Protocol):
-    """The methods of a runner that the loop needs; `Runner` documents them."""
-
-    def start(
-        self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
-    ) -> InFlight: ...
-    def wait(self, step: InFlight) -> StepResult: ...
-    def prompt_scores(self, step: InFlight) -> Sequence[PromptScores | PooledChunk]: ...
-    def discard(self, request_id: str) -> None: ...
-    def rebuild(self) -> None: ...
 
 
 def device_lost() -> DeviceLostError:

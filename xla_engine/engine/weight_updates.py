@@ -13,7 +13,6 @@ from xla_engine.engine.state import EngineState
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint, check_leaves, given_weights
 from xla_engine.model_loader.tensor_files import GivenTensors
-from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.continuation import forget_slots
 
 
@@ -26,14 +25,12 @@ class WeightUpdates:
     def __init__(
         self,
         state: EngineState,
-        runner: Runner,
         config: EngineConfig,
         checkpoint: Checkpoint,
         continuations: Continuations,
     ) -> None:
         self.checkpoint = checkpoint
         self._state = state
-        self._runner = runner
         self._config = config
         self._continuations = continuations
 
@@ -71,7 +68,7 @@ class WeightUpdates:
         """Replace leaves and forget what was computed with the old ones. digest: of the new ones."""
         state = self._state
         try:
-            self._runner.weights.replace(fresh)
+            state.runner.weights.replace(fresh)
         except MemoryError as error:
             raise CheckpointError(f"no memory for old and new weights together: {error}") from error
         state.scheduler.reset_prefix_cache()

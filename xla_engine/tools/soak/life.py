@@ -74,7 +74,7 @@ class Life:
         engine.clock = self.clock = Clock()
         self.device = FaultyDevice(engine.runner, self.clock, random.Random(f"{seed}/faults"), report.counts)
         self.device.interrupts = not has_tasks
-        engine.state.runner = self.device
+        engine.state.runner = self.device  # type: ignore[assignment]  # it passes on what it does not fail
         engine.observers.add(Observer(ended=lambda name, _: self._ended.update([name])))
         engine.state.waiter.sleep = self.device.sleep
         self._llm = AsyncLLM.from_engine(engine) if has_tasks else None
