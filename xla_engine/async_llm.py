@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from xla_engine.engine.client import EngineClient
 from xla_engine.engine.protocol import SHADOW_S, RequestOptions, check_options, drained, pop_options
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.turn import Turn, Wait, answer_turn
 from xla_engine.engine.waiter import Pending, Waiter, device_lost
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
+from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Params, Prompt, chat_prompt, sampling_params_of
 from xla_engine.text.chat_template import CHAT_OPTIONS, Message

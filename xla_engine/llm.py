@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
-from xla_engine.engine.client import EngineClient
 from xla_engine.engine.protocol import RequestOptions, SharedOptions, check_options, pop_options
 from xla_engine.engine.requests.callbacks import Callbacks, OnOutput
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.open_engine import engine_config, open_engine
+from xla_engine.open_engine import EngineClient, engine_config, open_engine
 from xla_engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,

@@ -1,15 +1,22 @@
 """Opens an engine from a model's name and options: one in this process, or several in processes of their own."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.client import EngineClient
 from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.utils.startup import StartupProgress, silent
 from xla_engine.vllm_options import VLLM_OPTIONS
+
+if TYPE_CHECKING:
+    from xla_engine.data_parallel.engine import DataParallelEngine
+
+# An engine as `LLM`, `AsyncLLM` and servers use it; `XlaBatchEngine` documents the methods.
+EngineClient: TypeAlias = "XlaBatchEngine | DataParallelEngine"
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -10,9 +10,9 @@ import pytest
 from tests.support.fake_engine import FakeEngine
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.protocol import Engine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -20,11 +20,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(params=["real", "fake"])
-def engine(request: pytest.FixtureRequest) -> Engine:
+def engine(request: pytest.FixtureRequest) -> EngineClient:
     return request.getfixturevalue("tiny") if request.param == "real" else FakeEngine()
 
 
-def submit(engine: Engine, count: int, **options: OutputCollector) -> list[str]:
+def submit(engine: EngineClient, count: int, **options: OutputCollector) -> list[str]:
     return [
         engine.submit([n + 1, 7], PARAMS, request_id=f"r{n}", collector=options.get("collector"))
         for n in range(count)
@@ -38,7 +38,7 @@ def ends(outputs: list[RequestOutput]) -> dict[str, str | None]:
     return {output.request_id: output.outputs[0].finish_reason for output in finished}
 
 
-def test_every_request_ends_once_and_tokens_only_grow(engine: Engine) -> None:
+def test_every_request_ends_once_and_tokens_only_grow(engine: EngineClient) -> None:
     names, outputs = submit(engine, 3 * engine.max_num_seqs), []
     seen = dict.fromkeys(names, 0)
     while engine.has_unfinished:
@@ -53,21 +53,21 @@ def test_every_request_ends_once_and_tokens_only_grow(engine: Engine) -> None:
     assert engine.num_running == engine.num_waiting == 0 and engine.step() == []
 
 
-def test_drain_returns_every_end_and_nothing_else(engine: Engine) -> None:
+def test_drain_returns_every_end_and_nothing_else(engine: EngineClient) -> None:
     names = submit(engine, 5)
     outputs = engine.drain()
     assert len(outputs) == 5 and ends(outputs) == dict.fromkeys(names, "length")
     assert not engine.has_unfinished and engine.drain() == []
 
 
-def test_only_finished_leaves_out_those_that_run(engine: Engine) -> None:
+def test_only_finished_leaves_out_those_that_run(engine: EngineClient) -> None:
     names, outputs = submit(engine, 5), []
     while engine.has_unfinished:
         outputs += engine.step(only_finished=True)
     assert len(outputs) == 5 and set(ends(outputs)) == set(names)
 
 
-def test_an_aborted_request_has_one_end_that_is_still_to_be_read(engine: Engine) -> None:
+def test_an_aborted_request_has_one_end_that_is_still_to_be_read(engine: EngineClient) -> None:
     submit(engine, 2)
     engine.step()
     assert engine.abort("r0") and not engine.abort("r0") and not engine.abort("unknown")
@@ -76,7 +76,7 @@ def test_an_aborted_request_has_one_end_that_is_still_to_be_read(engine: Engine)
     assert ends(engine.step()).get("r0") == "abort" and not engine.has_unfinished
 
 
-def test_an_id_is_free_again_once_its_request_has_ended(engine: Engine) -> None:
+def test_an_id_is_free_again_once_its_request_has_ended(engine: EngineClient) -> None:
     submit(engine, 1)
     with pytest.raises(InvalidRequestError, match="r0"):
         submit(engine, 1)
@@ -85,12 +85,12 @@ def test_an_id_is_free_again_once_its_request_has_ended(engine: Engine) -> None:
     assert len(engine.drain()) == 1
 
 
-def test_ids_that_were_not_given_are_made(engine: Engine) -> None:
+def test_ids_that_were_not_given_are_made(engine: EngineClient) -> None:
     names = {engine.submit([1], PARAMS), engine.submit([1], PARAMS)}
     assert len(names) == 2 and set(ends(engine.drain())) == names
 
 
-def test_a_bad_request_raises_and_leaves_nothing(engine: Engine) -> None:
+def test_a_bad_request_raises_and_leaves_nothing(engine: EngineClient) -> None:
     with pytest.raises(TokenLimitError):
         engine.submit([1] * 301, PARAMS)
     with pytest.raises(InvalidRequestError):
@@ -98,7 +98,7 @@ def test_a_bad_request_raises_and_leaves_nothing(engine: Engine) -> None:
     assert engine.num_running + engine.num_waiting == 0 and not engine.has_unfinished
 
 
-def test_a_collector_has_its_own_requests_and_no_others(engine: Engine) -> None:
+def test_a_collector_has_its_own_requests_and_no_others(engine: EngineClient) -> None:
     news = []
     every, only_ends = OutputCollector(on_news=lambda: news.append(1)), OutputCollector(every_token=False)
     for name, collector in (("every", every), ("ends", only_ends), ("none", None)):
@@ -113,7 +113,7 @@ def test_a_collector_has_its_own_requests_and_no_others(engine: Engine) -> None:
     assert not every and every.take() == []
 
 
-def test_a_snapshot_has_every_live_request_once(engine: Engine) -> None:
+def test_a_snapshot_has_every_live_request_once(engine: EngineClient) -> None:
     names = submit(engine, engine.max_num_seqs + 4)
     engine.step()
     snapshot = engine.snapshot()
@@ -125,7 +125,7 @@ def test_a_snapshot_has_every_live_request_once(engine: Engine) -> None:
     engine.drain()
 
 
-def test_a_snapshot_tells_how_old_requests_are(engine: Engine) -> None:
+def test_a_snapshot_tells_how_old_requests_are(engine: EngineClient) -> None:
     submit(engine, engine.max_num_seqs + 2)
     engine.step()
     snapshot = engine.snapshot()
@@ -137,7 +137,7 @@ def test_a_snapshot_tells_how_old_requests_are(engine: Engine) -> None:
     engine.drain()
 
 
-def test_a_peek_names_who_comes_next_and_why_the_others_wait(engine: Engine) -> None:
+def test_a_peek_names_who_comes_next_and_why_the_others_wait(engine: EngineClient) -> None:
     names = submit(engine, engine.max_num_seqs + 2)
     before = engine.snapshot()
     peek = engine.peek()
@@ -154,7 +154,7 @@ def test_a_peek_names_who_comes_next_and_why_the_others_wait(engine: Engine) -> 
     assert engine.peek().plan.admitted == () and engine.peek().why_not == {}
 
 
-def test_metrics_are_text_with_what_the_stats_say(engine: Engine) -> None:
+def test_metrics_are_text_with_what_the_stats_say(engine: EngineClient) -> None:
     submit(engine, 3)
     engine.drain()
     lines = engine.metrics_text().splitlines()
@@ -162,7 +162,7 @@ def test_metrics_are_text_with_what_the_stats_say(engine: Engine) -> None:
     assert float(steps.split()[-1]) == engine.stats().steps > 0
 
 
-def test_stats_count_what_ended(engine: Engine) -> None:
+def test_stats_count_what_ended(engine: EngineClient) -> None:
     before = engine.stats()
     submit(engine, 3)
     engine.abort("r1")
@@ -173,7 +173,7 @@ def test_stats_count_what_ended(engine: Engine) -> None:
     assert {reason: count for reason, count in ended.items() if count} == {"length": 2, "abort": 1}
 
 
-def test_an_identity_is_that_of_the_engine(engine: Engine) -> None:
+def test_an_identity_is_that_of_the_engine(engine: EngineClient) -> None:
     assert engine.identity() == engine.identity() and len(engine.identity().digest()) == 16
 
 
@@ -181,7 +181,9 @@ def test_an_identity_is_that_of_the_engine(engine: Engine) -> None:
 def test_a_request_that_has_ended_goes_on_under_its_id(
     kind: str, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    engine: Engine = make_engine(replace(TINY_ENGINE, keep_finished=4)) if kind == "real" else FakeEngine()
+    engine: EngineClient = (
+        make_engine(replace(TINY_ENGINE, keep_finished=4)) if kind == "real" else FakeEngine()
+    )
     names = submit(engine, 2)
     with pytest.raises(InvalidRequestError):
         engine.extend("r0", 4)  # it is live
@@ -217,7 +219,7 @@ def test_a_request_that_has_ended_goes_on_under_its_id(
 def test_a_closed_engine_has_told_every_reader_and_takes_no_more(
     kind: str, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    engine: Engine = make_engine() if kind == "real" else FakeEngine()
+    engine: EngineClient = make_engine() if kind == "real" else FakeEngine()
     collector = OutputCollector()
     names = submit(engine, 3)
     engine.submit([1], PARAMS, request_id="own", collector=collector)
@@ -230,7 +232,7 @@ def test_a_closed_engine_has_told_every_reader_and_takes_no_more(
         engine.step()
 
 
-def test_a_drain_ends_what_is_not_finished_in_time(engine: Engine) -> None:
+def test_a_drain_ends_what_is_not_finished_in_time(engine: EngineClient) -> None:
     names = submit(engine, 3 * engine.max_num_seqs)
     outputs = engine.drain(timeout_s=0)
     assert ends(outputs) == dict.fromkeys(names, "abort")

@@ -36,8 +36,8 @@ from xla_engine.batch.requests import LineError, LineRequest, explain, line_erro
 from xla_engine.batch.stream_controls import Controls, Names, Sent
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
-from xla_engine.engine.protocol import Engine
 from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
+from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
 from xla_engine.utils.json_line import dump_line
@@ -58,7 +58,7 @@ class EventStream:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         source: BinaryIO,
         sink: BinaryIO,
         *,

@@ -7,8 +7,8 @@ from typing import Any
 
 from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.submit import whole_request
-from xla_engine.engine.protocol import Engine
 from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.open_engine import EngineClient
 from xla_engine.scheduler import Row, VerifyRow
 
 OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
@@ -82,7 +82,7 @@ class Names:
 class Controls:
     """Executes control lines. put: takes the events."""
 
-    def __init__(self, engine: Engine, names: Names, put: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, engine: EngineClient, names: Names, put: Callable[[Mapping[str, Any]], None]) -> None:
         self._engine = engine
         self._names = names
         self._put = put

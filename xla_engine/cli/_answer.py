@@ -15,7 +15,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from xla_engine.engine.client import EngineClient
+    from xla_engine.open_engine import EngineClient
 
 
 def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutput:

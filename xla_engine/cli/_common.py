@@ -26,7 +26,7 @@ from xla_engine.utils.startup import StartTimes, startup_line
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
-    from xla_engine.engine.client import EngineClient
+    from xla_engine.open_engine import EngineClient
 
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 

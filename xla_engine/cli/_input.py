@@ -35,7 +35,7 @@ from xla_engine.text.parsers.chats import Chat
 
 if TYPE_CHECKING:
     from xla_engine.batch.lines import Line
-    from xla_engine.engine.client import EngineClient
+    from xla_engine.open_engine import EngineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ from xla_engine.utils.progress import Progress
 from xla_engine.utils.startup import StartTimes
 
 if TYPE_CHECKING:
-    from xla_engine.engine.client import EngineClient
     from xla_engine.engine.identity import EngineIdentity
+    from xla_engine.open_engine import EngineClient
 
 _imported_at = time.monotonic()
 Names = Callable[[str], str | None]  # custom_id by engine request id

@@ -17,7 +17,7 @@ from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from xla_engine.engine.client import EngineClient
+    from xla_engine.open_engine import EngineClient
 
 BLOCK = '"""'  # delimits a message of several lines
 HELP = f"""\

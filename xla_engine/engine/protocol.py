@@ -1,17 +1,15 @@
-"""The interface of an engine for the command line, batch runs, streams and servers; and the options of requests."""
+"""The methods of an engine that batch runs and loops over turns need; and the options of requests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Condition
 from typing import Any, Protocol, TypedDict, Unpack
 
-from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Peek, Snapshot
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.shown import shown
 
@@ -115,28 +113,19 @@ class LineEngine(Protocol):
 
 
 class Engine(LineEngine, Protocol):
-    """Runs requests turn by turn; `XlaBatchEngine` documents the methods."""
+    """The methods that run requests turn by turn; `XlaBatchEngine` documents them."""
+
+    watches: bool
 
     @property
-    def num_running(self) -> int: ...
+    def clock(self) -> Callable[[], float]: ...
     @property
-    def num_waiting(self) -> int: ...
-
-    def extend(
-        self,
-        request_id: str,
-        max_tokens: int,
-        *,
-        collector: OutputCollector | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> None: ...
+    def lock(self) -> Condition: ...
+    @property
+    def closed_because(self) -> str | None: ...
+    @property
+    def has_work(self) -> bool: ...
 
     def advance(self) -> None: ...
-    def drain(self, timeout_s: float | None = None) -> list[RequestOutput]: ...
-
-    def snapshot(self) -> Snapshot: ...
-    def peek(self) -> Peek: ...
-    def stats(self) -> EngineStats: ...
-    def metrics_text(self) -> str: ...
-    def identity(self) -> EngineIdentity: ...
-    def close(self) -> None: ...
+    def abort_all(self, cause: str | None = None) -> None: ...
+    def fail(self, cause: str) -> None: ...

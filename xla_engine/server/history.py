@@ -5,8 +5,8 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from xla_engine.engine.client import EngineClient
 from xla_engine.observability.observer import Observer
+from xla_engine.open_engine import EngineClient
 from xla_engine.scheduler import Plan, Row, VerifyRow
 
 SECONDS = 300  # length of the history

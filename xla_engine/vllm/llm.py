@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from xla_engine import llm, outputs
-from xla_engine.engine.client import EngineClient
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.llm import Adapter
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,

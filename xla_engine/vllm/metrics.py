@@ -4,8 +4,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_engine.engine.client import EngineClient
 from xla_engine.observability.histogram import Distribution
+from xla_engine.open_engine import EngineClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_engine.engine.client import EngineClient
 from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.open_engine import EngineClient
 from xla_engine.prompts import Prompt, TextPair, prompt_parts
 from xla_engine.text import tokenizer
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from xla_engine.engine.client import EngineClient
+from xla_engine.engine.protocol import Engine
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError
 from xla_engine.observability.log import engine_log
@@ -28,7 +28,7 @@ class _Job:
 class Callbacks:
     """Runs the turns of an engine in a background thread until `stop`."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.watches = True  # requests with deadlines may arrive while turns run
         self._news: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None only wakes the thread
