@@ -22,7 +22,6 @@ from xla_engine.data_parallel.wire import (
     decode,
     encode,
     news_of,
-    plain,
 )
 from xla_engine.observability.distributions import Histograms
 from xla_engine.observability.phases import PhaseTimes
@@ -162,7 +161,7 @@ def test_counters_and_distributions_are_added_up() -> None:
         phases=PhaseTimes(turns=2, plan=10),
         distributions=histograms.now(),
     )
-    told = [decode(encode(plain(one))), decode(encode(plain(one))), {}]  # the third starts again
+    told = [decode(encode(asdict(one))), decode(encode(asdict(one))), {}]  # the third starts again
     found = totals.stats(told, told[:1], finished={"stop": 9}, recoveries=2, submitted=11)
     assert (found.steps, found.generation_tokens, found.load_seconds) == (15, 21, 2.0)
     assert (found.waiting, found.slots, found.kv_usage) == (2, 8, 0.5)
@@ -179,7 +178,7 @@ def test_snapshots_come_through_and_are_numbered_through() -> None:
     whole = engine.snapshot()
     timed = replace(whole.waiting[0], times=Times(age=1.5, queued=1.5, first_token=None))
     whole = replace(whole, waiting=(timed,))
-    told = decode(encode(plain(whole)))
+    told = decode(encode(asdict(whole)))
     assert totals.snapshot([told], blocks=0) == whole
     both = totals.snapshot([told, told], blocks=0)
     assert [view.slot.index for view in both.slots] == list(range(6)) and both.waiting == (timed, timed)

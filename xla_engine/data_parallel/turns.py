@@ -14,7 +14,7 @@ from xla_engine.data_parallel.routing import PrefixRouter
 from xla_engine.data_parallel.wire import Message
 from xla_engine.engine.locked import locked
 from xla_engine.engine.requests.validation import check_takes
-from xla_engine.engine.turn import Turn, Wait, answer_turn
+from xla_engine.engine.turn import Turn, Wait, drive
 from xla_engine.errors import ConfigError, EngineClosedError, InvalidRequestError, ReplayError
 from xla_engine.scheduler import FinishReason
 
@@ -118,28 +118,21 @@ class Turns:
         member.process.tell(request.command(self._runs, member.index, self.clock()))
 
     def advance(self) -> None:
-        """Run one turn. If another thread runs one, wait for its end instead. Raises EngineClosedError."""
+        """Run one turn. Raises EngineClosedError."""
+        drive(self.turn())
+
+    def turn(self) -> Turn:
+        """Dispatch requests, wait for messages, and deliver them. Raises EngineClosedError.
+
+        If another thread runs a turn, wait for its end instead.
+
+        An interrupt in the middle is raised again, and every request then runs again.
+        """
         with self.lock:
             ended = self._turns
             if self._turning and self._driver != threading.get_ident():
                 self.lock.wait_for(lambda: self._turns != ended)
                 return
-            turn = self.turn()
-            if (wait := next(turn, None)) is None:
-                return
-        answer: Any
-        try:
-            answer = wait.call()
-        except BaseException as error:
-            answer = error
-        answer_turn(turn, answer)
-
-    def turn(self) -> Turn:
-        """Dispatch requests, wait for messages, and deliver them. Raises EngineClosedError.
-
-        An interrupt in the middle is raised again, and every request then runs again.
-        """
-        with self.lock:
             if self.closed is not None:
                 raise EngineClosedError(f"the engine is closed ({self.closed}); make a new one")
             self.settle()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -34,19 +33,8 @@ def config_of(values: Message) -> EngineConfig:
     return EngineConfig(**{**values, **tuples})
 
 
-def plain(value: Any) -> Any:
-    """Records as JSON values."""
-    if is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(plain(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
-
-
 def snapshot_of(values: Message) -> Snapshot:
-    """The inverse of `plain` for a `Snapshot`."""
+    """The inverse of `asdict` and JSON for a `Snapshot`."""
     counters = {**values["counters"]}
     counters["finished"] = {FinishReason(name): count for name, count in counters["finished"].items()}
     return Snapshot(

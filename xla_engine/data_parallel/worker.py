@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from xla_engine.data_parallel.wire import Message, Sent, config_of, decode, encode, news_of, plain
+from xla_engine.data_parallel.wire import Message, Sent, config_of, decode, encode, news_of
 from xla_engine.engine.protocol import SHADOW_S
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 
@@ -75,10 +75,10 @@ class _Server:
                 "config": asdict(engine.config),
                 "identity": asdict(engine.identity()),
                 "max_model_len": engine.max_model_len,
-                "limits": plain(engine.limits()),
+                "limits": engine.limits(),
                 "scheduler": asdict(engine.scheduler.config),
-                "stats": plain(engine.stats()),
-                "snapshot": plain(engine.snapshot()),
+                "stats": asdict(engine.stats()),
+                "snapshot": asdict(engine.snapshot()),
             }
         )
         threading.Thread(target=self._listen, daemon=True).start()
@@ -158,7 +158,7 @@ class _Server:
             self._engine.abort(entry.name)
 
     def _on_snapshot(self, command: Message) -> None:
-        self._tell({"op": "snapshot", "snapshot": plain(self._engine.snapshot())})
+        self._tell({"op": "snapshot", "snapshot": asdict(self._engine.snapshot())})
 
     def _on_reset(self, command: Message) -> None:
         self._engine.reset_prefix_cache()
@@ -187,7 +187,9 @@ class _Server:
 
     def _tell_state(self) -> None:
         self._told = time.monotonic()
-        self._tell({"op": "stats", "stats": plain(self._engine.stats()), "running": self._engine.num_running})
+        self._tell(
+            {"op": "stats", "stats": asdict(self._engine.stats()), "running": self._engine.num_running}
+        )
 
     def _tell(self, message: Message) -> None:
         view = memoryview(encode(message))

@@ -1,19 +1,17 @@
 """Files that are rewritten while an engine runs, for others to read; its state as JSON. Touches no device."""
 
-import contextlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from xla_engine.observability.stats import EngineStats
 from xla_engine.scheduler import Snapshot
-from xla_engine.utils.new_file import open_new
+from xla_engine.utils.new_file import replacing
 
 INTERVAL = 1.0  # seconds between writes
 SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
@@ -47,15 +45,8 @@ class LiveFile:
 
     def write(self) -> None:
         """Write the state. Raises OSError."""
-        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            with open_new(fresh) as file:
-                file.write(self._content())
-            os.replace(fresh, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
-            raise
+        with replacing(self._path) as file:
+            file.write(self._content())
 
 
 class Seen(Protocol):
@@ -81,7 +72,7 @@ def status_file(
     """
 
     def request(view: Any) -> dict[str, Any]:
-        return {"custom_id": names(view.request_id), **_plain(view)}
+        return {"custom_id": names(view.request_id), **asdict(view)}
 
     def content() -> bytes:
         snapshot = engine.snapshot()
@@ -90,27 +81,15 @@ def status_file(
             "pid": os.getpid(),
             "run": run(),
             "slots": [
-                {**_plain(slot), "request": slot.request and request(slot.request)} for slot in snapshot.slots
+                {**asdict(slot), "request": slot.request and request(slot.request)} for slot in snapshot.slots
             ],
             "num_waiting": len(snapshot.waiting),
             "waiting": [request(view) for view in snapshot.waiting[:SHOWN_WAITING]],
             "draining": [request(view) for view in snapshot.draining],
-            "counters": _plain(snapshot.counters),
-            "stats": _plain(engine.stats()),
+            "counters": asdict(snapshot.counters),
+            "stats": asdict(engine.stats()),
         }
-        return json.dumps(record, indent=1).encode() + b"\n"
+        finite = json.loads(json.dumps(record), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=1).encode() + b"\n"
 
     return LiveFile(path, content, clock=clock)
-
-
-def _plain(value: Any) -> Any:
-    """Records as JSON values."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
