@@ -127,7 +127,7 @@ class Delivery:
         for name, reason in state.scheduler.expire(now):
             self.end(name, reason)
             state.note_expired()
-        for name, one in list(state.pending.items()):
+        for name, one in list(state.table.pending.items()):
             if (late := one.expired(now)) is not None:
                 self.end_pending(name, late)
                 state.note_expired()
@@ -150,8 +150,7 @@ class Delivery:
 
     def end_pending(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End a request whose constraint is still being compiled."""
-        state, one = self._state, self._state.pending.pop(request_id)
-        del state.table.reserved[request_id]
+        state, one = self._state, self._state.table.pending.pop(request_id)
         for request in one.open(mask=None):
             state.observers.queued(request)
             self.end(request.request_id, reason, error)

@@ -8,9 +8,10 @@ from xla_engine.engine.delivery import Delivery
 from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.engine.requests.request_table import PendingRequest
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator, check_takes
-from xla_engine.engine.state import EngineState, PendingRequest
+from xla_engine.engine.state import EngineState
 from xla_engine.engine.waiter import Waiter
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
@@ -73,7 +74,7 @@ class Intake:
         params = checked.params
         adapter = self._adapter_of(options.get("lora_request"))
         waits = on_refused is not None and not validator.knows_constraint(params)
-        if params.n > 1 or waits or state.pending:  # otherwise the scheduler checks
+        if params.n > 1 or waits or table.pending:  # otherwise the scheduler checks
             validator.check_queue(params.n, state.num_waiting, state.scheduler.num_free)
         now = state.clock()
         make_mask = partial(validator.token_mask, params, checked.stop_ids)
@@ -90,9 +91,8 @@ class Intake:
         if on_refused is None or not waits:
             self.queue(request_id, take(mask=make_mask()))
             return request_id
-        table.reserved[request_id] = params.n
         times = zip(deadlines(options, now), (FinishReason.DEADLINE, FinishReason.QUEUE_TIMEOUT), strict=True)
-        state.pending[request_id] = PendingRequest(
+        table.pending[request_id] = PendingRequest(
             view=RequestView(
                 request_id=request_id,
                 status=Status.WAITING,
@@ -145,27 +145,27 @@ class Intake:
 
     def queue_compiled(self) -> None:
         """Queue the pending requests whose constraints have been compiled since the last turn."""
-        state = self._state
+        state, pending = self._state, self._state.table.pending
         state.ready.clear()
-        for name, one in list(state.pending.items()):
-            if one.mask.done.is_set() and name in state.pending and state.closed is None:
+        for name, one in list(pending.items()):
+            if one.mask.done.is_set() and name in pending and state.closed is None:
                 self._queue_compiled(name, one)
 
     def _queue_compiled(self, name: str, one: PendingRequest) -> None:
-        state, mask = self._state, one.mask.result()
-        del state.pending[name], state.table.reserved[name]
+        pending, mask = self._state.table.pending, one.mask.result()
+        del pending[name]
         if isinstance(mask, Exception):
             one.on_refused(mask)
             return
         try:
             self.queue(name, one.open(mask=mask))
         except QueueFullError:  # others have filled the queue: try again in the next turn
-            state.table.reserved[name], state.pending[name] = one.sequences, one
+            pending[name] = one
 
     def abort(self, request_id: str, cause: str | None = None) -> bool:
         """As `XlaBatchEngine.abort`."""
         state = self._state
-        if request_id in state.pending:
+        if request_id in state.table.pending:
             self._delivery.end_pending(request_id, FinishReason.ABORT, cause)
             return True
         self._recovery.restart_if_incomplete()
@@ -178,5 +178,5 @@ class Intake:
 
     def abort_all(self, cause: str | None = None) -> None:
         """As `XlaBatchEngine.abort_all`."""
-        for name in (*self._state.pending, *self._state.table):
+        for name in (*self._state.table.pending, *self._state.table):
             self.abort(name, cause)

@@ -282,5 +282,5 @@ class Recovery:
         for name in state.table:
             state.scheduler.finish(name, FinishReason.ERROR)
             self._delivery.end(name, FinishReason.ERROR, cause)
-        for name in list(state.pending):
+        for name in list(state.table.pending):
             self._delivery.end_pending(name, FinishReason.ERROR, cause)

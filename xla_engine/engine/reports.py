@@ -39,7 +39,7 @@ class Reports:
         state = self._state
         now = state.clock()
         found = state.scheduler.snapshot(lambda name: state.table[name].times(now))
-        pending = tuple(one.view for one in state.pending.values())
+        pending = tuple(one.view for one in state.table.pending.values())
         return replace(found, waiting=(*found.waiting, *pending)) if pending else found
 
     def peek(self) -> Peek:

@@ -20,37 +20,11 @@ from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
-from xla_engine.scheduler import FinishReason, Request, RequestView, Scheduler
+from xla_engine.scheduler import Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
-from xla_engine.text.token_mask import TokenMask
 
 NO_THREAD = 0  # the value of `TurnState.thread` once the driver has returned before its step was read
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PendingRequest:
-    """A request that is queued once its constraint is compiled; until then snapshots show it as `view`.
-
-    sequences: how many sequences it will have.
-    mask: the call that compiles the constraint.
-    open: enters the request into the table, with its mask.
-    on_refused: called with the error if the constraint is invalid.
-    adapter: as in `RowSettings`.
-    expires: (time, reason) of its deadlines, earliest first.
-    """
-
-    view: RequestView
-    sequences: int
-    mask: Pending[TokenMask | None]
-    open: Callable[..., list[Request]]
-    on_refused: Callable[[Exception], object]
-    adapter: int
-    expires: list[tuple[float, FinishReason]]
-
-    def expired(self, now: float) -> FinishReason | None:
-        """The reason of a deadline that has passed; None if there is none."""
-        return self.expires[0][1] if self.expires and self.expires[0][0] <= now else None
 
 
 @dataclass(slots=True)
@@ -91,7 +65,7 @@ class TurnState:
 class EngineState:
     """Read and changed only with `lock` held; the parts assume that their caller holds it.
 
-    table: the live requests. pending: requests that wait for their constraint, by id. saved: saved requests, by name.
+    table: the live requests. saved: saved requests, by name.
     masks: computes the masks of constrained rows. speculator: None without speculation.
     prefixes: prefixes in files; None without `prefix_cache_dir`.
     lock: notified at the end of each turn.
@@ -117,7 +91,6 @@ class EngineState:
     shadow: ShadowProbe | None = None
     timer: PhaseTimer | None = None
     masks: MaskMaker = field(default_factory=MaskMaker)
-    pending: dict[str, PendingRequest] = field(default_factory=dict)
     saved: dict[str, KeptRequest] = field(default_factory=dict)
     observers: Observers = field(default_factory=Observers)
     work: WorkCounters = field(default_factory=WorkCounters)
@@ -144,17 +117,19 @@ class EngineState:
     def has_work(self) -> bool:
         """Whether there are requests, or steps to read. Steps whose requests have all passed their deadlines do not
         count."""
-        return bool(self.table or self.pending) or (bool(self.pipeline.in_flight) and not self.turn.is_left)
+        return bool(self.table or self.table.pending) or (
+            bool(self.pipeline.in_flight) and not self.turn.is_left
+        )
 
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot."""
-        return self.scheduler.num_waiting + sum(one.sequences for one in self.pending.values())
+        return self.scheduler.num_waiting + sum(one.sequences for one in self.table.pending.values())
 
     def next_deadline(self) -> float:
         """The earliest deadline of all requests; infinity if there is none."""
         first = next_deadline(self.pipeline.scheduler)
-        for one in self.pending.values():
+        for one in self.table.pending.values():
             if one.expires:
                 first = min(first, one.expires[0][0])
         return first if self.prefixes is None else min(first, self.prefixes.until)
@@ -179,11 +154,11 @@ class EngineState:
     def awaits_background(self) -> bool:
         """Whether the next turn can do nothing until background work is done."""
         reads = self.prefixes is not None and self.clock() < self.prefixes.until < math.inf
-        work = bool(self.pending or self.masks.making) or reads
+        work = bool(self.table.pending or self.masks.making) or reads
         return self.idle and work and not self.ready.is_set()
 
     def adapter_slots(self) -> set[int]:
         """The adapter slots of all sequences that are live, pending, kept or saved."""
         kept = () if self.table.kept is None else self.table.kept.sequences()
         rows = [*self.table.settings.values(), *(part.settings for part in chain(kept, *self.saved.values()))]
-        return {row.adapter for row in rows} | {one.adapter for one in self.pending.values()}
+        return {row.adapter for row in rows} | {one.adapter for one in self.table.pending.values()}

@@ -1,8 +1,8 @@
 """The live requests of an engine: their sequences, their row settings for the device, and their collectors; and those
 that are kept once they have ended, so that they can be extended."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from xla_engine.engine.adapters import NO_ADAPTER, LoadedAdapter
@@ -12,17 +12,43 @@ from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup, sequence_ids, sequence_seed
 from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.engine.requests.validation import CheckedRequest
+from xla_engine.engine.waiter import Pending
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.in_flight import PooledChunk, PromptScores
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
-from xla_engine.scheduler import FinishReason, PromptImage, Request
+from xla_engine.scheduler import FinishReason, PromptImage, Request, RequestView
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
 
 KeptRequest = tuple[LiveSequence, ...]  # the sequences of a request, in order
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingRequest:
+    """A request that is queued once its constraint is compiled; until then snapshots show it as `view`.
+
+    sequences: how many sequences it will have.
+    mask: the call that compiles the constraint.
+    open: enters the request into the table, with its mask.
+    on_refused: called with the error if the constraint is invalid.
+    adapter: as in `RowSettings`.
+    expires: (time, reason) of its deadlines, earliest first.
+    """
+
+    view: RequestView
+    sequences: int
+    mask: Pending[TokenMask | None]
+    open: Callable[..., list[Request]]
+    on_refused: Callable[[Exception], object]
+    adapter: int
+    expires: list[tuple[float, FinishReason]]
+
+    def expired(self, now: float) -> FinishReason | None:
+        """The reason of a deadline that has passed; None if there is none."""
+        return self.expires[0][1] if self.expires and self.expires[0][0] <= now else None
 
 
 class KeptRequests:
@@ -83,7 +109,7 @@ class RequestTable:
     settings: row settings by sequence, for the runner. token_buffer: from which sequences take their tokens.
     kept: finished requests that can be extended; None if `keep_finished` is 0.
     submitted: requests since start-up. finished: sequences since start-up, by reason.
-    reserved: the ids of pending requests, with how many sequences each will have.
+    pending: requests that wait for their constraint, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: PoolingForm | None = None) -> None:
@@ -94,7 +120,7 @@ class RequestTable:
         self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
-        self.reserved: dict[str, int] = {}
+        self.pending: dict[str, PendingRequest] = {}
         self._tokenizer = tokenizer
         self._live: dict[str, LiveSequence] = {}
         self._groups: dict[str, SequenceGroup] = {}  # requests with n above 1
@@ -147,8 +173,8 @@ class RequestTable:
         """Those ids of a request and its sequences that are in use."""
         names = (request_id, *sequence_ids(request_id, n))
         taken = [name for name in names if name in self._live or name in self._groups]
-        if self.reserved:
-            held = {name for one, n in self.reserved.items() for name in (one, *sequence_ids(one, n))}
+        for own, one in self.pending.items():
+            held = (own, *sequence_ids(own, one.sequences))
             taken += [name for name in names if name in held]
         return taken
 
