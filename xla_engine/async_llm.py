@@ -13,13 +13,14 @@ from typing import Any, Unpack
 from xla_engine.engine.protocol import SHADOW_S, RequestOptions, check_options, drained, pop_options
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.turn import Turn, Wait, answer_turn
-from xla_engine.engine.waiter import Pending, Waiter, device_lost
+from xla_engine.engine.waiter import device_lost
 from xla_engine.errors import EngineClosedError
 from xla_engine.llm import LLM
 from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Params, Prompt, chat_prompt, sampling_params_of
 from xla_engine.text.chat_template import CHAT_OPTIONS, Message
+from xla_engine.utils.call_thread import CallThread, Pending
 
 
 class AsyncLLM:
@@ -48,7 +49,7 @@ class AsyncLLM:
 
     def _use(self, engine: EngineClient) -> None:
         self.engine = engine
-        self._waiter = Waiter()
+        self._waiter = CallThread()
         self._driver: asyncio.Task[None] | None = None
         self._paused = self._ending = False
         self._under_way: tuple[Turn, Wait, Pending[Any]] | None = None  # the turn while it waits for its step

@@ -16,7 +16,6 @@ from tests.support.requests import comparable
 from tests.support.simulation import COST
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.waiter import Pending
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import from_json, to_json
 from xla_engine.equivalence.recorder import record_schedule
@@ -28,6 +27,7 @@ from xla_engine.observability.step_log_writer import logging_steps
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.tools.simulator.compare import compare
+from xla_engine.utils.call_thread import Pending
 
 pytest.importorskip("llguidance")
 

@@ -66,10 +66,10 @@ def test_no_thread_waits_where_neither_step_nor_request_has_a_time_limit(
     engine = make_engine()
     engine.submit([1, 2], SamplingParams(max_tokens=3))
     engine.drain()
-    assert not engine.state.waiter._started
+    assert engine.state.waiter._thread._thread.ident is None
     engine.submit([1, 2], SamplingParams(max_tokens=3), deadline_s=60)
     engine.drain()
-    assert engine.state.waiter._started
+    assert engine.state.waiter._thread._thread.ident is not None
 
 
 def test_a_time_limit_changes_no_identity_and_no_bit(

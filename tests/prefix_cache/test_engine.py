@@ -298,7 +298,7 @@ def test_a_disk_that_does_not_say_which_files_there_are_is_not_asked_again(
                 ]
                 found = {output.request_id: output.outputs[0] for output in engine.drain()}
                 assert [found[name].token_ids for name in answers] == [each[0] for each in expected]
-                assert asked.count("xla-engine-find_all") == 1 and not free.is_set()
+                assert asked.count("xla-engine-find-blocks") == 1 and not free.is_set()
                 assert engine.stats().failed_blocks == 1
                 assert not engine.stats().loaded_blocks
         finally:

@@ -12,13 +12,13 @@ from xla_engine.engine.requests.request_table import PendingRequest
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator, check_takes
 from xla_engine.engine.state import EngineState
-from xla_engine.engine.waiter import Waiter
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Decision, FinishReason, QueueFullError, Request, RequestView, Status
 from xla_engine.scheduler.user_policy import PolicyError
+from xla_engine.utils.call_thread import CallThread
 
 _COMPILING = "its constraint is being compiled"
 
@@ -41,7 +41,7 @@ class Intake:
         seed: int,
     ) -> None:
         self.seed = seed
-        self.compiler = Waiter()
+        self.compiler = CallThread()
         self._state = state
         self._delivery = delivery
         self._recovery = recovery

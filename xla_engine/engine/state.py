@@ -14,7 +14,7 @@ from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.stored_prefixes import StoredPrefixes
 from xla_engine.engine.turn import Turn, Wait
-from xla_engine.engine.waiter import Pending, Waiter
+from xla_engine.engine.waiter import Waiter
 from xla_engine.observability.observer import Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
@@ -23,6 +23,7 @@ from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Scheduler
 from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
+from xla_engine.utils.call_thread import Pending
 
 NO_THREAD = 0  # the value of `TurnState.thread` once the driver has returned before its step was read
 

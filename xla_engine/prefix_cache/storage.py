@@ -6,16 +6,16 @@ is therefore a question of time only: `worth` compares the rate at which blocks 
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from queue import Full, Queue
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xla_engine.prefix_cache.files import BlockFiles, DamagedFileError, StoredContent
 from xla_engine.runner.stored_blocks import BlockContent, BlockLayout
 from xla_engine.scheduler import StoredBlock
+from xla_engine.utils.call_thread import CallThread, Pending
 
 _MARGIN = 0.8  # loading must take less than this share of the time of prefill
 _TRY_AGAIN = 16  # each so many prefixes that are not worth it, one is loaded anyway, to measure again
@@ -61,15 +61,6 @@ class Reading:
     abandoned: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class LookUp:
-    """Which blocks have files. found: how many do from the first on, once it is done."""
-
-    keys: Sequence[bytes] = ()
-    found: int = 0
-    done: threading.Event = field(default_factory=threading.Event)
-
-
 class PrefixStorage:
     """Reads and writes the blocks of one engine. See `runner.stored_blocks.BlockStorage`.
 
@@ -87,25 +78,18 @@ class PrefixStorage:
         self._content: dict[bytes, BlockContent] = {}
         self._last: Reading | None = None
         self._unworthy = 0
-        self._look_up: LookUp | None = None
-        self._looked_for: Queue[LookUp | None] = Queue()
-        self._asked: Queue[Reading | None] = Queue()
-        self._unwritten: Queue[tuple[Sequence[StoredBlock], Sequence[Any]] | None] = Queue(_UNWRITTEN)
-        self._threads = [
-            threading.Thread(target=call, name=f"xla-engine-{call.__name__.strip('_')}", daemon=True)
-            for call in (self._find_all, self._read_all, self._write_all)
+        self._look_up: Pending[int] | None = None
+        self._finder, self._reader, self._writer = self._threads = [
+            CallThread(f"xla-engine-{name}-blocks") for name in ("find", "read", "write")
         ]
-        for thread in self._threads:
-            thread.start()
 
     def found(self, keys: Sequence[bytes]) -> int:
         """How many blocks, from the first on, have files. None if the disk does not answer, until it does."""
         if self._look_up is not None and not self._look_up.done.is_set():
             return 0
-        self._look_up = look_up = LookUp(keys)
-        self._looked_for.put(look_up)
-        if look_up.done.wait(_ANSWER):
-            return look_up.found
+        self._look_up = look_up = self._finder.ask(partial(self._count, keys))
+        if look_up.done.wait(_ANSWER) and isinstance(found := look_up.result(), int):
+            return found
         self.counts.failed += 1
         return 0
 
@@ -128,7 +112,7 @@ class PrefixStorage:
         rate = self.prefill.seconds
         patience = _PATIENCE if rate is None else rate * sum(len(each.tokens) for each in blocks)
         self._last = reading = Reading(request_id, blocks, now + patience)
-        self._asked.put(reading)
+        self._reader.ask(partial(self._read_all, reading))
         return reading
 
     def keys(self, reading: Reading) -> set[bytes]:
@@ -136,9 +120,9 @@ class PrefixStorage:
 
     def store(self, blocks: Sequence[StoredBlock], groups: Sequence[Any]) -> None:
         """As `BlockStorage.store`. If the disk is behind, the blocks are dropped."""
-        try:
-            self._unwritten.put_nowait((blocks, groups))
-        except Full:
+        if self._writer.num_waiting < _UNWRITTEN:
+            self._writer.ask(partial(self._write, blocks, groups))
+        else:
             self.counts.failed += len(blocks)
 
     def take(self, blocks: Sequence[StoredBlock]) -> Mapping[bytes, BlockContent]:
@@ -161,34 +145,32 @@ class PrefixStorage:
 
     def close(self) -> None:
         """Write what waits, and end the threads. Waits at most ten seconds."""
-        for queue in (self._looked_for, self._asked, self._unwritten):
-            queue.put(None)
+        for thread in self._threads:
+            thread.close()
         until = time.monotonic() + 10
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 
     def flush(self) -> None:
         """Wait until all blocks given so far are written."""
-        self._unwritten.join()
+        self._writer.ask(lambda: None).done.wait()
 
-    def _find_all(self) -> None:
-        while (look_up := self._looked_for.get()) is not None:
-            with contextlib.suppress(OSError):
-                for key in look_up.keys:
-                    if not self.files.has(key):
-                        break
-                    look_up.found += 1
-            look_up.done.set()
+    def _count(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, have files."""
+        found = 0
+        with contextlib.suppress(OSError):
+            while found < len(keys) and self.files.has(keys[found]):
+                found += 1
+        return found
 
-    def _read_all(self) -> None:
-        while (reading := self._asked.get()) is not None:
-            for each in reading.blocks:
-                if reading.abandoned or not self._read(each):
-                    break
-            reading.done = True
-            if reading.abandoned:
-                self.drop(reading)
-            self._on_read()
+    def _read_all(self, reading: Reading) -> None:
+        for each in reading.blocks:
+            if reading.abandoned or not self._read(each):
+                break
+        reading.done = True
+        if reading.abandoned:
+            self.drop(reading)
+        self._on_read()
 
     def _read(self, block: StoredBlock) -> bool:
         """Read one block; False if it cannot be had."""
@@ -211,16 +193,6 @@ class PrefixStorage:
         self._content[block.key] = self._layout.from_bytes(found.content)
         self._disk.add(time.perf_counter() - began, len(found.content))
         return True
-
-    def _write_all(self) -> None:
-        while True:
-            given = self._unwritten.get()
-            try:
-                if given is None:
-                    return
-                self._write(*given)
-            finally:
-                self._unwritten.task_done()
 
     def _write(self, blocks: Sequence[StoredBlock], groups: Sequence[Any]) -> None:
         most = self._layout.blocks_in(groups[0])

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Collection
 
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.waiter import Pending, Waiter
 from xla_engine.text.token_mask import TURN_S
+from xla_engine.utils.call_thread import CallThread, Pending
 
 
 class MaskMaker:
@@ -23,7 +23,7 @@ class MaskMaker:
         self.replay: Callable[[], Collection[str]] | None = None
         self.on_made: Callable[[], object] = lambda: None
         self._rows: dict[LiveSequence, Pending[None] | BaseException | None] = {}
-        self._maker = Waiter()
+        self._maker = CallThread()
         self.close = self._maker.close
 
     def __bool__(self) -> bool:

@@ -12,7 +12,6 @@ from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup, sequence_ids, sequence_seed
 from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.engine.requests.validation import CheckedRequest
-from xla_engine.engine.waiter import Pending
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
@@ -22,6 +21,7 @@ from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.scheduler import FinishReason, PromptImage, Request, RequestView
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.call_thread import Pending
 
 KeptRequest = tuple[LiveSequence, ...]  # the sequences of a request, in order
 
