@@ -21,6 +21,7 @@ from xla_engine.graphs.linear.products import (
     FeatureMajor,
     Input,
     Norm,
+    Role,
     Term,
     Weight,
     activate,
@@ -32,6 +33,7 @@ from xla_engine.graphs.linear.products import (
     normed,
     rows_first,
 )
+from xla_engine.graphs.lora.form import Matrices
 from xla_engine.graphs.ops.gpu_call import Ref, dot, kernel_call, load, store
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sharding import Sharding
@@ -52,6 +54,13 @@ class GpuProducts:
 
     def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
+
+    def with_adapters(self, adapter: jax.Array | None) -> Self:
+        assert adapter is None  # engines with adapters have other products
+        return self
+
+    def of_weight(self, matrices: Matrices | None) -> Self:
+        return self
 
     def linear(
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
@@ -80,14 +89,8 @@ class GpuProducts:
     ) -> jax.Array:
         return gpu_experts(experts, x, routed, residual, gather, interpret=self.interpret)
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
-        return weight
-
-    def pack_head(self, weight: np.ndarray) -> np.ndarray:
-        return weight
-
-    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
-        return scales
+    def pack(self, values: np.ndarray, role: Role = "linear") -> np.ndarray:
+        return values
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         if not _is_ours(weight):

@@ -30,6 +30,7 @@ from xla_engine.graphs.linear.products import (
     FeatureMajor,
     Input,
     Norm,
+    Role,
     Term,
     Weight,
     activated,
@@ -38,6 +39,7 @@ from xla_engine.graphs.linear.products import (
     look_up,
     looked_up,
 )
+from xla_engine.graphs.lora.form import Matrices
 from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.sampling.logits import ByRow
@@ -45,6 +47,7 @@ from xla_engine.graphs.sharding import Sharding
 
 HEAD, LINEAR, GATED_LINEAR = "xla_engine_head", "xla_engine_linear", "xla_engine_gated_linear"
 ROWS = "xla_engine_rows"
+LORA, LINEAR_LORA, GATED_LORA = "xla_engine_lora", "xla_engine_linear_lora", "xla_engine_gated_lora"
 _WHOLE = 32  # features of a task
 
 
@@ -53,16 +56,25 @@ class NativeProducts:
     """See `graphs.linear.products.Products`. Rows of prefill and of decode run the same code: their bits agree.
 
     Rows that are not live are not multiplied: their results are zeros, or the residual. isa: the instruction set of
-    the library.
+    the library. What adapters add is computed within the call of the product (`native/lora.h`): A is read once for all
+    rows of an adapter.
     """
 
     isa: str
     live: jax.Array | None = None
+    adapter: jax.Array | None = None
+    matrices: Matrices | None = None
     name = "native"
     task = _WHOLE
 
     def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
+
+    def with_adapters(self, adapter: jax.Array | None) -> Self:
+        return replace(self, adapter=adapter)
+
+    def of_weight(self, matrices: Matrices | None) -> Self:
+        return replace(self, matrices=matrices)
 
     def linear(
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
@@ -70,12 +82,19 @@ class NativeProducts:
         assert not isinstance(x, FeatureMajor)
         if bias is not None:
             return finished(self.linear(weight, x, norm=norm), bias, residual)
-        (values, scale), features = parts_of(weight), features_of(weight)
-        if features % _WHOLE:  # a router of few experts
-            return finished(self.head(weight, norm, x).values, None, residual)
-        in_place = {} if residual is None else {5: 0}
-        call = self._call(LINEAR, (len(x), features), jnp.float32, in_place, weight=weight)
-        return call(x, self._live(), norm_weight(norm), values, scale, or_nothing(residual), eps=eps_of(norm))
+        (values, scale), shape = parts_of(weight), (len(x), features_of(weight))
+        ends = self._ends()
+        if shape[1] % _WHOLE:  # a router of few experts
+            out = finished(self.head(weight, norm, x).values, None, residual)
+            if not ends:
+                return out
+            call = self._call(LORA, shape, jnp.float32, {7: 0}, weight=weight)
+            adapted, *rest = self._adapters(x)
+            return call(x, adapted, norm_weight(norm), *rest, out, eps=eps_of(norm), **ends)
+        in_place, target = {} if residual is None else {5: 0}, LINEAR_LORA if ends else LINEAR
+        call = self._call(target, shape, jnp.float32, in_place, weight=weight)
+        given = x, self._live(), norm_weight(norm), values, scale, or_nothing(residual)
+        return call(*given, *self._adapters(x), eps=eps_of(norm), **ends)
 
     def gated(
         self,
@@ -91,9 +110,11 @@ class NativeProducts:
             return activated(both, activation).astype(kept_dtype(weight))
         values, scale = parts_of(weight)
         shape = (len(x), features_of(weight) // 2)
-        call = self._call(GATED_LINEAR, shape, kept_dtype(weight), weight=weight)
+        ends = self._ends()
+        call = self._call(GATED_LORA if ends else GATED_LINEAR, shape, kept_dtype(weight), weight=weight)
+        given = x, self._live(), norm_weight(norm), values, scale
         gelu = activation == "gelu_tanh"
-        return call(x, self._live(), norm_weight(norm), values, scale, eps=eps_of(norm), gelu=gelu)
+        return call(*given, *self._adapters(x), eps=eps_of(norm), gelu=gelu, **ends)
 
     def experts(
         self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
@@ -102,34 +123,30 @@ class NativeProducts:
             return native_experts(experts, x, routed, residual, isa=self.isa)
         return shared_native_experts(experts, x, routed, residual, gather, isa=self.isa)
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
+    def pack(self, values: np.ndarray, role: Role = "linear") -> np.ndarray:
         """In the order that `product.h` describes, as far as there are whole tasks; bf16 on tiles, all or nothing."""
-        if self._keeps_rows(weight) and len(weight) % _WHOLE:
-            return weight
-        return _packed(weight, np.dtype(np.uint32))  # two or four neighbours of a row together
+        if role == "scale":
+            return _packed(values, np.dtype(np.uint16))
+        if role == "plain" or not self._tasks(values, role):
+            return values
+        return _packed(values, np.dtype(np.uint32))  # two or four neighbours of a row together
 
-    def pack_head(self, weight: np.ndarray) -> np.ndarray:
-        return weight if self._keeps_rows(weight) else self.pack(weight)
-
-    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
-        return _packed(scales, np.dtype(np.uint16))
-
-    def pack_traced(self, weight: jax.Array, *, head: bool = False) -> jax.Array:
-        """As `pack`, or `pack_head`, of a weight in bfloat16 inside a graph."""
-        whole = self._tasks(weight, head)
+    def pack_traced(self, weight: jax.Array, role: Role) -> jax.Array:
+        """As `pack`, of a weight in bfloat16 inside a graph."""
+        whole = self._tasks(weight, role)
         pairs = weight[:whole].reshape(whole // 16, 16, weight.shape[1] // 2, 2).swapaxes(1, 2)
         return jnp.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
 
-    def unpack(self, weight: np.ndarray, *, head: bool = False) -> np.ndarray:
-        """The inverse of `pack`, or `pack_head`, of a weight in bfloat16."""
-        whole = self._tasks(weight, head)
+    def unpack(self, weight: np.ndarray, role: Role) -> np.ndarray:
+        """The inverse of `pack`, of a weight in bfloat16."""
+        whole = self._tasks(weight, role)
         pairs = weight[:whole].reshape(whole // 16, weight.shape[1] // 2, 16, 2).swapaxes(1, 2)
         return np.concatenate([pairs.reshape(whole, weight.shape[1]), weight[whole:]])
 
-    def _tasks(self, weight: np.ndarray | jax.Array, head: bool) -> int:
-        """How many rows of a weight in bfloat16 are packed."""
-        rows = self._keeps_rows(weight) and (head or len(weight) % _WHOLE > 0)
-        return 0 if rows else _packed_rows(weight)
+    def _tasks(self, weight: np.ndarray | jax.Array, role: Role) -> int:
+        """How many rows of a weight are packed."""
+        stays = self._keeps_rows(weight) and (role == "head" or len(weight) % _WHOLE > 0)
+        return 0 if stays else _packed_rows(weight)
 
     def _keeps_rows(self, weight: np.ndarray | jax.Array) -> bool:
         """Whether the kernels take what fills no tasks, and heads, as in a checkpoint."""
@@ -160,6 +177,18 @@ class NativeProducts:
 
     def _live(self) -> jax.Array:
         return or_nothing(self.live, bool)
+
+    def _adapters(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Which rows of `x` have an adapter, which one, and the matrices of all; nothing without adapters."""
+        if self.adapter is None or self.matrices is None:
+            return ()
+        rows = jnp.repeat(self.adapter, len(x) // len(self.adapter))
+        adapted = rows > 0 if self.live is None else (rows > 0) & self.live
+        return adapted, rows, *self.matrices[:3]
+
+    def _ends(self) -> dict[str, np.ndarray]:
+        """The further attribute of calls with adapters."""
+        return {} if self.adapter is None or self.matrices is None else {"ends": np.array(self.matrices.ends)}
 
     def _call(
         self,

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, blocked_experts
+from xla_engine.graphs.lora.form import Matrices
+from xla_engine.graphs.lora.products import with_added
 from xla_engine.graphs.ops.coded import Coded
 from xla_engine.graphs.ops.int8 import Quantized, dequantized, grouped_product
 from xla_engine.graphs.ops.norms import rms_norm
@@ -24,6 +26,7 @@ from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Kind, Sharding
 
 Activation = Literal["silu", "gelu_tanh"]
+Role = Literal["plain", "linear", "head", "scale", "adapter"]  # of an array, see `graphs.model.leaves.Leaf`
 RowsOf = Callable[[jax.Array, jax.Array, int], jax.Array]  # of values, those of tokens; how many share a word
 
 
@@ -81,6 +84,15 @@ class Products(Protocol):
         """The same products if only the rows `live [N]` are read; the others are finite."""
         ...
 
+    def with_adapters(self, adapter: jax.Array | None) -> Self:
+        """The same with LoRA adapters, for rows in lanes of equal size. adapter: i32 `[G]`, the adapter slot of each
+        lane, from 1; 0 is none. None: no row has any."""
+        ...
+
+    def of_weight(self, matrices: Matrices | None) -> Self:
+        """The same for the weight to which these matrices of adapters belong; None: adapters leave it as it is."""
+        ...
+
     def linear(
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
@@ -112,27 +124,20 @@ class Products(Protocol):
         """
         ...
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
-        """A layer's weight `[F, D]` as `linear` and `gated` want it, in an array of the same shape."""
-        ...
-
-    def pack_head(self, weight: np.ndarray) -> np.ndarray:
-        """The head's weight `[V, D]` as `head` and `embedded` want it, in an array of the same shape."""
-        ...
-
-    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
-        """The scales `[F, G]` of a weight in int8, a layer's or the head's, beside what became of its values."""
+    def pack(self, values: np.ndarray, role: Role = "linear") -> np.ndarray:
+        """An array of the same shape, as products want it: a layer's weight `[F, D]`, for `linear` and `gated`; the
+        head's `[V, D]`, for `head` and `embedded`; or the scales `[F, G]` of either in int8."""
         ...
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> Logits:
-        """`weight [V, D]` of `pack_head` times the norm of x, float32.
+        """`weight [V, D]` of the head times the norm of x, float32.
 
         sharding: each device has some rows of the weight, and gets the others' results; None: all are here.
         """
         ...
 
     def embedded(self, weight: Weight, tokens: jax.Array, sharding: Sharding | None = None) -> jax.Array:
-        """The rows `tokens [N]` of `weight [V, D]` of `pack_head`, where it is the embedding: float32 `[N, D]`.
+        """The rows `tokens [N]` of `weight [V, D]` of the head, where it is the embedding: float32 `[N, D]`.
 
         sharding: as in `head`.
         """
@@ -148,6 +153,8 @@ class XlaProducts:
 
     weight_left: bool
     live: jax.Array | None = None
+    adapter: jax.Array | None = None
+    matrices: Matrices | None = None
     name = "xla"
     isa = None
     task = 1
@@ -155,13 +162,19 @@ class XlaProducts:
     def for_rows(self, live: jax.Array) -> Self:
         return replace(self, live=live)
 
+    def with_adapters(self, adapter: jax.Array | None) -> Self:
+        return replace(self, adapter=adapter)
+
+    def of_weight(self, matrices: Matrices | None) -> Self:
+        return replace(self, matrices=matrices)
+
     def linear(
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         out = self._product(weight, x if isinstance(x, FeatureMajor) else normed(x, norm))
         # Without the barrier XLA swaps the operands to get rid of the transpose (findings/products.md).
         out = lax.optimization_barrier(out).T if self.weight_left else out
-        return finished(out, bias, residual)
+        return self._adapted(finished(out, bias, residual), x, norm, features_first=False)
 
     def gated(
         self,
@@ -172,7 +185,10 @@ class XlaProducts:
         bias: Term = None,
         activation: Activation = "silu",
     ) -> Input:
-        both = self.gates_and_ups(weight, x, norm, bias)
+        both = self._product(weight, normed(x, norm))  # `[2 F, N]` where weights are left, else `[N, 2 F]`
+        if bias is not None:
+            both = both + (bias[:, None] if self.weight_left else bias)
+        both = self._adapted(both, x, norm, features_first=self.weight_left)
         if not self.weight_left:
             return activated(both, activation).astype(kept_dtype(weight))
         # Features stay in front until the next product: nothing of size F is transposed. Gates and ups are flat: an
@@ -180,13 +196,6 @@ class XlaProducts:
         flat = lax.optimization_barrier(both.reshape(2, -1))  # [2, F N]
         hidden = (activate(flat[0], activation) * flat[1]).astype(kept_dtype(weight))
         return FeatureMajor(lax.optimization_barrier(hidden).reshape(-1, len(x)))
-
-    def gates_and_ups(self, weight: Weight, x: jax.Array, norm: Norm | None, bias: Term) -> jax.Array:
-        """The product of a gated MLP before its activation: `[2 F, N]` where weights are left, else `[N, 2 F]`."""
-        both = self._product(weight, normed(x, norm))
-        if bias is None:
-            return both
-        return both + (bias[:, None] if self.weight_left else bias)
 
     def experts(
         self, experts: Experts, x: jax.Array, routed: Route, residual: jax.Array, gather: Gather | None = None
@@ -198,14 +207,8 @@ class XlaProducts:
             default=lambda: blocked_experts(experts, x, routed, residual, gather),
         )
 
-    def pack(self, weight: np.ndarray) -> np.ndarray:
-        return weight
-
-    def pack_head(self, weight: np.ndarray) -> np.ndarray:
-        return weight
-
-    def pack_scales(self, scales: np.ndarray) -> np.ndarray:
-        return scales
+    def pack(self, values: np.ndarray, role: Role = "linear") -> np.ndarray:
+        return values
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
         return feature_major(weight, normed(x, norm), sharding)
@@ -218,6 +221,13 @@ class XlaProducts:
         if self.weight_left or isinstance(x, FeatureMajor):
             return feature_major(weight, x)
         return rows_first(weight, x)
+
+    def _adapted(self, out: jax.Array, x: Input, norm: Norm | None, *, features_first: bool) -> jax.Array:
+        """A product, and what the rows' adapters add to it."""
+        if self.adapter is None or self.matrices is None:
+            return out
+        rows = x.values.T if isinstance(x, FeatureMajor) else normed(x, norm)
+        return with_added(out, rows, self.adapter, self.matrices, features_first=features_first)
 
 
 # Features from which more of them change no bit of XLA:CPU's products: with the rows on the left it chooses a way by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.linear.products import Products, Role
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
@@ -21,7 +21,6 @@ from xla_engine.graphs.sharding import Cut, Sharding
 
 Param = nnx.Param[jax.Array]
 Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attribute names and layer indices
-Role = Literal["plain", "linear", "head", "scale", "adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,8 @@ class Leaf:
     shape: in the whole model. dtype: as graphs receive it.
     form: the encoding, if the weight keeps that of its file; None: plain values.
     cut: the shard that each device holds; None: every device has all of it.
-    role: "plain" leaves stay as in the checkpoint; "linear" and "head" are packed by `Products.pack` and
-        `Products.pack_head`; a "scale" belongs to an int8 weight; an "adapter" holds matrices of LoRA adapters.
+    role: "plain" leaves stay as in the checkpoint; those of others are packed by `Products.pack`, a "scale" of an int8
+        weight with it; an "adapter" holds matrices of LoRA adapters.
     """
 
     shape: tuple[int, ...]
@@ -66,8 +65,8 @@ class LeafMaker:
     def unquantized(self) -> LeafMaker:
         return replace(self, dtype=self.plain)
 
-    def vector(self, size: int, cut: Cut | None = None, role: Role = "plain") -> Param:
-        return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut, role=role))
+    def vector(self, size: int, cut: Cut | None = None) -> Param:
+        return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut))
 
     def vectors(self, shape: tuple[int, int], cut: Cut | None) -> Param:
         """Several vectors, flattened into one. cut: the shard of each, along axis 1."""
@@ -131,15 +130,12 @@ class Leaves(Mapping[str, Leaf]):
         leaf = self._leaves[name]
         if leaf.dtype == jnp.int8:
             values, scale = quantize_weight(values)
-            if self._products is not None and leaf.role != "plain":
-                scale = self._products.pack_scales(scale)
-            return {name: self._packed(leaf, values), name + SUFFIX: scale}
-        return {name: self._packed(leaf, values)}
+            scale = self._packed(scale, "plain" if leaf.role == "plain" else "scale")
+            return {name: self._packed(values, leaf.role), name + SUFFIX: scale}
+        return {name: self._packed(values, leaf.role)}
 
-    def _packed(self, leaf: Leaf, values: np.ndarray) -> np.ndarray:
-        if self._products is None or leaf.role == "plain":
-            return values
-        return (self._products.pack_head if leaf.role == "head" else self._products.pack)(values)
+    def _packed(self, values: np.ndarray, role: Role) -> np.ndarray:
+        return values if self._products is None else self._products.pack(values, role)
 
     def _of(self, *roles: Role) -> tuple[str, ...]:
         return tuple(name for name, leaf in self._leaves.items() if leaf.role in roles)

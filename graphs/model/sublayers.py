@@ -19,14 +19,14 @@ from xla_engine.graphs.linear.products import (
     Input,
     Norm,
     Products,
+    Role,
     Term,
     Weight,
     gathered,
     normed,
 )
 from xla_engine.graphs.lora.form import Matrices, part_ends
-from xla_engine.graphs.lora.products import of_weight
-from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param, Role
+from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param
 from xla_engine.graphs.ops.coded import Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
@@ -117,13 +117,13 @@ class Linear(nnx.Module):
         self, products: Products, x: Input, *, norm: Norm | None = None, residual: Term = None
     ) -> jax.Array:
         """See `Products.linear`."""
-        own = of_weight(products, None if self.lora is None else self.lora.matrices)
+        own = products.of_weight(None if self.lora is None else self.lora.matrices)
         return own.linear(self.values, x, norm=norm, bias=value(self.bias), residual=residual)
 
     def gated(
         self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
     ) -> Input:
-        own = of_weight(products, None if self.lora is None else self.lora.matrices)
+        own = products.of_weight(None if self.lora is None else self.lora.matrices)
         return own.gated(self.values, x, norm=norm, bias=value(self.bias), activation=activation)
 
 

@@ -9,7 +9,6 @@ from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
 from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
-from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.rows import Rows, Tables
@@ -72,7 +71,7 @@ def decode_step(
         return out
 
     products = (spec.products or WEIGHT_LEFT).for_rows(live)
-    *_, hidden = model.hidden(rows.token, Call(attend, with_adapters(products, rows.adapter)))
+    *_, hidden = model.hidden(rows.token, Call(attend, products.with_adapters(rows.adapter)))
     logits = model.logits(hidden, products)
     every = jnp.arange(live.shape[0], dtype=jnp.int32)
     rows = replace(rows, history=rows.remember(every, rows.length, rows.token, live))

@@ -12,7 +12,6 @@ from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights,
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, Pending, delta_prefill, delta_verify
 from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.lora.products import with_adapters
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, targets, with_rows
@@ -244,7 +243,7 @@ def through_layers(
 
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)
-    products = with_adapters(products.for_rows(used), adapter)
+    products = products.for_rows(used).with_adapters(adapter)
     return updated, [*hidden(tokens.reshape(-1), Call(attend, products, read))]
 
 

@@ -67,7 +67,7 @@ def test_values_and_products_have_the_bits_of_the_dequantised_file(isa: str) -> 
         found = rows_of(products, weight)
         np.testing.assert_array_equal(found.view(np.uint16), plain.view(np.uint16), err_msg=kind)
         packed = jnp.asarray(products.pack(plain))
-        head = jnp.asarray(products.pack_head(plain))
+        head = jnp.asarray(products.pack(plain, "head"))
         one, other = (jax.jit(partial(products_of, *each))(x) for each in ((weight, weight), (packed, head)))
         for found_of_one, found_of_other in zip(one, other, strict=True):
             bits = [np.asarray(each, np.float32).view(np.uint32) for each in (found_of_one, found_of_other)]
@@ -88,7 +88,7 @@ def test_a_leaf_of_several_kinds_and_of_no_whole_tasks() -> None:
     assert weight.form.runs == (("Q4_K", 3), ("Q8_0", 1), ("Q6_K", 2)) and weight.form.features == 89
     plain = np.concatenate([dequantised(kind, rows) for kind, rows in zip(kinds, raw, strict=True)])
     np.testing.assert_array_equal(rows_of(products, weight).view(np.uint16), plain.view(np.uint16))
-    head = jnp.asarray(products.pack_head(plain))
+    head = jnp.asarray(products.pack(plain, "head"))
     for count in (5, 43):
         x = jnp.asarray(np.random.default_rng(1).standard_normal((count, WIDTH)), jnp.float32)
         one, other = products.linear(weight, x), products.linear(head, x)

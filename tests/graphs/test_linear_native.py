@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products
+from xla_engine.graphs.linear.products import WEIGHT_LEFT, Activation, Norm, Products, Role
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.runner.backends import choose_products
@@ -59,16 +58,16 @@ def weights(form: Products, dtype: Any) -> list[Any]:
     rng = np.random.default_rng(0)
     width, inner = WIDTHS[dtype]
 
-    def drawn(*shape: int, pack: Callable[[np.ndarray], np.ndarray] = form.pack) -> Any:
+    def drawn(*shape: int, role: Role = "linear") -> Any:
         values = rng.standard_normal(shape, np.float32) * 0.2
         if dtype == BF16:
-            return jnp.asarray(pack(np.asarray(values, jnp.bfloat16)))
+            return jnp.asarray(form.pack(np.asarray(values, jnp.bfloat16), role))
         kept, scale = quantize_weight(values)
-        return Quantized(jnp.asarray(pack(kept)), jnp.asarray(form.pack_scales(scale)))
+        return Quantized(jnp.asarray(form.pack(kept, role)), jnp.asarray(form.pack(scale, "scale")))
 
     mlp = ((2 * inner, width), (width, inner))
     shapes = ((inner, width), (width, width), (width, width), *mlp, *mlp, *mlp)
-    return [*itertools.starmap(drawn, shapes), drawn(VOCABULARY, width, pack=form.pack_head)]
+    return [*itertools.starmap(drawn, shapes), drawn(VOCABULARY, width, role="head")]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -164,7 +163,7 @@ def test_products_in_eight_bits_are_those_of_xla_to_the_bit(isa: str) -> None:
     kept, scale = quantize_weight(
         np.random.default_rng(5).standard_normal((320, WIDTHS[INT8][0]), np.float32)
     )
-    packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(products.pack_scales(scale)))
+    packed = Quantized(jnp.asarray(products.pack(kept)), jnp.asarray(products.pack(scale, "scale")))
     plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
     for rounded in (jnp.asarray(x), jnp.asarray(x, jnp.bfloat16)):
         found = np.asarray(jax.jit(products.linear)(packed, rounded))
@@ -179,11 +178,13 @@ def test_the_rows_of_the_head_are_those_of_the_embedding(isa: str, dtype: Any, c
     values = np.asarray(np.random.default_rng(7).standard_normal((count, WIDTHS[dtype][0])), jnp.bfloat16)
     tokens = jnp.asarray([0, count - 1, 5, 5, count // 2, *range(count)], jnp.int32)
     if dtype == BF16:
-        plain, packed = jnp.asarray(values), jnp.asarray(products.pack_head(values))
+        plain, packed = jnp.asarray(values), jnp.asarray(products.pack(values, "head"))
     else:
         kept, scale = quantize_weight(values)
         plain = Quantized(jnp.asarray(kept), jnp.asarray(scale))
-        packed = Quantized(jnp.asarray(products.pack_head(kept)), jnp.asarray(products.pack_scales(scale)))
+        packed = Quantized(
+            jnp.asarray(products.pack(kept, "head")), jnp.asarray(products.pack(scale, "scale"))
+        )
     found, expected = jax.jit(products.embedded)(packed, tokens), jax.jit(WEIGHT_LEFT.embedded)(plain, tokens)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 

@@ -14,7 +14,6 @@ from tests.support.models import TINY
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, FeatureMajor, Norm, Products
 from xla_engine.graphs.lora.form import LoraForm, Matrices
-from xla_engine.graphs.lora.products import of_weight, with_adapters
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.runner.backends import choose_products
 
@@ -47,7 +46,7 @@ class Drawn:
         def weight(*shape: int) -> Any:
             if dtype == jnp.int8:
                 kept, scale = quantize_weight(values(*shape))
-                return Quantized(jnp.asarray(form.pack(kept)), jnp.asarray(form.pack_scales(scale)))
+                return Quantized(jnp.asarray(form.pack(kept)), jnp.asarray(form.pack(scale, "scale")))
             return jnp.asarray(form.pack(values(*shape).astype(BF16)))
 
         def matrices(ends: tuple[int, ...], width: int) -> tuple[Matrices, np.ndarray, np.ndarray]:
@@ -73,11 +72,11 @@ class Drawn:
         """Compute each product of these rows; each row is a lane."""
 
         def call(x: jax.Array, live: jax.Array, adapter: jax.Array | None) -> list[jax.Array]:
-            products = with_adapters(form.for_rows(live), adapter)
-            linear = of_weight(products, self.of_linear[0]).linear(self.linear, x, norm=self.norm, residual=x)
-            hidden = of_weight(products, self.of_gates[0]).gated(self.gates, x, norm=self.norm)
-            gelu = of_weight(products, self.of_gates[0]).gated(self.gates, x, activation="gelu_tanh")
-            down = of_weight(products, self.of_down[0]).linear(self.down, hidden, residual=x)
+            products = form.for_rows(live).with_adapters(adapter)
+            linear = products.of_weight(self.of_linear[0]).linear(self.linear, x, norm=self.norm, residual=x)
+            hidden = products.of_weight(self.of_gates[0]).gated(self.gates, x, norm=self.norm)
+            gelu = products.of_weight(self.of_gates[0]).gated(self.gates, x, activation="gelu_tanh")
+            down = products.of_weight(self.of_down[0]).linear(self.down, hidden, residual=x)
             flat = [each.values.T if isinstance(each, FeatureMajor) else each for each in (hidden, gelu)]
             return [linear, *(each.astype(jnp.float32) for each in flat), down]
 
@@ -155,7 +154,7 @@ def test_a_bias_comes_on_top_of_what_adapters_add(form: Products) -> None:
     bias = jnp.asarray(np.random.default_rng(5).standard_normal(ENDS[-1], np.float32))
 
     def call(x: jax.Array, adapter: jax.Array) -> tuple[jax.Array, jax.Array]:
-        products = of_weight(with_adapters(form, adapter), drawn.of_linear[0])
+        products = form.with_adapters(adapter).of_weight(drawn.of_linear[0])
         return products.linear(drawn.linear, x, bias=bias), products.linear(drawn.linear, x)
 
     found, plain = jax.jit(call)(jnp.asarray(drawn.x), jnp.asarray(drawn.adapter))

@@ -158,7 +158,7 @@ def test_the_number_of_columns_changes_no_bit_of_a_logprob(isa: str | None) -> N
         logits = np.ascontiguousarray(feature_major(jnp.asarray(head), hidden).T)  # [N, V]
     else:
         products = NativeProducts(registered(isa, "sampler", "linear_bf16"))
-        packed = jnp.asarray(products.pack_head(head))
+        packed = jnp.asarray(products.pack(head, "head"))
 
     @jax.jit
     def chosen(rows: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts
+from xla_engine.graphs.linear.products import Role
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import random_checkpoint
@@ -350,10 +351,10 @@ def test_what_is_not_supported_is_refused_by_name(
 
 @pytest.mark.parametrize("isa", ["amx", "avx2"])
 @pytest.mark.parametrize("rows", [16, 32, 80, 199])
-@pytest.mark.parametrize("head", [False, True])
-def test_weights_are_packed_in_a_graph_as_at_load(isa: str, rows: int, head: bool) -> None:
+@pytest.mark.parametrize("role", ["linear", "head"])
+def test_weights_are_packed_in_a_graph_as_at_load(isa: str, rows: int, role: Role) -> None:
     products = NativeProducts(isa)
     values = np.arange(rows * 48, dtype=np.uint16).view(jnp.bfloat16).reshape(rows, 48)
-    packed = (products.pack_head if head else products.pack)(values)
-    assert np.asarray(products.pack_traced(values, head=head)).tobytes() == packed.tobytes()
-    assert products.unpack(packed, head=head).tobytes() == values.tobytes()
+    packed = products.pack(values, role)
+    assert np.asarray(products.pack_traced(values, role)).tobytes() == packed.tobytes()
+    assert products.unpack(packed, role).tobytes() == values.tobytes()

@@ -146,7 +146,9 @@ def _products(isa: str, form: Callable[[np.ndarray], Any], scale: float = 1.0) -
     def packed(seed: int, features: int) -> Weight:
         made = form(_fixed(seed, features, _WIDTH).astype(jnp.bfloat16))
         if isinstance(made, tuple):
-            return Quantized(jnp.asarray(products.pack(made[0])), jnp.asarray(products.pack_scales(made[1])))
+            return Quantized(
+                jnp.asarray(products.pack(made[0])), jnp.asarray(products.pack(made[1], "scale"))
+            )
         return jnp.asarray(products.pack(made))
 
     weights = [packed(seed, features) for seed, features in ((1, 96), (2, _WIDTH), (3, 2 * _WIDTH), (4, 64))]

@@ -231,7 +231,7 @@ def _held(spec: ModelSpec, name: str, values: jax.Array) -> jax.Array:
     rounded = values.astype(leaf.dtype)
     if leaf.role != "plain":
         assert isinstance(spec.products, NativeProducts)
-        rounded = spec.products.pack_traced(rounded, head=leaf.role == "head")
+        rounded = spec.products.pack_traced(rounded, leaf.role)
     return lax.optimization_barrier(rounded)  # XLA may drop a rounding that is widened again
 
 

@@ -69,7 +69,7 @@ class Policy:
         ):
             values = np.asarray(held)
             if leaf.role != "plain":
-                values = _products(self._spec).unpack(values, head=leaf.role == "head")
+                values = _products(self._spec).unpack(values, leaf.role)
             found[name] = jnp.array(values, jnp.float32)
         return found
 

@@ -185,7 +185,7 @@ def eagle3_head(
         for name in head.weights:
             leaf = head.weights[name]
             if name == "head":
-                leaf = leaf if spec.products is None else spec.products.pack_head(leaf)
+                leaf = leaf if spec.products is None else spec.products.pack(leaf, "head")
             elif name != "embed":
                 leaf = packed(spec.products, leaf)
             placed[name] = jax.device_put(leaf)

@@ -18,8 +18,15 @@ from xla_engine.graphs.attention import native as attention
 from xla_engine.graphs.delta_net.layer import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.routing import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.joined import JOINED, number
-from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR, ROWS
-from xla_engine.graphs.lora.products import GATED_LORA, LINEAR_LORA, LORA
+from xla_engine.graphs.linear.native import (
+    GATED_LINEAR,
+    GATED_LORA,
+    HEAD,
+    LINEAR,
+    LINEAR_LORA,
+    LORA,
+    ROWS,
+)
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library.compiled import BUNDLE, SOURCES, build, identity
