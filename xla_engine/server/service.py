@@ -9,10 +9,11 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xla_engine import prompts
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.batch.results import ResultHeader
@@ -21,14 +22,7 @@ from xla_engine.errors import EngineClosedError, TokenLimitError
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.outputs import RequestOutput
-from xla_engine.prompts import (
-    PicturedPrompt,
-    TextPair,
-    TextPrompt,
-    TokensPrompt,
-    prompt_parts,
-    without_pictures,
-)
+from xla_engine.prompts import TextPair, TokensPrompt, prompt_parts, without_pictures
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.server.bodies import Bodies
@@ -50,29 +44,11 @@ _NORMALISER_SLACK = 4  # as in the engine's check of characters
 _EXPECTED_TOKENS = 2048  # assumed for a sequence that may have more
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyPrompt:
-    """A prompt ready for the engine.
-
-    value: text, token ids, both, or a pair of texts. add_special_tokens: when text is tokenised.
-    thinking: whether it ends with the opening tag of reasoning.
-    """
-
-    value: str | tuple[int, ...] | TokensPrompt | TextPrompt | TextPair | PicturedPrompt
-    add_special_tokens: bool
-    thinking: bool = False
-
-    @property
-    def most_tokens(self) -> int:
-        """Its number of tokens; for text an upper bound: one for each byte, and two special tokens."""
-        if isinstance(self.value, str):
-            return len(self.value.encode(errors="replace")) + 2
-        if isinstance(self.value, TextPair):
-            return ReadyPrompt(self.value.first + self.value.second, True).most_tokens
-        parts = prompt_parts(self.value)
-        if isinstance(parts.content, str):
-            return ReadyPrompt(parts.content, True).most_tokens
-        return len(parts.content)  # type: ignore[arg-type]
+def most_tokens(content: str | Sequence[int] | TextPair) -> int:
+    """The number of a prompt's tokens; for text an upper bound: one for each byte, and two special tokens."""
+    if isinstance(content, TextPair):
+        content = content.first + content.second
+    return len(content.encode(errors="replace")) + 2 if isinstance(content, str) else len(content)
 
 
 class RequestTimes:
@@ -184,42 +160,42 @@ class Service:
         """Value of the retry-after header: the mean time of recent requests, between 1 and 60 seconds."""
         return min(60, max(1, math.ceil(self.times.recent_seconds)))
 
-    async def ready_prompt(self, prompt: Prompt, *, key: str, long: int = LONG_TEXT) -> ReadyPrompt:
+    async def ready_prompt(self, prompt: Prompt, *, key: str, long: int = LONG_TEXT) -> prompts.Prompt:
         """Prepare a prompt; long work runs in other threads. Raises ApiError and InvalidRequestError.
 
         key: of the caller. long: text with more characters is tokenised here, in another thread.
         """
-        if isinstance(prompt, Chat):
-            messages, pictures = without_pictures(prompt.messages)
-            text = await self.rendering.render(replace(prompt, messages=messages), key)
-            # a rendered chat already has its special tokens
-            ready = ReadyPrompt(text, False, opens_reasoning(text))
-            if pictures:
-                decoded = await self.pictures.decoded(text, pictures, key, add_special_tokens=False)
-                return replace(ready, value=decoded)
-        else:
-            ready = ReadyPrompt(prompt, True)
         if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):
             raise TokenLimitError(
                 f"the prompt has {len(prompt)} tokens, more than max_model_len {longest}; shorten it or raise "
                 "max_model_len"
             )
+        ready: prompts.Prompt
+        if isinstance(prompt, Chat):
+            messages, pictures = without_pictures(prompt.messages)
+            ready = await self.rendering.render(replace(prompt, messages=messages), key)
+            if pictures:
+                return await self.pictures.decoded(ready, pictures, key, add_special_tokens=False)
+        else:
+            ready = prompt
         tokenizer = self.engine.tokenizer
-        if not isinstance(ready.value, str) or len(ready.value) <= long or tokenizer is None:
+        if not isinstance(ready, str) or len(ready) <= long or tokenizer is None:
             return ready
         longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
-        if len(ready.value) > longest:  # the engine rejects it without tokenising
+        if len(ready) > longest:  # the engine rejects it without tokenising
             return ready
-        special = ready.add_special_tokens
-        ids = await asyncio.to_thread(tokenizer.encode, ready.value, add_special_tokens=special)
-        return replace(ready, value=TokensPrompt(prompt=ready.value, prompt_token_ids=ids))
+        special = not isinstance(prompt, Chat)  # a chat's template adds them
+        ids = await asyncio.to_thread(tokenizer.encode, ready, add_special_tokens=special)
+        return TokensPrompt(prompt=ready, prompt_token_ids=ids)
 
-    def _bounded(self, request: LineRequest, prompts: Sequence[ReadyPrompt]) -> int:
-        """Upper bound of the log-probabilities held for the answer. Raises ApiError if it, or the sum of all, is
-        too large."""
+    def _bounded(self, request: LineRequest, most: Sequence[int]) -> int:
+        """Upper bound of the log-probabilities held for the answer. most: tokens of each prompt, at most.
+
+        Raises ApiError if it, or the sum of all, is too large.
+        """
         longest = self.engine.max_model_len
         limit = max(self.settings.max_answer_values, (1 + MAX_LOGPROBS) * longest)
-        lengths = [min(prompt.most_tokens, longest) for prompt in prompts]
+        lengths = [min(tokens, longest) for tokens in most]
         if (size := answer_values(request, lengths, longest)) > limit:
             raise invalid(
                 f"the answer may have {size} values (over all prompts: n x (max_tokens, and with echo the prompt) x "
@@ -266,8 +242,9 @@ class Service:
         headers: of HTTP; a `traceparent` names the trace that the request belongs to.
         """
         long = ECHOED_TEXT if request.echo else LONG_TEXT
-        prompts = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
-        held = self._bounded(request, prompts)
+        ready = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
+        parts = [prompt_parts(prompt) for prompt in ready]
+        held = self._bounded(request, [most_tokens(each.content) for each in parts])
         await self.constraints.compile(request.params, salt)
         options = dict(request.options)
         if (adapter := self.adapter_named(request.model)) is not None:
@@ -282,22 +259,23 @@ class Service:
         trace = None
         if (tracing := self.tracing) is not None:
             trace = partial(tracing.record, request, context=tracing.context(headers))
+        thinking = request.is_chat and opens_reasoning(parts[0].text or "")
         submission = Submission(
-            self, salt, every_token=every_token, thinking=prompts[0].thinking, values=held, trace=trace
+            self, salt, every_token=every_token, thinking=thinking, values=held, trace=trace
         )
         self.values += held
         paused = time.perf_counter()
         try:
-            for index, prompt in enumerate(prompts):
+            for index, (given, prompt) in enumerate(zip(request.prompts, ready, strict=True)):
                 if time.perf_counter() - paused > PIECE_S:
                     await asyncio.sleep(0)
                     paused = time.perf_counter()
                 request_id = name + (f"-{index}" if index else "")
                 self.engine.submit(
-                    prompt.value,
+                    prompt,
                     request.params,
                     request_id=request_id,
-                    add_special_tokens=prompt.add_special_tokens,
+                    add_special_tokens=not isinstance(given, Chat),  # a chat's template adds them
                     collector=submission.collector,
                     **options,
                 )
