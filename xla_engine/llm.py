@@ -258,7 +258,8 @@ class LLM:
         Raises InvalidRequestError, naming the first invalid pair, before any of them runs. A score depends only on its
         pair, not on the others, the number of slots or the content of the cache.
         """
-        pairs = score_requests(contexts, continuations, self.tokenizer)
+        encode = None if self.tokenizer is None else self.tokenizer.encode
+        pairs = score_requests(contexts, continuations, encode)
         prompts, params = [ids for ids, _ in pairs], [each for _, each in pairs]
         given = {"priority": priority, "lora_request": lora_request, **options}
         outputs = self._complete(list(prompts), params, use_tqdm=use_tqdm, **given)

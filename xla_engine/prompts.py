@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
@@ -78,13 +78,6 @@ class PicturedPrompt:
 
 Params = SamplingParams | Mapping[str, Any]  # or a dict of their fields
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair | PicturedPrompt
-
-
-class Encoder(Protocol):
-    """Encodes text, as `xla_engine.text.tokenizer.Tokenizer` does."""
-
-    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, or of both texts."""
 
 
 class PromptParts(NamedTuple):
@@ -340,7 +333,7 @@ def pair_messages(query: str, document: str) -> list[dict[str, str]]:
 def score_requests(
     contexts: TextOrIds | Sequence[TextOrIds],
     continuations: TextOrIds | Sequence[TextOrIds],
-    tokenizer: Encoder | None,
+    encode: Callable[..., list[int]] | None,
 ) -> list[tuple[list[int], SamplingParams]]:
     """`score_request` for each pair; one context is used for all. Raises InvalidRequestError, naming the pair."""
     stems, rests = prompt_list(contexts), prompt_list(continuations)
@@ -352,16 +345,18 @@ def score_requests(
     pairs = []
     for index, (stem, rest) in enumerate(zip(stems, rests, strict=True)):
         try:
-            pairs.append(score_request(content_of(stem), content_of(rest), tokenizer))
+            pairs.append(score_request(content_of(stem), content_of(rest), encode))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"pair {index}: {error}") from error
     return pairs
 
 
 def score_request(
-    context: TextOrIds, continuation: TextOrIds, tokenizer: Encoder | None
+    context: TextOrIds, continuation: TextOrIds, encode: Callable[..., list[int]] | None
 ) -> tuple[list[int], SamplingParams]:
     """The prompt that scores a continuation, and its parameters. Raises InvalidRequestError.
+
+    encode: `Tokenizer.encode`; None if the model has no tokenizer.
 
     For texts, blanks at the end of the context are tokenised with the continuation, as models see them. Context and
     continuation are tokenised together, and the continuation's tokens are those after as many as the context alone
@@ -370,13 +365,13 @@ def score_request(
     if isinstance(context, str) != isinstance(continuation, str):
         raise InvalidRequestError("context and continuation must both be text or both be token ids")
     if isinstance(context, str) and isinstance(continuation, str):
-        if tokenizer is None:
+        if encode is None:
             raise InvalidRequestError("the model has no tokenizer; give token ids")
         stem = context.rstrip()
-        before = tokenizer.encode(stem)
-        begin, ids = len(before), tokenizer.encode(context + continuation)
+        before = encode(stem)
+        begin, ids = len(before), encode(context + continuation)
         if len(ids) <= begin:
-            ids = before + tokenizer.encode(context[len(stem) :] + continuation, add_special_tokens=False)
+            ids = before + encode(context[len(stem) :] + continuation, add_special_tokens=False)
     else:
         begin = len(context)
         ids = [*token_ids_of(context), *token_ids_of(continuation)]

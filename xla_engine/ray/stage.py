@@ -198,27 +198,22 @@ class ModelStage:
         return self.engine if isinstance(self.engine, EngineConfig) else engine_config(self.engine)
 
 
+@dataclass(frozen=True, slots=True)
 class Processor:
     """The result of `build_processor`: a function from datasets to lazy datasets."""
 
-    def __init__(
-        self,
-        stage: ModelStage,
-        preprocess: RowFunction | None,
-        postprocess: RowFunction | None,
-        preprocess_map_kwargs: Mapping[str, Any],
-        postprocess_map_kwargs: Mapping[str, Any],
-    ) -> None:
-        self.stage = stage
-        self._before, self._before_kwargs = preprocess, preprocess_map_kwargs
-        self._after, self._after_kwargs = postprocess, postprocess_map_kwargs
+    stage: ModelStage
+    preprocess: RowFunction | None
+    postprocess: RowFunction | None
+    preprocess_map_kwargs: Mapping[str, Any]
+    postprocess_map_kwargs: Mapping[str, Any]
 
     def __call__(self, dataset: Any) -> Any:
         """Append the stage to a dataset; nothing runs yet."""
         data = _ray_data()
         stage = self.stage
-        if self._before is not None:
-            dataset = dataset.map(_added(self._before), **self._before_kwargs)
+        if self.preprocess is not None:
+            dataset = dataset.map(_added(self.preprocess), **self.preprocess_map_kwargs)
         sizes = stage.concurrency
         pool = {"size": sizes} if isinstance(sizes, int) else {"min_size": sizes[0], "max_size": sizes[1]}
         # As in `ray.data.llm`: since Ray 2.60 the public method warns about actor arguments such as max_concurrency.
@@ -237,9 +232,9 @@ class Processor:
             num_gpus=stage.num_gpus or None,
             **stage.ray_remote_args,
         )
-        if self._after is not None:
+        if self.postprocess is not None:
             kept = () if stage.id_column is None else (stage.id_column,)
-            dataset = dataset.map(_answered(self._after, kept), **self._after_kwargs)
+            dataset = dataset.map(_answered(self.postprocess, kept), **self.postprocess_map_kwargs)
         return dataset
 
 
