@@ -200,20 +200,3 @@ VLLM_OPTIONS: Mapping[str, OtherOption] = {
         for name, value in names.items()
     },
 }
-
-
-def options_table() -> str:
-    """The table as Markdown; options that have one answer share a row."""
-    rows = [([name], _values(option), option.why) for name, option in _TABLE.items()]
-    rows += [(names.split(), "any value", why) for why, names in _HARMLESS.items()]
-    rows += [(list(names), "vLLM's default", why) for why, names in _DEFAULT_ONLY.items()]
-    lines = [
-        f"| {', '.join(f'`{name}`' for name in names)} | {taken} | {why} |" for names, taken, why in rows
-    ]
-    return "\n".join(["| option of vLLM | accepted | here |", "|---|---|---|", *lines]) + "\n"
-
-
-def _values(option: OtherOption) -> str:
-    if option.accepted is None:
-        return "any value"
-    return ", ".join(f"`{value!r}`" for value in option.accepted) if len(option.accepted) < 9 else "0 to 20"

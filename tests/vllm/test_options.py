@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from xla_engine import LLM, SamplingParams
-from xla_engine.config import EngineConfig, own_options
+from xla_engine.config import EngineConfig, OtherOption, own_options
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.vllm_options import VLLM_OPTIONS, options_table
+from xla_engine.vllm_options import _DEFAULT_ONLY, _HARMLESS, _TABLE, VLLM_OPTIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_vllm.md"
 
@@ -84,6 +84,23 @@ def test_every_option_says_why_and_takes_its_first_value_and_none() -> None:
 def test_no_row_hides_an_option_there_is() -> None:
     own = {entry.name for entry in fields(EngineConfig)} & VLLM_OPTIONS.keys()
     assert all(VLLM_OPTIONS[name].becomes == name for name in own)
+
+
+def options_table() -> str:
+    """The table as Markdown; options that have one answer share a row."""
+    rows = [([name], values(option), option.why) for name, option in _TABLE.items()]
+    rows += [(names.split(), "any value", why) for why, names in _HARMLESS.items()]
+    rows += [(list(names), "vLLM's default", why) for why, names in _DEFAULT_ONLY.items()]
+    lines = [
+        f"| {', '.join(f'`{name}`' for name in names)} | {taken} | {why} |" for names, taken, why in rows
+    ]
+    return "\n".join(["| option of vLLM | accepted | here |", "|---|---|---|", *lines]) + "\n"
+
+
+def values(option: OtherOption) -> str:
+    if option.accepted is None:
+        return "any value"
+    return ", ".join(f"`{value!r}`" for value in option.accepted) if len(option.accepted) < 9 else "0 to 20"
 
 
 def test_docs_print_the_table() -> None:
