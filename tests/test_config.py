@@ -29,6 +29,11 @@ def test_a_value_is_taken_or_refused_by_the_name_of_its_field(name: str, value: 
     repr(config)
 
 
+def test_a_fields_limits_have_names_that_are_read() -> None:
+    found = {name for each in fields(EngineConfig) for name in each.metadata}
+    assert found == {"least", "choices", "auto", "late"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

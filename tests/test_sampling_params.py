@@ -24,6 +24,11 @@ def test_huge_numbers_are_refused(name: str, value: Any) -> None:
     assert len(str(refused.value)) < 300
 
 
+def test_a_fields_limits_have_names_that_are_read() -> None:
+    found = {name for each in fields(SamplingParams) for name in each.metadata}
+    assert found == {"integers", "numbers", "note", "none"}
+
+
 def test_values_of_numpy_are_numbers_and_lists() -> None:
     given = SamplingParams(
         temperature=np.float32(0.5),
