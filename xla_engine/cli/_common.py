@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,15 +213,10 @@ def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
         return
     log, handler = logging.getLogger("xla_engine"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    level = log.level
+    context.call_on_close(partial(log.setLevel, log.level))
+    context.call_on_close(partial(log.removeHandler, handler))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-
-    def leave() -> None:
-        log.removeHandler(handler)
-        log.setLevel(level)
-
-    context.call_on_close(leave)
 
 
 phase_timers_option = engine_option(
