@@ -110,7 +110,6 @@ def test_log_probabilities_stand_beside_the_text_of_their_tokens(size: int) -> N
     assert not isinstance(request, LineError)
     logprobs = MessageLogprobs(request.reading.parser(thinking=False), Spelled(tokens).incremental())
     parser = request.reading.parser(thinking=False)
-    assert parser is not None
     builder = ResponseBuilder("r", body=body, model="m", created=0, logprobs=logprobs)
     deltas = []
     for begin in range(0, len(tokens), size):

@@ -180,9 +180,9 @@ def parse_record(
             body = {name: value for name, value in record.items() if name not in ("custom_id", "id")}
             if system is not None:
                 _as_chat(body, system)
-            prompts, model, sampling, reading = _plain(body, dialect)
+            prompts, model, sampling, reading = _plain(body, dialect, template)
         else:
-            prompts, model, sampling, reading = _openai(record, dialect)
+            prompts, model, sampling, reading = _openai(record, dialect, template)
         echo, generates = (False, True) if isinstance(prompts[0], Chat) else take_echo(sampling)
         sampling = without_neutral(sampling, nulls="body" in record)
         options = {name: sampling.pop(name) for name in SUBMIT_FIELDS if name in sampling}
@@ -204,7 +204,7 @@ def parse_record(
     return LineRequest(
         line=line,
         custom_id=name,
-        prompts=tuple(_with_template(prompt, template) for prompt in prompts),
+        prompts=prompts,
         params=params,
         model=model,
         echo=echo,
@@ -240,12 +240,6 @@ def _pooling(record: Mapping[str, Any], line: int, custom_id: str, template: str
     )
 
 
-def _with_template(prompt: Prompt, source: str | None) -> Prompt:
-    if source is None or not isinstance(prompt, Chat):
-        return prompt
-    return Chat(messages=prompt.messages, options={**prompt.options, "chat_template": source})
-
-
 # prompts, model, sampling fields, and how a chat's answer is parsed
 _Parts = tuple[tuple[Prompt, ...], str | None, dict[str, Any], Reading]
 
@@ -270,7 +264,7 @@ def _as_chat(body: dict[str, Any], system: str) -> None:
             body["messages"] = [{"role": "system", "content": system}, *messages]
 
 
-def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
+def _plain(body: dict[str, Any], dialect: Dialect | None, template: str | None) -> _Parts:
     rename_others(body)
     if "messages" not in body:
         _check_prompt_is_there(body)
@@ -282,11 +276,11 @@ def _plain(body: dict[str, Any], dialect: Dialect | None) -> _Parts:
         raise InvalidRequestError('both "prompt" and "messages" given; keep one')
     if (images := body.pop("images", None)) is not None:
         body["messages"] = _filled(body["messages"], images)
-    chat, reading = take_chat(body, dialect)
+    chat, reading = take_chat(body, dialect, template)
     return (chat,), None, body, reading
 
 
-def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
+def _openai(record: Mapping[str, Any], dialect: Dialect | None, template: str | None) -> _Parts:
     url, body = envelope(record)
     check_labels(body)
     model = take_model(body)
@@ -304,7 +298,7 @@ def _openai(record: Mapping[str, Any], dialect: Dialect | None) -> _Parts:
     if url == COMPLETIONS_URL:
         _check_prompt_is_there(body)
         return _prompts(body.pop("prompt", ...)), model, body, Reading()
-    chat, reading = take_chat(body, dialect)
+    chat, reading = take_chat(body, dialect, template)
     return (chat,), model, _chat_sampling(body), reading
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
-from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
 from xla_engine.utils.json_line import kind
 from xla_engine.utils.shown import shown
@@ -199,9 +198,9 @@ class MessageLogprobs:
     end of the text to what is before it.
     """
 
-    def __init__(self, parser: Parser | None, text: IncrementalDetokenizer) -> None:
+    def __init__(self, parser: Parser, text: IncrementalDetokenizer) -> None:
         """parser, text: as for the answer, for a second reading of it."""
-        self._parser = parser or Plain()
+        self._parser = parser
         self._text = text
         self._untold: list[tuple[str, Any]] = []  # text and entry of tokens since the last event
         self._messages: list[list[Any]] = []

@@ -22,7 +22,6 @@ from xla_engine.engine.identity import result_fingerprint
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import begins_thinking, part_message
-from xla_engine.text.parsers.formats import Plain
 from xla_engine.text.parsers.scan import Reasoning
 from xla_engine.utils.json_line import dump_line
 
@@ -194,7 +193,7 @@ class ResponseWriter:
         assert request.response is not None
         self.ended = False
         self._blocks, self._pack = ChatLogprobs(request.params, header.tokenizer), pack
-        self._parser = request.reading.parser(thinking=thinking) or Plain()
+        self._parser = request.reading.parser(thinking=thinking)
         self._reasoning = ReasoningTokens(request, header.tokenizer, thinking=thinking)
         self._logprobs = None
         if request.params.logprobs is not None and header.tokenizer is not None:
@@ -262,8 +261,8 @@ def result_choices(
         for completion in output.outputs:
             index = number * len(output.outputs) + completion.index
             choice = {"index": index} | _choice(request, output, completion, head, tokenizer)
-            if (parser := request.reading.parser(thinking=thinking)) is not None:
-                part_message(choice, parser, f"{name}/{index}")
+            if request.is_chat:
+                part_message(choice, request.reading.parser(thinking=thinking), f"{name}/{index}")
             yield choice
 
 

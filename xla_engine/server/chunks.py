@@ -34,10 +34,10 @@ def event(value: object) -> bytes:
 class _Choice:
     """State of one streamed choice."""
 
+    parser: Parser
     ended: bool = False
     echoed: bool = False
     blocks: TextLogprobs | ChatLogprobs | None = None
-    parser: Parser | None = None
     calls: int = 0
     reasoning: ReasoningTokens | None = None
 
@@ -83,7 +83,7 @@ class ChunkWriter:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
             if state is None:
-                state = self._choices[number] = _Choice(parser=reading.parser(thinking=self._thinking))
+                state = self._choices[number] = _Choice(reading.parser(thinking=self._thinking))
                 if self._is_chat:  # the role comes before the first token
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
@@ -182,8 +182,6 @@ class ChunkWriter:
         """Text in the format of a completion or a chat."""
         if not self._is_chat:
             return [{"text": text}] if text else []
-        if state.parser is None:
-            return [{"delta": {"content": text}}] if text else []
         events = [*state.parser.feed(text), *(state.parser.finish() if ended else [])]
         return [{"delta": self._part(state, each)} for each in events]
 

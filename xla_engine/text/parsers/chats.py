@@ -77,29 +77,6 @@ class Dialect:
         """The inverse of `take`."""
         return {"tool_parser": self.tools or "none", "reasoning_parser": self.reasoning or "none"}
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        """Whether tags may be special tokens, so that these must not be skipped in the text."""
-        return "harmony" in (self.tools, self.reasoning) or self.tools in ("llama3", "mistral")
-
-    def parser(self, *, tools: Tools, thinking: bool) -> Parser | None:
-        """A parser for one answer; None if all of it is content.
-
-        tools: those that may be called. thinking: whether the prompt ended with the opening tag of reasoning.
-        """
-        found = self._parser(tools, thinking=thinking)
-        return FirstCall(found) if found is not None and not tools.parallel else found
-
-    def _parser(self, tools: Tools, *, thinking: bool) -> Parser | None:
-        if "harmony" in (self.tools, self.reasoning):
-            return Harmony()
-        rest = None
-        if tools.choice == "auto" and self.tools is not None:
-            rest = TOOL_PARSERS[self.tools](tools.schemas)
-        if self.reasoning == "think":
-            return Think(rest or Plain(), begun=thinking)
-        return rest
-
 
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
 HINTS = ("reasoning_effort", "verbosity")  # hints to the model, passed to the template
@@ -126,32 +103,42 @@ class Reading:
     tools: Tools = field(default_factory=Tools)
     dialect: Dialect = field(default_factory=Dialect)
 
-    def parser(self, *, thinking: bool) -> Parser | None:
-        """A parser for one choice; None if its whole text is content.
-
-        thinking: whether the prompt ended with the opening tag of reasoning.
-        """
+    def parser(self, *, thinking: bool) -> Parser:
+        """A parser for one choice. thinking: whether the prompt ended with the opening tag of reasoning."""
         if self.tools.is_forced:
             return Forced(self.tools.name)  # a grammar constrains the answer to a call
-        return self.dialect.parser(tools=self.tools, thinking=thinking)
+        found = self._parser(self.tools, thinking=thinking)
+        return found if self.tools.parallel else FirstCall(found)
 
     def reasoning_parser(self, *, thinking: bool) -> Parser | None:
         """A parser that separates reasoning only; None without a reasoning format. thinking: as in `parser`."""
         if self.tools.is_forced or self.dialect.reasoning is None:
             return None
-        return self.dialect.parser(tools=Tools(), thinking=thinking)
+        return self._parser(Tools(), thinking=thinking)
+
+    def _parser(self, tools: Tools, *, thinking: bool) -> Parser:
+        """A parser of the dialect. tools: those that may be called."""
+        if "harmony" in (self.dialect.tools, self.dialect.reasoning):
+            return Harmony()
+        rest: Parser = Plain()
+        if tools.choice == "auto" and self.dialect.tools is not None:
+            rest = TOOL_PARSERS[self.dialect.tools](tools.schemas)
+        return Think(rest, begun=thinking) if self.dialect.reasoning == "think" else rest
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the text includes the tags that the parser needs."""
-        if self.dialect.needs_special_tokens and not self.tools.is_forced:
+        tools, reasoning = self.dialect.tools, self.dialect.reasoning
+        tags_are_tokens = "harmony" in (tools, reasoning) or tools in ("llama3", "mistral")
+        if tags_are_tokens and not self.tools.is_forced:
             return replace(params, skip_special_tokens=False)
         return params
 
 
-def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Reading]:
+def take_chat(body: dict[str, Any], dialect: Dialect | None, template: str | None) -> tuple[Chat, Reading]:
     """Remove the chat's fields from a body, so that sampling fields remain; `render_chat` checks the messages.
 
-    dialect: if None, only forced tool calls are parsed; others stay text. Raises InvalidRequestError.
+    dialect: if None, only forced tool calls are parsed; others stay text. template: replaces the checkpoint's.
+    Raises InvalidRequestError.
     """
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -177,6 +164,8 @@ def take_chat(body: dict[str, Any], dialect: Dialect | None) -> tuple[Chat, Read
         body["structured_outputs"] = constraint
     body.pop("tools", None)
     options = _template_options(body) | ({"tools": shown} if shown else {})
+    if template is not None:
+        options["chat_template"] = template
     return Chat(messages=tuple(messages), options=options), Reading(tools=tools, dialect=dialect or Dialect())
 
 
