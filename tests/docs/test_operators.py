@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
-from xla_engine.observability.metrics import CACHE_CONFIG, METRICS, EngineFacts, engine_metrics
+from xla_engine.config import EngineConfig
+from xla_engine.observability.metrics import CACHE_CONFIG, METRICS, engine_metrics
 from xla_engine.observability.phases import PhaseTimes
 from xla_engine.observability.stats import EngineStats
 from xla_engine.server.info import server_metrics
@@ -30,8 +31,8 @@ def test_names_follow_prometheus_rules() -> None:
 
 def test_every_metric_of_an_engine_has_the_name_of_its_model() -> None:
     """As the page says: a dashboard that filters by model must find every metric."""
-    facts = EngineFacts(model_name="mine", block_size=16, num_blocks=4, enable_prefix_caching=True)
-    families = engine_metrics(EngineStats(finished={"stop": 1}, phases=PhaseTimes()), facts)
+    stats = EngineStats(finished={"stop": 1}, phases=PhaseTimes())
+    families = engine_metrics(stats, EngineConfig(), "mine", max_model_len=64)
     samples = [(family.name, sample.labels) for family in families for sample in family.samples]
     assert len(samples) > len(METRICS)
     assert [name for name, labels in samples if labels.get("model_name") != "mine"] == []

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Unpack
 
+from xla_engine.config import EngineConfig
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
-from xla_engine.observability.metrics import EngineFacts, engine_metrics, text_of
+from xla_engine.observability.metrics import engine_metrics, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -255,8 +256,7 @@ class FakeEngine:
         return Peek(plan=plan, then=self.snapshot())
 
     def metrics_text(self) -> str:
-        facts = EngineFacts(model_name="fake", block_size=1, num_blocks=1, enable_prefix_caching=False)
-        return text_of(engine_metrics(self.stats(), facts))
+        return text_of(engine_metrics(self.stats(), EngineConfig(), "fake", max_model_len=1))
 
     def identity(self) -> EngineIdentity:
         return EngineIdentity(model="fake", dtype="none", config={}, platform={})

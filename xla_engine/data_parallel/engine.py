@@ -31,7 +31,7 @@ from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics, text_of
+from xla_engine.observability.metrics import Family, engine_metrics, text_of
 from xla_engine.observability.observer import Observers
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
@@ -356,15 +356,13 @@ class DataParallelEngine:
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
         """As `XlaBatchEngine.metrics`, over all engines."""
-        config, engines = self.config, len(self._fleet.members)
-        blocks = config.num_blocks or config.num_slots * -(-self.max_model_len // config.block_size)
-        facts = EngineFacts(
-            model_name=self._name if model_name is None else model_name,
-            block_size=config.block_size,
-            num_blocks=engines * blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
+        return engine_metrics(
+            self.stats(),
+            self.config,
+            self._name if model_name is None else model_name,
+            max_model_len=self.max_model_len,
+            engines=len(self._fleet.members),
         )
-        return engine_metrics(self.stats(), facts)
 
     def metrics_text(self) -> str:
         """The metrics in Prometheus' text format."""

@@ -10,7 +10,7 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.recovery import Faults
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.weight_updates import WeightUpdates
-from xla_engine.observability.metrics import EngineFacts, Family, engine_metrics
+from xla_engine.observability.metrics import Family, engine_metrics
 from xla_engine.observability.stats import EngineStats
 from xla_engine.prefix_cache.storage import Counts
 from xla_engine.scheduler import Peek, Snapshot
@@ -99,14 +99,12 @@ class Reports:
 
     def metrics(self, model_name: str | None = None) -> list[Family]:
         """As `XlaBatchEngine.metrics`."""
-        config, length = self._config, self._state.runner.context_length
-        facts = EngineFacts(
-            model_name=self._weights.checkpoint.path.name if model_name is None else model_name,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks or config.num_slots * -(-length // config.block_size),
-            enable_prefix_caching=config.enable_prefix_caching,
+        return engine_metrics(
+            self.stats(),
+            self._config,
+            self._weights.checkpoint.path.name if model_name is None else model_name,
+            max_model_len=self._state.runner.context_length,
         )
-        return engine_metrics(self.stats(), facts)
 
     def identity(self) -> EngineIdentity:
         """As `XlaBatchEngine.identity`."""

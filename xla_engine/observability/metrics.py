@@ -8,14 +8,19 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/. Written he
 tests read the result with prometheus-client.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from xla_engine.observability.histogram import Distribution
 from xla_engine.observability.phases import PHASES
 from xla_engine.observability.stats import EngineStats
+
+if TYPE_CHECKING:
+    from xla_engine.config import EngineConfig
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,16 +57,6 @@ class Family:
     kind: str
     about: str
     samples: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """Constants of an engine. num_blocks: if slots have their own memory, counted as blocks."""
-
-    model_name: str
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool
 
 
 def _looked_up(stats: EngineStats) -> int:
@@ -166,9 +161,14 @@ METRICS = (
 CACHE_CONFIG = "vllm:cache_config_info"
 
 
-def engine_metrics(stats: EngineStats, facts: EngineFacts) -> list[Family]:
-    """All metrics with their values: those of `METRICS` and the sizes of the KV cache."""
-    labels = {"model_name": facts.model_name}
+def engine_metrics(
+    stats: EngineStats, config: EngineConfig, model_name: str, *, max_model_len: int, engines: int = 1
+) -> list[Family]:
+    """All metrics with their values: those of `METRICS` and the sizes of the KV cache.
+
+    config: of each engine, with all sizes resolved. engines: whose counters are in `stats`.
+    """
+    labels = {"model_name": model_name}
     found = []
     for name, kind, about, read in METRICS:
         value = read(stats)
@@ -177,11 +177,12 @@ def engine_metrics(stats: EngineStats, facts: EngineFacts) -> list[Family]:
         else:
             samples = (Sample(value, labels),)
         found.append(Family(name=name, kind=kind, about=about, samples=samples))
+    of_a_slot = -(-max_model_len // config.block_size)  # if slots have their own memory, it counts as blocks
     cache = {
         **labels,
-        "block_size": str(facts.block_size),
-        "num_gpu_blocks": str(facts.num_blocks),
-        "enable_prefix_caching": str(facts.enable_prefix_caching),
+        "block_size": str(config.block_size),
+        "num_gpu_blocks": str(engines * (config.num_blocks or config.num_slots * of_a_slot)),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
     }
     return [*found, gauge(CACHE_CONFIG, "Sizes of the KV cache.", [(1, cache)])]
 
