@@ -45,10 +45,6 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
     return replays
 
 
-def forget(scheduler: Scheduler, request_id: str) -> None:
-    scheduler.ended.pop(request_id, None)
-
-
 def forget_slots(scheduler: Scheduler) -> None:
     """Note that the device state is lost or about to be: no kept request can continue in its slot."""
     for state in scheduler.ended.values():

@@ -41,7 +41,7 @@ def steady_plans(scheduler: Scheduler) -> Steady | None:
     if not state.prefilled or kv.cache is not None or kv.blocks is not None:
         return None  # the prompt may need a lookup in the prefix cache, or blocks
     left = policy.num_chunks(state.context_tokens - state.prefilled, config.chunk_size)
-    budget = policy.prompt_budget(config.max_num_batched_tokens, len(rows))
+    budget = config.max_num_batched_tokens - len(rows)
     joins = state.request.max_tokens - state.base > 1
     chunks = policy.grant(left, budget, config.chunk_size, joins_decode=joins, first=True)
     chunks = min(chunks, config.max_chunks or chunks)

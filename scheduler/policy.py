@@ -57,22 +57,13 @@ POLICIES: dict[str, Callable[[Facts], Place]] = {
     "priority": by_priority,
     "shortest_prompt": shortest_prompt,
     "deadline": earliest_deadline,
-    "longest_prefix": fcfs,  # then the one of the first in line with the longest cached prefix, see `most_cached`
+    "longest_prefix": fcfs,  # then the one of the first in line with the longest cached prefix
     "round_robin": fcfs,  # requests give up their slots after a quantum, see `Scheduler`
 }
 PREEMPTIVE = frozenset({"fcfs", "priority"})  # policies under which each arrival preempts at most one request
 # Policies whose order does not bound waiting times. Under them, the request that waits longest goes next after
 # `priority_aging` others have passed it.
 UNBOUNDED = frozenset({"shortest_prompt", "deadline", "longest_prefix"})
-
-
-def most_cached(cached: list[int]) -> int:
-    """The index of the request to go next. cached: how many tokens of each are in the prefix cache.
-
-    >>> most_cached([0, 64, 128, 128]), most_cached([0, 0])
-    (2, 0)
-    """
-    return cached.index(max(cached))
 
 
 def place(arrival: int, priority: int, aging: int) -> tuple[int, int]:
@@ -158,11 +149,6 @@ def last_cut(position: int, chunk_size: int, groups: Groups = ()) -> int:
     return begin if cut < end else cut
 
 
-def prompt_budget(max_num_batched_tokens: int, decode_rows: int) -> int:
-    """The tokens that a step has left for prompts: decode rows take one each and always run. May be negative."""
-    return max_num_batched_tokens - decode_rows
-
-
 def chunk_cost(chunks: int, chunk_size: int, *, joins_decode: bool) -> int:
     """The budget that chunks use: each its padded width, plus one if a row joins the decode of this step."""
     return chunks * chunk_size + joins_decode
@@ -215,17 +201,6 @@ def usable_prefix(
     if cut_invariant and not split and cached >= (context_tokens if most is None else last):
         return last
     return last_cut(min(cached, last), chunk_size, groups)
-
-
-def worth_keeping(used: int, kept: int) -> bool:
-    """Whether to keep a slot's `kept` cached tokens when a request could reuse the first `used` of them.
-
-    If so, those are copied to another slot; otherwise the request takes over the slot.
-
-    >>> worth_keeping(8, 12), worth_keeping(8, 64)
-    (False, True)
-    """
-    return 2 * used < kept
 
 
 def way_to_preempt(

@@ -111,17 +111,12 @@ class WaitingQueue:
         """The request that waits longest. Raises StopIteration if the queue is empty."""
         return next(iter(self._places.values()))[1]
 
-    def longest_waiting(self, count: int) -> list[RequestState]:
-        """The `count` requests that wait longest; only the oldest if `priority_aging` others have passed it."""
-        count = 1 if self._overdue else count
-        return [state for _, state in islice(self._places.values(), count)]
-
     def next_in_line(self, cached: Callable[[RequestState], int]) -> RequestState:
         """The request that gets the next slot. cached: returns how many tokens of a request's context are cached."""
-        if not self._by_cache:
+        if not self._by_cache or self._overdue:
             return self.head
-        line = self.longest_waiting(COMPARED)
-        return line[policy.most_cached([cached(state) for state in line])]
+        line = islice(self._places.values(), COMPARED)
+        return max((state for _, state in line), key=cached)  # of equal ones the one that waits longest
 
     @property
     def _overdue(self) -> bool:

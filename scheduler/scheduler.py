@@ -233,7 +233,8 @@ class Scheduler:
 
     def forget_features(self) -> None:
         """Forget all features of pictures. There must be no requests."""
-        self._kv.forget_features()
+        if self._kv.features is not None:
+            self._kv.features.forget()
 
     def full_blocks(self, request: Request) -> Iterable[StoredBlock]:
         """The full blocks of a prompt, in order, by the keys of the block pool; none without a pool."""

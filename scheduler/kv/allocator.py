@@ -3,7 +3,6 @@
 import heapq
 from collections.abc import Iterable
 
-from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.features import Features
@@ -210,11 +209,6 @@ class KVAllocator:
             for index in range(len(self.slots)):
                 self.slots.revalue(index, 0)
 
-    def forget_features(self) -> None:
-        """Forget all features of pictures. No request may need some."""
-        if self.features is not None:
-            self.features.forget()
-
     def cached_tokens(self, state: RequestState) -> int:
         """How many tokens of a request's context are in the prefix cache."""
         found = 0 if self.cache is None else self.cache.match(state)[1]
@@ -236,8 +230,9 @@ class KVAllocator:
         """The slot with the longest prefix of the request's context, if it is free and not worth keeping; else any."""
         if self._held is not None and state.status is Status.WAITING and state.request.max_cached_tokens != 0:
             index, held = self._held.match(state)
-            spare = self.slots.num_free > 1 and policy.worth_keeping(held, self._held.length(index))
-            if held and self.slots.is_free(index) and not spare:
+            # What is less than half of the prefix there is copied to another slot, so that the rest stays cached.
+            copies = self.slots.num_free > 1 and 2 * held < self._held.length(index)
+            if held and self.slots.is_free(index) and not copies:
                 return self.slots.acquire(index)
         return self.slots.acquire()
 

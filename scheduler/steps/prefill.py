@@ -82,7 +82,7 @@ class Prefilling:
         complete: list[RequestState] = []
         coming: set[bytes] = set()  # blocks that older prompts write in this step
         saving: set[bytes] = set()  # states that they pass
-        budget = policy.prompt_budget(self._limit, decode_rows)
+        budget = self._limit - decode_rows  # decode rows take one token each and always run; may be negative
         for state in self:
             start = self._start(state, coming, saving)
             if start.wait:

@@ -21,7 +21,7 @@ from xla_engine.scheduler import (
     SchedulerConfig,
     Speculation,
 )
-from xla_engine.scheduler.continuation import forget, forget_slots, go_on
+from xla_engine.scheduler.continuation import forget_slots, go_on
 
 SIZES = {"max_num_seqs": 3, "chunk_size": 4, "max_num_batched_tokens": 20, "block_size": 4}
 FORMS: tuple[dict[str, object], ...] = (
@@ -125,7 +125,7 @@ def test_what_is_refused_changes_nothing() -> None:
 
 
 def test_what_was_forgotten_or_lost_does_not_go_on_in_its_slot() -> None:
-    for lose in (lambda s: forget(s, "a"), forget_slots):
+    for lose in (lambda s: s.ended.pop("a"), forget_slots):
         scheduler = Scheduler(replace(make(2).config, keeps_finished=True))
         longer = ended(scheduler)
         lose(scheduler)

@@ -17,7 +17,6 @@ from xla_engine.scheduler import (
     Swap,
     TokenEvent,
 )
-from xla_engine.scheduler.continuation import forget
 
 NO_NUMBERS = "no token could be sampled: the logits are not finite"
 
@@ -141,7 +140,7 @@ class Delivery:
         reason = table.end(name, reason, state.clock(), error)
         if table.kept is not None:
             for forgotten in table.kept.take_forgotten():
-                forget(state.scheduler, forgotten)
+                state.scheduler.ended.pop(forgotten, None)
         if state.shadow is not None:
             state.shadow.ended(sequence, reason)
         state.runner.discard(name)

@@ -365,19 +365,13 @@ class _AsRecorded:
     def wanted(self) -> Speculation | None:
         return Speculation.again(self._widths[self._next]) if self._next < len(self._widths) else None
 
-    def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
-        return self._row(plan, request_id)[1]
-
-    def start(self, plan: Plan, request_id: str) -> int:
-        return self._row(plan, request_id)[0]
-
     def planned(self, plan: Plan) -> None:
         """Called after a plan was made."""
         self._next = plan.step - self._first_step + 1
 
-    def _row(self, plan: Plan, name: str) -> tuple[int, list[int]]:
+    def drafts(self, plan: Plan, request_id: str) -> tuple[int, list[int]]:
         number = plan.step - self._first_step
-        return self._rows[number].get(name, (0, [])) if number < len(self._rows) else (0, [])
+        return self._rows[number].get(request_id, (0, [])) if number < len(self._rows) else (0, [])
 
 
 def _drafts(ahead: Sequence[int], right: int, count: int) -> list[int]:

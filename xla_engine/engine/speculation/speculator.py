@@ -167,12 +167,8 @@ class ReplayControl(Protocol):
         """Note that a plan was made."""
         ...
 
-    def drafts(self, plan: Plan, request_id: str) -> Sequence[int]:
-        """The drafts that follow the last token of a row on the device."""
-        ...
-
-    def start(self, plan: Plan, request_id: str) -> int:
-        """The position of the first of these drafts in the sequence."""
+    def drafts(self, plan: Plan, request_id: str) -> tuple[int, Sequence[int]]:
+        """The drafts that follow the last token of a row on the device, after the position of the first of them."""
         ...
 
 
@@ -268,8 +264,8 @@ class Speculator:
             sequence = self._table[row.request_id]
             gated, replay = sequence.constrained, self.replay
             if replay is not None:
-                start = replay.start(plan, row.request_id)
-                proposal = Proposal(replay.drafts(plan, row.request_id))
+                start, drafts = replay.drafts(plan, row.request_id)
+                proposal = Proposal(drafts)
             else:
                 start = sequence.next_position
                 proposal = self._held(row.request_id).first(row.width - 1 if gated else HELD * plan.width)
