@@ -46,12 +46,12 @@ def main(results: int) -> None:
 
 
 class _Entry:
-    """A live request: how much of it was sent, and the list that collects requests with new output."""
+    """A live request: its run number, how much of it was sent, and what adds it to `news` with new output."""
 
-    def __init__(self, name: str, news: list[_Entry], *, every_token: bool) -> None:
+    def __init__(self, number: int, name: str, news: list[_Entry], *, every_token: bool) -> None:
         from xla_engine.engine.requests.output_collector import OutputCollector
 
-        self.name = name
+        self.number, self.name = number, name
         self.sent = Sent()
         self.collector = OutputCollector(lambda: news.append(self), every_token=every_token)
 
@@ -63,7 +63,6 @@ class _Server:
         self._engine, self._out = engine, out
         self._commands: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._entries: dict[int, _Entry] = {}
-        self._numbers: dict[_Entry, int] = {}
         self._news: list[_Entry] = []
         self._told = 0.0
 
@@ -108,7 +107,7 @@ class _Server:
         from xla_engine.sampling_params import SamplingParams
 
         number, name = command["number"], command["id"]
-        entry = _Entry(name, self._news, every_token=command["every_token"])
+        entry = _Entry(number, name, self._news, every_token=command["every_token"])
         try:
             params = SamplingParams.from_mapping(command["params"])
             adapter = command.get("adapter")
@@ -123,7 +122,7 @@ class _Server:
         except Exception as error:  # the parent validated the request, but a failure is still reported
             self._tell({"op": "refused", "number": number, "message": f"{type(error).__name__}: {error}"})
             return
-        self._entries[number], self._numbers[entry] = entry, number
+        self._entries[number] = entry
 
     def _loaded(self, told: Message) -> LoRARequest:
         """Load an adapter unless it is loaded. Raises InvalidRequestError if its files have changed."""
@@ -154,7 +153,6 @@ class _Server:
     def _on_abort(self, command: Message) -> None:
         entry = self._entries.pop(command["number"], None)
         if entry is not None:
-            del self._numbers[entry]
             self._engine.abort(entry.name)
 
     def _on_snapshot(self, command: Message) -> None:
@@ -172,14 +170,13 @@ class _Server:
         entries, self._news[:] = list(self._news), []
         news: list[Any] = []
         for entry in entries:
-            number = self._numbers.get(entry)
             for request in entry.collector.take():
-                if number is None:  # aborted
+                if entry.number not in self._entries:  # aborted
                     continue
                 output = request.output()
-                news.append({"number": number, **news_of(output, entry.sent)})
+                news.append({"number": entry.number, **news_of(output, entry.sent)})
                 if output.finished:
-                    del self._entries[number], self._numbers[entry]
+                    del self._entries[entry.number]
         if news:
             self._tell({"op": "news", "news": news, "running": self._engine.num_running})
         if time.monotonic() - self._told > STATS_EVERY_S:

@@ -99,14 +99,9 @@ class WidthChooser:
         self.acceptance = Acceptance()
         self._costs = costs
         self._idle = 0  # consecutive steps without a gain while speculation is on
-        self._on = False
+        self.is_on = False  # whether rows speculate
         self._wait = 0  # steps until the next look while speculation is off
         self._pause = 1  # the next value of `_wait`; each look without a gain doubles it
-
-    @property
-    def is_on(self) -> bool:
-        """Whether speculation is on."""
-        return self._on
 
     @property
     def looks(self) -> bool:
@@ -114,7 +109,7 @@ class WidthChooser:
 
         While speculation is off, looks are 2, 3, 5, 9 and then PROBE steps apart, until one promises a gain.
         """
-        if not self._on and self._wait:
+        if not self.is_on and self._wait:
             self._wait -= 1
             return False
         return True
@@ -123,12 +118,12 @@ class WidthChooser:
         """The width for `rows` rows. proposals: (tokens, match) of those rows that have one."""
         best, width = self._best(rows, proposals)
         if best >= GAIN:
-            self._on, self._idle, self._pause = True, 0, 1
+            self.is_on, self._idle, self._pause = True, 0, 1
             return width
-        if self._on:
+        if self.is_on:
             self._idle += 1
-            self._on = self._idle < PATIENCE
-        if self._on:
+            self.is_on = self._idle < PATIENCE
+        if self.is_on:
             return 1
         self._wait = self._pause
         self._pause = min(2 * self._pause, PROBE - 1)
