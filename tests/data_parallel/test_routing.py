@@ -88,7 +88,7 @@ def output(tokens: int, *, finished: bool, n: int = 1) -> RequestOutput:
         outputs=tuple(
             CompletionOutput(
                 index=index,
-                text=text if not finished else text[:-1],
+                text=text,
                 token_ids=tuple(range(tokens)),
                 cumulative_logprob=-0.1 * tokens / 3,
                 logprobs=tuple(-0.1 * token / 3 for token in range(tokens)),

@@ -139,7 +139,6 @@ class RemoteRequest:
         """End the request with the output that its reader has."""
         shown = self.shown
         for index in range(self.params.n):
-            shown.add_empty(index)
-        for sequence in shown.sequences.values():
+            sequence = shown.sequences[index]
             sequence.finish = sequence.finish or reason
         shown.finished, shown.error, shown.ended = True, error, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,10 +68,9 @@ def _view(values: Message) -> RequestView:
 
 @dataclass(slots=True)
 class Sent:
-    """How much of a request was sent: tokens and text of each sequence, times, prompt logprobs."""
+    """How much of a request was sent: of each sequence, and how many times and prompt logprobs."""
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
+    seen: AllSeen = field(default_factory=lambda: AllSeen(Seen))
     times: int = 0
     prompt: int = 0
 
@@ -79,14 +79,13 @@ def news_of(output: RequestOutput, sent: Sent) -> Message:
     """The part of `output` that was not sent yet; updates `sent`."""
     parts = []
     for completion in output.outputs:
-        start, before = sent.tokens.get(completion.index, 0), sent.texts.get(completion.index, "")
-        kept = len(before) if completion.text.startswith(before) else 0
+        seen = sent.seen[completion.index]
+        start = seen.tokens
         parts.append(
             {
                 "index": completion.index,
                 "tokens": completion.token_ids[start:],
-                "kept": kept,
-                "text": completion.text[kept:],
+                "text": completion.text[seen.characters :],
                 "sum": completion.cumulative_logprob,
                 "logprobs": None if completion.logprobs is None else completion.logprobs[start:],
                 "top": None
@@ -96,8 +95,7 @@ def news_of(output: RequestOutput, sent: Sent) -> Message:
                 "stop": completion.stop_reason,
             }
         )
-        sent.tokens[completion.index] = len(completion.token_ids)
-        sent.texts[completion.index] = completion.text
+        seen.tokens, seen.characters = len(completion.token_ids), len(completion.text)
     news: Message = {"finished": output.finished, "outputs": parts}
     if output.error is not None:
         news["error"] = output.error
@@ -132,18 +130,18 @@ class _Sequence:
 
     def add(self, part: Message) -> None:
         self.tokens += part["tokens"]
-        self.text = self.text[: part["kept"]] + part["text"]
+        self.text += part["text"]
         self.total, self.finish, self.stop = part["sum"], part["finish"], part["stop"]
         if part["logprobs"] is not None:
             self.logprobs = (self.logprobs or []) + part["logprobs"]
         if part["top"] is not None:
             self.tops = (self.tops or []) + _tops_of(part["top"])
 
-    def completion(self, index: int, since: Seen | None = None) -> CompletionOutput:
-        new = slice(0 if since is None else since.tokens, None)
+    def completion(self, index: int, since: Seen) -> CompletionOutput:
+        new = slice(since.tokens, None)
         return CompletionOutput(
             index=index,
-            text=self.text[0 if since is None else since.characters :],
+            text=self.text[since.characters :],
             token_ids=tuple(self.tokens[new]),
             cumulative_logprob=self.total,
             logprobs=None if self.logprobs is None else tuple(self.logprobs[new]),
@@ -157,7 +155,7 @@ class _Sequence:
 class Received:
     """All output received for a request in one of its runs."""
 
-    sequences: dict[int, _Sequence] = field(default_factory=dict)
+    sequences: defaultdict[int, _Sequence] = field(default_factory=lambda: defaultdict(_Sequence))
     prompt: list[Any] | None = None
     finished: bool = False
     error: str | None = None
@@ -169,7 +167,7 @@ class Received:
 
     def add(self, news: Message) -> None:
         for part in news["outputs"]:
-            self.sequences.setdefault(part["index"], _Sequence()).add(part)
+            self.sequences[part["index"]].add(part)
         self.finished, self.error = news["finished"], news.get("error")
         if "prompt" in news:
             self.prompt = (self.prompt or []) + _tops_of(news["prompt"])
@@ -177,10 +175,6 @@ class Received:
             self.admitted, self.first, self.ended, times = news["times"]
             self.times += times
         self.counts = tuple(news["counts"])
-
-    def add_empty(self, index: int) -> None:
-        """Ensure that there is a sequence with this index; a new one is empty."""
-        self.sequences.setdefault(index, _Sequence())
 
     def is_behind(self, other: Received) -> bool:
         """Whether `other`, an earlier run of the same request, has output that has not come here yet."""
@@ -223,7 +217,7 @@ class Received:
     ) -> RequestOutput:
         """parts: the parts of sequences to include; None includes everything."""
         if parts is None:
-            parts = tuple(each.completion(index) for index, each in sorted(self.sequences.items()))
+            parts = tuple(each.completion(index, Seen()) for index, each in sorted(self.sequences.items()))
             times = tuple(self.times)
         else:
             times = ()
