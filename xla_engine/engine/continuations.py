@@ -61,13 +61,10 @@ class Continuations:
             raise InvalidRequestError(
                 f"{most} requests are saved, the maximum that keep_finished allows; free one"
             )
-        parts: list[LiveSequence] = []
-        for part in self._known(request_id):
-            if part.can_go_on:
-                part.tokens_from(0)  # makes it take its buffered tokens
-                part = part.successor(part.request, _with_own_mask(part.settings), collector)
-            parts.append(part)
-        saved[name] = tuple(parts)
+        saved[name] = tuple(
+            part.successor(part.request, _with_own_mask(part.settings), collector) if part.can_go_on else part
+            for part in self._known(request_id)
+        )
         return name
 
     def free(self, name: str) -> bool:
@@ -138,7 +135,7 @@ class Continuations:
             suffix = self._validator.tokenizer.encode(suffix, add_special_tokens=False)
         options.setdefault("cache_salt", part.request.cache_salt)
         options.setdefault("lora_request", self._adapters.in_slot(row.adapter))
-        prompt = [*part.prompt_token_ids, *part.tokens_from(0), *suffix]
+        prompt = [*part.prompt_token_ids, *part.token_ids, *suffix]
         return prompt, params, options
 
     def _known(self, request_id: str) -> KeptRequest:

@@ -135,7 +135,8 @@ class LiveSequence:
         self.settings, self._params, self.mask = settings, settings.params, settings.mask
 
     def successor(self, request: Request, settings: RowSettings, collector: OutputCollector) -> LiveSequence:
-        """A live copy that continues where this sequence ended; this one does not change."""
+        """A live copy that continues where this sequence is; this one does not change."""
+        self._take_if_buffered()
         other = copy.copy(self)
         other.collector, other.reader = collector, other
         other._continue_as(request, settings)
@@ -226,9 +227,7 @@ class LiveSequence:
 
     def rewind(self) -> None:
         """Prepare to run again from the beginning; it keeps its tokens, and must sample the same ones again."""
-        if not self.immediate:
-            with suppress(Exception):  # kept in `_failure`, and raised when the sequence continues
-                self.take()
+        self._take_if_buffered()
         self._token_buffer.end(self)
         self._received = 0
         if self.mask is not None:
@@ -263,13 +262,14 @@ class LiveSequence:
         """The position of the first token that has not been read from the device."""
         return len(self.prompt_token_ids) + self._received + len(self._token_buffer.waiting(self))
 
-    def tokens_from(self, place: int) -> list[int]:
-        """The generated tokens from index `place` on, as far as they were read."""
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The generated tokens, as far as they were read."""
         self._take_if_buffered()
-        return self._token_ids[place:]
+        return self._token_ids
 
     def read_from(self, place: int) -> list[int]:
-        """`tokens_from` without taking tokens from the buffer, so no text is decoded."""
+        """These tokens from index `place` on, without taking them from the buffer, so no text is decoded."""
         return self._token_ids[place:] + self._token_buffer.waiting(self, place - len(self._token_ids))
 
     def known_tokens(self, most: int) -> list[int]:
@@ -436,7 +436,7 @@ class LiveSequence:
 
     def _take_if_buffered(self) -> None:
         if not self.immediate:
-            with suppress(Exception):  # kept in `_failure`; the engine's turn ends the sequence
+            with suppress(Exception):  # kept in `_failure` for the engine's turn, which ends the sequence
                 self.take()
 
     def _completion(self, index: int, since: Seen) -> CompletionOutput:
