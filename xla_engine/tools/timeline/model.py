@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from xla_engine.observability.step_log import LoggedRequest, StepLog, is_step_log, read_step_log
+from xla_engine.observability.step_log import (
+    LoggedRequest,
+    LoggedStep,
+    Moment,
+    StepLog,
+    is_step_log,
+    read_step_log,
+)
 
 if TYPE_CHECKING:
     from xla_engine.equivalence.record import Record
@@ -96,16 +103,6 @@ class Timeline:
         return tuple(accumulate(change[:-1]))
 
 
-class _Step(NamedTuple):
-    admitted: Sequence[int]  # requests
-    chunks: Sequence[tuple[int, int]]  # (request, slot)
-    decode: Sequence[int]  # slots
-    parks: Sequence[tuple[int, int]] = ()  # as chunks
-    resumes: Sequence[tuple[int, int]] = ()
-    reuses: Sequence[tuple[int, int]] = ()
-    verify: Sequence[tuple[int, int]] = ()
-
-
 class _Lanes:
     """Builds segments step by step; a step like the one before costs nothing."""
 
@@ -116,26 +113,26 @@ class _Lanes:
         self._open: dict[int, tuple[int, str, int]] = {}  # slot -> (request, kind, first step)
         self._holder: dict[int, int] = {}  # slot -> request
         self._since: dict[int, int] = {}  # request -> step from which nothing was drawn for it
-        self._rows: tuple[Sequence[int], Sequence[tuple[int, int]]] = (), ()
+        self._rows: tuple[Sequence[int], Sequence[tuple[int, int, int]]] = (), ()
         self._prefilled = False
 
-    def add(self, number: int, step: _Step) -> None:
+    def add(self, number: int, step: LoggedStep) -> None:
         self._since.update(dict.fromkeys(step.admitted, number))
-        for request, _ in step.parks:
+        for request, *_ in step.parks:
             taken = {lane for lane, _ in self._parked.values()}
             lane = next(lane for lane in count(self._slots) if lane not in taken)
             self._parked[request] = lane, number
-        for request, slot in step.resumes:
+        for request, slot, _ in step.resumes:
             self.fetch(request, number)
             self._holder[slot] = request
         if not (step.chunks or self._prefilled) and (step.decode, step.verify) == self._rows:
             return
         self._rows, self._prefilled = (step.decode, step.verify), bool(step.chunks)
-        self._holder.update((slot, request) for request, slot in step.chunks)
+        self._holder.update((slot, request) for request, slot, *_ in step.chunks)
         now = {slot: (self._holder[slot], "decode") for slot in step.decode}
-        now |= {slot: (request, "verify") for request, slot in step.verify}
-        now |= {slot: (request, "prefill") for request, slot in step.chunks}
-        now |= {slot: (request, "cached") for request, slot in step.reuses}
+        now |= {slot: (request, "verify") for request, slot, *_ in step.verify}
+        now |= {slot: (request, "prefill") for request, slot, *_ in step.chunks}
+        now |= {slot: (request, "cached") for request, slot, *_ in step.reuses}
         for slot, (request, kind, _) in list(self._open.items()):
             if now.get(slot) != (request, kind):
                 self._close(slot, number - 1)
@@ -163,7 +160,7 @@ class _Lanes:
         self._since[request] = last + 1
 
 
-def _build(steps: Sequence[_Step], slots: int, over: Mapping[int, int]) -> tuple[Segment, ...]:
+def _build(steps: Sequence[LoggedStep], slots: int, over: Mapping[int, int]) -> tuple[Segment, ...]:
     """over: by request, the step before which it ended; perhaps parked, with its last token on the way."""
     lanes = _Lanes(slots)
     leaving: dict[int, list[int]] = {}
@@ -188,15 +185,6 @@ def read_timeline(path: Path | str) -> Timeline:
 
 def of_step_log(log: StepLog) -> Timeline:
     """The timeline of a run or a simulation, with its times."""
-    steps = [
-        _Step(
-            step.admitted,
-            [part[:2] for part in step.chunks],
-            step.decode,
-            *([part[:2] for part in parts] for parts in (step.parks, step.resumes, step.reuses, step.verify)),
-        )
-        for step in log.steps
-    ]
     over = {index: each.over.started for index, each in enumerate(log.requests) if each.over is not None}
     times: list[tuple[float, float]] = []
     free = 0.0
@@ -204,30 +192,27 @@ def of_step_log(log: StepLog) -> Timeline:
         begin = max(free, step.started)
         free = max(begin, step.started if step.read is None else step.read)
         times.append((begin, free))
-    engine = log.engine
+    engine, slots = log.engine, int(log.scheduler["max_num_seqs"])
     return Timeline(
         title=" · ".join(str(engine[name]) for name in ("model", "dtype", "device") if name in engine),
-        slots=int(log.scheduler["max_num_seqs"]),
-        steps=len(steps),
+        slots=slots,
+        steps=len(log.steps),
         requests=tuple(
             Label(_name(each), each.prompt_tokens, each.tokens if each.end else None, each.end)
             for each in log.requests
         ),
-        segments=_build(steps, int(log.scheduler["max_num_seqs"]), over),
+        segments=_build(log.steps, slots, over),
         times=tuple(times),
-        waiting=_waiting(steps, [each.came.started for each in log.requests], over),
+        waiting=_waiting(log, over),
         phases=tuple(step.phases for step in log.steps) if any(step.phases for step in log.steps) else (),
-        drafts=_drafts((step.verify, step.verified) for step in log.steps),
+        drafts=_drafts(log.steps),
     )
 
 
-def _drafts(
-    steps: Iterable[tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int]]]],
-) -> tuple[Drafts, ...]:
-    """Of each step the rows (request, slot, width), and of each row how many tokens it sampled and drafts it had."""
+def _drafts(steps: Sequence[LoggedStep]) -> tuple[Drafts, ...]:
     found = []
-    for number, (rows, verified) in enumerate(steps):
-        for (_, slot, _), (tokens, drafted) in zip(rows, verified, strict=False):
+    for number, step in enumerate(steps):
+        for (_, slot, _), (tokens, drafted) in zip(step.verify, step.verified, strict=False):
             accepted = min(max(tokens - 1, 0), drafted)
             if drafted:
                 found.append(Drafts(slot, number, accepted, drafted - accepted))
@@ -244,45 +229,54 @@ def _name(request: LoggedRequest) -> str:
 
 def of_record(record: Record) -> Timeline:
     """The timeline of a verified schedule, which has steps but no times."""
-    schedule, slots = record.schedule, int(record.identity.config["max_num_seqs"])
-    cases = schedule.requests
-    number = {case.request_id: index for index, case in enumerate(cases)}
+    title = f"{record.model_path or 'embedded'} · {record.identity.dtype}"
+    return replace(of_step_log(_log_of(record)), title=title, times=None)
+
+
+def _log_of(record: Record) -> StepLog:
+    """A record as a step log without times."""
+    log = StepLog(scheduler=record.identity.config, engine={})
+    number = {case.request_id: index for index, case in enumerate(record.schedule.requests)}
     started = [step.turn for step in record.steps]
     parks = _parks(record, started)
-    steps = [
-        _Step(
-            [number[name] for name, *_ in step.admitted],
-            [(number[name], slot) for name, slot, *_ in step.chunks],
-            step.decode,
-            parks=[(number[name], slot) for name, slot in parks.get(at, ())],
-            resumes=[(number[name], slot) for name, slot, *_ in step.admitted],
-            verify=[(number[name], slot) for name, slot, _ in step.verify],
+    for at, step in enumerate(record.steps):
+        log.steps.append(
+            LoggedStep(
+                started=0.0,
+                admitted=tuple(number[name] for name, *_ in step.admitted),
+                chunks=tuple(
+                    (number[name], slot, start, length, False) for name, slot, start, length in step.chunks
+                ),
+                decode=step.decode,
+                parks=tuple((number[name], slot, 0) for name, slot in parks.get(at, ())),
+                resumes=tuple((number[name], slot, 0) for name, slot, _ in step.admitted),
+                verify=tuple((number[name], slot, width) for name, slot, width in step.verify),
+                verified=step.verified,
+            )
         )
-        for at, step in enumerate(record.steps)
-    ]
     turns: dict[str, dict[str, int]] = {}  # by kind of action: the step before which a request had its first
-    for action in schedule.actions:
+    for action in record.schedule.actions:
         at = bisect_left(started, action.turn)
         turns.setdefault(action.kind, {}).setdefault(action.request_id, at)
-    aborts = {number[name]: at for name, at in turns.get("abort", {}).items()}
-    labels = []
-    for case in cases:
-        found = record.batched.get(case.request_id)
-        tokens, end = (None, None) if found is None else (len(found.token_ids), found.end)
-        labels.append(Label(case.request_id, len(case.prompt_token_ids), tokens, end))
-    return Timeline(
-        title=f"{record.model_path or 'embedded'} · {record.identity.dtype}",
-        slots=slots,
-        steps=len(steps),
-        requests=tuple(labels),
-        segments=_build(steps, slots, aborts),
-        times=None,
-        waiting=_waiting(steps, [turns["submit"][name] for name in number], aborts),
-        drafts=_drafts(
-            ([(number[name], slot, width) for name, slot, width in step.verify], step.verified)
-            for step in record.steps
-        ),
-    )
+    for case in record.schedule.requests:
+        name, found = case.request_id, record.batched.get(case.request_id)
+        aborted = turns.get("abort", {}).get(name)
+        log.requests.append(
+            LoggedRequest(
+                name=name,
+                prompt_tokens=len(case.prompt_token_ids),
+                max_tokens=case.params.token_limit,
+                priority=0,
+                constrained=False,
+                max_cached_tokens=None,
+                submitted=0.0,
+                came=Moment(turns["submit"][name], 0),
+                end=None if found is None else found.end,
+                over=None if aborted is None else Moment(aborted, 0),
+                tokens=0 if found is None else len(found.token_ids),
+            )
+        )
+    return log
 
 
 def _parks(record: Record, started: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
@@ -305,12 +299,12 @@ def _parks(record: Record, started: Sequence[int]) -> dict[int, list[tuple[str, 
     return found
 
 
-def _waiting(steps: Sequence[_Step], submitted: Sequence[int], ended: Mapping[int, int]) -> tuple[int, ...]:
+def _waiting(log: StepLog, ended: Mapping[int, int]) -> tuple[int, ...]:
     """Requests in the queue in each step, from the step before which each came, or was ended."""
-    change = [0] * (len(steps) + 1)
-    admitted = {request: at for at, step in reversed([*enumerate(steps)]) for request in step.admitted}
-    for request, came in enumerate(submitted):
-        left = admitted.get(request, ended.get(request))
-        change[min(came, len(steps))] += 1
-        change[len(steps) if left is None else min(left, len(steps))] -= 1
+    change = [0] * (len(log.steps) + 1)
+    admitted = {request: at for at, step in reversed([*enumerate(log.steps)]) for request in step.admitted}
+    for index, request in enumerate(log.requests):
+        left = admitted.get(index, ended.get(index, len(log.steps)))
+        change[min(request.came.started, len(log.steps))] += 1
+        change[min(left, len(log.steps))] -= 1
     return tuple(accumulate(change[:-1]))
