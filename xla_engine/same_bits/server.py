@@ -235,13 +235,13 @@ class HttpTarget:
         """The answer, and when each piece of it came."""
         time.sleep(max(began + ask.delay_s - time.monotonic(), 0))
         sent = time.monotonic()
-        collected = _Collected(most=ask.max_tokens)
+        times: list[float] = []
+        cached: int | None = None
         try:
             if ask.stream:
                 reserved = self._reserve(ask)
                 with closing(self._exchange("POST", "/completions", self._body(ask), reserved)) as lines:
-                    any(collected.add(line, time.monotonic()) for line in lines)
-                choices, cached = collected.choices(), None
+                    choices, times = _choices_of_stream(lines, ask.max_tokens)
             else:
                 answer = self._complete(ask)
                 choices = _choices_of(answer, most=ask.max_tokens)
@@ -250,7 +250,7 @@ class HttpTarget:
                 cached = _whole(details, "cached_tokens")
         except (_Refused, _Malformed) as error:
             return Answer(error=str(error), seconds=time.monotonic() - sent), []
-        return Answer(choices=choices, cached_tokens=cached, seconds=time.monotonic() - sent), collected.times
+        return Answer(choices=choices, cached_tokens=cached, seconds=time.monotonic() - sent), times
 
     def _exchange(self, method: str, path: str, body: Any, tokens: int = 0) -> Generator[bytes, None, None]:
         """Lines of the answer to one request, sent again for as long as the server says 429."""
@@ -393,60 +393,56 @@ def _peers(place: int, spans: list[list[float]]) -> int:
 # Parsing answers. Anything but the JSON of an OpenAI-compatible server raises `_Malformed`.
 
 
-def _choices_of(answer: dict[str, Any], *, most: int | None = None) -> tuple[Choice, ...]:
-    """The choices of a whole answer, by index. most: tokens that one of them may have."""
-    given = answer.get("choices")
-    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
-        raise _Malformed("an answer without choices")
-    parts: dict[int, _Parts] = {}
-    for place, each in enumerate(given):
-        parts.setdefault(_index(each, place), _Parts()).add(each)
-    return tuple(parts[index].choice(most) for index in sorted(parts))
+class _Choices:
+    """The choices of an answer that comes whole or in pieces. most: tokens that one of them may have."""
 
-
-def _index(choice: dict[str, Any], place: int) -> int:
-    index = choice.get("index", place)
-    if not isinstance(index, int) or not 0 <= index < 1024:
-        raise _Malformed("a choice with a wrong index")
-    return index
-
-
-class _Collected:
-    """The pieces of a streamed answer. most: tokens that it may have; times: when each piece came, in seconds."""
-
-    def __init__(self, *, most: int) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._parts: dict[int, _Parts] = {}
-        self._done = False
-        self.times: list[float] = []
 
-    def add(self, line: bytes, now: float) -> bool:
-        """One line of server-sent events. True at the end."""
-        if not line.startswith(b"data:"):
-            return False
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            self._done = True
-            return True
-        try:
-            event = json.loads(data)
-            choices = event["choices"]
-            for each in choices:
-                self._parts.setdefault(_index(each, 0), _Parts()).add(each)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise _Malformed(f"a stream with the event {data[:200]!r}") from None
-        if choices:
-            self.times.append(now)
-        if len(self.times) > 2 * self._most + 16:
-            raise _Malformed(
-                f"a stream that goes on after {len(self.times)} pieces for max_tokens {self._most}"
-            )
-        return False
+    def add(self, record: dict[str, Any]) -> bool:
+        """A whole answer, or a piece of it; whether it has choices."""
+        given = record.get("choices")
+        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+            raise _Malformed("an answer without choices")
+        for place, each in enumerate(given):
+            index = each.get("index", place)
+            if not isinstance(index, int) or not 0 <= index < 1024:
+                raise _Malformed("a choice with a wrong index")
+            self._parts.setdefault(index, _Parts()).add(each)
+        return bool(given)
 
-    def choices(self) -> tuple[Choice, ...]:
-        if not self._done or not self._parts:
-            raise _Malformed("a stream that breaks off")
+    def all(self) -> tuple[Choice, ...]:
+        """The choices, by index."""
+        if not self._parts:
+            raise _Malformed("an answer without choices")
         return tuple(self._parts[index].choice(self._most) for index in sorted(self._parts))
+
+
+def _choices_of(answer: dict[str, Any], *, most: int | None = None) -> tuple[Choice, ...]:
+    choices = _Choices(most)
+    choices.add(answer)
+    return choices.all()
+
+
+def _choices_of_stream(lines: Iterator[bytes], most: int) -> tuple[tuple[Choice, ...], list[float]]:
+    """The choices of server-sent events, and when each piece came, in seconds."""
+    choices, times = _Choices(most), list[float]()
+    for line in lines:
+        data = line[5:].strip()
+        if not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            return choices.all(), times
+        try:
+            event = _object(data)
+        except _Malformed:
+            raise _Malformed(f"a stream with the event {data[:200]!r}") from None
+        if choices.add(event):
+            times.append(time.monotonic())
+        if len(times) > 2 * most + 16:
+            raise _Malformed(f"a stream that goes on after {len(times)} pieces for max_tokens {most}")
+    raise _Malformed("a stream that breaks off")
 
 
 class _Parts:
