@@ -36,7 +36,7 @@ needs_kernels = pytest.mark.skipif(not HERE, reason="needs a CPU with one of the
 
 @needs_kernels
 def test_this_machine_has_the_golden_bits_and_another_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = golden_runs.against_golden(HERE[0], ["bfloat16"], ["slots"])
+    results = list(golden_runs.against_golden(HERE[0], ["bfloat16"], ["slots"]))
     assert [(each.compared, each.differing) for each in results] == [(4, ()), (64, ())]
     golden = dict(portable.golden())
     engine = SimpleNamespace(runner=SimpleNamespace(isa=HERE[0]))

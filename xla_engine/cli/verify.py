@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import click
@@ -151,12 +151,22 @@ def verify(
                         "speculation": ("proposers", levels.across_speculation),
                     }[against]
                     count = stack.enter_context(counting(what, sys.stderr))
-                    results = across(engine, requests=requests, seed=seed, progress=count)
+                    results = _counted(across(engine, requests=requests, seed=seed), count)
             click.echo("\n".join(levels.table(results)))
             promised = against != "config" or engine.runner.has_one_row_code  # otherwise only reported
             failed = promised and any(each.differing_tokens or each.differing_bits for each in results)
     if failed:
         sys.exit(_common.SOME_FAILED)
+
+
+def _counted(results: Iterable[Any], count: Callable[[str], None] | None) -> list[Any]:
+    """The results, each counted by its name when it is there."""
+    found = []
+    for result in results:
+        found.append(result)
+        if count is not None:
+            count(result.name)
+    return found
 
 
 def _verify_golden(context: click.Context) -> int:
@@ -176,7 +186,7 @@ def _verify_golden(context: click.Context) -> int:
             raise _common.NotStarted(
                 f"--against golden compares bfloat16 and int8, not --quantization {asked}"
             )
-        results = portable.against_golden(context.params["isa"], names, progress=count)
+        results = _counted(portable.against_golden(context.params["isa"], names), count)
     click.echo("\n".join(portable.lines(results)))
     return _common.SOME_FAILED if any(each.differing for each in results) else 0
 

@@ -11,7 +11,7 @@ C: Hugging Face transformers chooses the same greedy tokens.
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,13 +54,8 @@ class LevelResult:
     notes: list[str] = field(default_factory=list)
 
 
-def across_configurations(
-    engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
-) -> list[LevelResult]:
-    """Run the same requests in engines of other configurations, and each decoded token also as a prefill.
-
-    progress: called with the name of each finished configuration.
-    """
+def across_configurations(engine: XlaBatchEngine, *, requests: int, seed: int) -> Iterator[LevelResult]:
+    """Run the same requests in engines of other configurations, and each decoded token also as a prefill."""
     configs = [config for _, config in _variants(engine.config)]
     positions = engine.checkpoint.config.max_position_embeddings
     longest = min(config.context_length(positions) for config in (engine.config, *configs))
@@ -71,15 +66,11 @@ def across_configurations(
     ]
     expected = run_together(engine, cases)
     reference = Reference(engine.checkpoint)
-    results = []
     for name, config in _variants(engine.config):
         with XlaBatchEngine(engine.checkpoint, None, config) as other:
             found = run_together(other, cases)
-        results.append(_compared(name, cases, expected, found, reference))
-        if progress is not None:
-            progress(name)
-    results.append(_decode_against_prefill(engine, cases, expected))
-    return results
+        yield _compared(name, cases, expected, found, reference)
+    yield _decode_against_prefill(engine, cases, expected)
 
 
 def run_together(engine: XlaBatchEngine, cases: Sequence[Case]) -> dict[str, CompletionOutput]:
@@ -159,13 +150,11 @@ def _decode_against_prefill(
     return result
 
 
-def across_speculation(
-    engine: XlaBatchEngine, *, requests: int, seed: int, progress: Callable[[str], None] | None = None
-) -> list[LevelResult]:
+def across_speculation(engine: XlaBatchEngine, *, requests: int, seed: int) -> Iterator[LevelResult]:
     """Run the same requests without speculation, and with right, half right and wrong drafts, at all lags.
 
-    Checks the engine's own `speculative_config`, or three widths if it has none. progress: called with the name of
-    each finished comparison. Raises ConfigError if this machine cannot speculate.
+    Checks the engine's own `speculative_config`, or three widths if it has none. Raises ConfigError if this machine
+    cannot speculate.
     """
     cases = draw_cases(engine, requests, seed, every_field=True)
     with XlaBatchEngine(
@@ -173,7 +162,6 @@ def across_speculation(
     ) as plain:
         expected = run_together(plain, cases)
     outputs = {name: output.token_ids for name, output in expected.items()}
-    results = []
     for options in _configurations(engine.config.speculation):
         config = replace(engine.config, speculative_config=options)
         with XlaBatchEngine(engine.checkpoint, engine.tokenizer, config) as other:
@@ -186,10 +174,7 @@ def across_speculation(
                 drafted = after.drafted_tokens - before.drafted_tokens
                 right = after.accepted_tokens - before.accepted_tokens
                 name = f"{options.num_speculative_tokens} drafts, {who}, lag {other.lag}: {right} of {drafted} right"
-                results.append(_compared(name, cases, expected, found))
-                if progress is not None:
-                    progress(name)
-    return results
+                yield _compared(name, cases, expected, found)
 
 
 def _configurations(own: SpeculativeConfig | None) -> Sequence[SpeculativeConfig]:

@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,16 +90,12 @@ def against_golden(
     isa: str = "auto",
     precisions: Sequence[str] = tuple(PRECISIONS),
     forms: Sequence[str] = tuple(FORMS),
-    *,
-    progress: Callable[[str], None] | None = None,
-) -> list[GoldenResult]:
+) -> Iterator[GoldenResult]:
     """Repeat the golden file on this machine. A start whose kernels differ raises ConfigError.
 
-    isa: as in `EngineConfig`. precisions, forms: names in PRECISIONS and FORMS. progress: called with the name of each
-    finished engine.
+    isa: as in `EngineConfig`. precisions, forms: names in PRECISIONS and FORMS.
     """
     expected = golden()
-    results: list[GoldenResult] = []
     for precision in precisions:
         for form in forms:
             config = replace(FORMS[form], isa=isa, quantization=PRECISIONS[precision])
@@ -109,11 +105,8 @@ def against_golden(
             if form == forms[0]:
                 kernels = kernel_hashes(used, PRECISIONS[precision])
                 known = {name: expected["kernels"].get(name, "") for name in kernels}
-                results.append(_compared(f"kernels for {precision}, {used}", kernels, known))
-            results.append(_compared(f"{precision}, {form}", found, expected["requests"][precision]))
-            if progress is not None:
-                progress(results[-1].name)
-    return results
+                yield _compared(f"kernels for {precision}, {used}", kernels, known)
+            yield _compared(f"{precision}, {form}", found, expected["requests"][precision])
 
 
 def _compared(name: str, found: Mapping[str, str], expected: Mapping[str, str]) -> GoldenResult:

@@ -44,7 +44,7 @@ def main() -> None:
             json.dumps(content, indent=1) + "\n", encoding="utf-8"
         )  # kernels first: a start reads them
         golden.cache_clear()
-    print("\n".join(lines(against_golden())))
+    print("\n".join(lines(list(against_golden()))))
 
 
 if __name__ == "__main__":
