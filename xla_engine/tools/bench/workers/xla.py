@@ -30,28 +30,6 @@ Ids = list[list[int]]
 _AHEAD = 4  # bare steps started before one is waited for: each holds its scratch memory from its start
 
 
-class Watch:
-    """Counts the use of row-steps from plans and their results."""
-
-    def __init__(self, engine: XlaBatchEngine) -> None:
-        self._engine = engine
-        self.steps = 0
-        self.row_steps = 0
-        self.stale = 0  # row-steps that gave no token: the row had stopped and the host did not know yet
-        self.queued_busy = self.queued_total = 0  # row-steps while requests waited: scheduled, and possible
-
-    def started(self, plan: Plan) -> None:
-        self.steps += 1
-        self.row_steps += len(plan.decode)
-        if self._engine.num_waiting:
-            self.queued_busy += len(plan.decode)
-            self.queued_total += self._engine.max_num_seqs
-
-    def read(self, plan: Plan, events: Events) -> None:
-        """Its tokens are here."""
-        self.stale += len(plan.decode) + len(plan.first_rows) - len(events)
-
-
 class Engine:
     """Our side of the protocol in `worker.py`."""
 
@@ -100,9 +78,20 @@ class Engine:
     ) -> dict[str, Any]:
         """The protocol's `run`. Prompts end early at `stop_token_ids`, one list per request."""
         engine, stats = self.engine, self.engine.stats()
-        watch = Watch(engine)
-        observer = Observer(started=watch.started, read=watch.read)
-        engine.observers.add(observer)
+        queued_busy = queued_total = 0  # row-steps while requests waited: scheduled, and possible
+        stale = 0  # row-steps that gave no token: the row had stopped and the host did not know yet
+
+        def started(plan: Plan) -> None:
+            nonlocal queued_busy, queued_total
+            if engine.num_waiting:
+                queued_busy += len(plan.decode)
+                queued_total += engine.max_num_seqs
+
+        def read(plan: Plan, events: Events) -> None:
+            nonlocal stale
+            stale += len(plan.decode) + len(plan.first_rows) - len(events)
+
+        engine.observers.add(observer := Observer(started=started, read=read))
         order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
         finished = {}
         submitted = 0
@@ -131,6 +120,8 @@ class Engine:
         if failed := [output.error for output in outputs if output.error]:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
         after = engine.stats()
+        steps = after.steps - stats.steps
+        busy = after.slot_steps_busy - stats.slot_steps_busy
         slots = after.slot_steps_total - stats.slot_steps_total
         return {
             "seconds": seconds,
@@ -139,10 +130,10 @@ class Engine:
             ],
             "streams": [list(output.outputs[0].token_ids) for output in outputs],
             "compiles": compiles,
-            "host_ms_per_step": 1e3 * cpu / max(watch.steps, 1),  # of this thread's CPU
-            "occupancy": (after.slot_steps_busy - stats.slot_steps_busy) / slots if slots else None,
-            "occupancy_queued": watch.queued_busy / watch.queued_total if watch.queued_total else None,
-            "stale_share": watch.stale / watch.row_steps if watch.row_steps else 0.0,
+            "host_ms_per_step": 1e3 * cpu / max(steps, 1),  # of this thread's CPU
+            "occupancy": busy / slots if slots else None,
+            "occupancy_queued": queued_busy / queued_total if queued_total else None,
+            "stale_share": stale / busy if busy else 0.0,
         }
 
     def bare(self, prompts: Ids, max_tokens: list[int]) -> dict[str, Any]:
