@@ -55,12 +55,6 @@ class Reference:
         rope = rope_tables(self._spec.config, padded, context_length=self._context_length)
         return np.asarray(self._forward(self._weights, rope, tokens))[:, : len(token_ids)].T
 
-    def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        token_ids = list(prompt_token_ids)
-        for _ in range(max_tokens):
-            token_ids.append(int(np.argmax(self.logits(token_ids)[-1])))
-        return token_ids[len(prompt_token_ids) :]
-
     def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
         model = self._spec.merge(weights)
         config = self._spec.config

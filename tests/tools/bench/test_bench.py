@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY
+from tests.support.reference import greedy_tokens
 from xla_engine.equivalence.reference import Reference
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
@@ -201,7 +202,7 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
         "positions off by one": LatePositions(checkpoint),
     }
     for what, engine in engines.items():
-        streams = [engine.greedy(prompt, 24) for prompt in prompts]
+        streams = [greedy_tokens(engine, prompt, 24) for prompt in prompts]
         errors = judge.eight_bit_errors(prompts, streams, dtype="bfloat16")
         bounds = eight_bit_bounds(errors["errors"], errors["vocabulary"])
         found = verdict(judge.regrets(prompts, streams)["regrets"], streams, None, bounds)

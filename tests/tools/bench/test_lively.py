@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.reference import greedy_tokens
 from xla_engine.equivalence.reference import Reference
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
@@ -52,7 +53,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(engine: Reference) -> list[list[int]]:
-    return [list(engine.greedy(prompt, NEW)) for prompt in prompts()]
+    return [greedy_tokens(engine, prompt, NEW) for prompt in prompts()]
 
 
 @pytest.mark.full
