@@ -210,7 +210,7 @@ def test_the_card_says_what_others_took_of_the_cores(
 ) -> None:
     clock = itertools.count()
     monkeypatch.setattr(rounds, "busy_seconds", lambda: 0.012 * taken * next(clock))
-    monkeypatch.setattr(rounds, "core_count", lambda: 1)
+    monkeypatch.setattr(rounds, "cores", lambda: 1)
     monkeypatch.setattr(rounds, "LONG_ENOUGH", 0.01)
     monkeypatch.setattr(Process, "cpu_seconds", 0.0)
     found, record = run()

@@ -10,8 +10,8 @@ from typing import Any
 from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
 from xla_engine.model_loader.config_json import read_config
+from xla_engine.runner.program_key import cores
 from xla_engine.tools.bench.card import card, write
-from xla_engine.tools.bench.limits import core_count
 from xla_engine.tools.bench.measure import Options, measure
 from xla_engine.tools.bench.models import SHAPES, find_model
 from xla_engine.tools.bench.peers import PEERS, PeerFailed, parse_peers
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     option("--batches", "Numbers of slots of every engine.", type=_positive, nargs="+", default=[8, 32])
     option("--workloads", "What is run.", "NAME", nargs="+", choices=workloads, default=workloads)
     option("--rounds", "Measured turns of every engine.", type=_positive, default=3)
-    option("--threads", "Cores for every engine.", type=_positive, default=core_count())
+    option("--threads", "Cores for every engine.", type=_positive, default=cores())
     option(
         "--peer",
         "Interpreter with the peer, by default this one. Repeatable.",

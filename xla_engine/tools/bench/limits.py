@@ -12,6 +12,7 @@ import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, features, processor_name
+from xla_engine.runner.program_key import cores
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -19,7 +20,7 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 def processor() -> dict[str, Any]:
     """The processor's model, the cores that this process may use, and the features that our operations can use."""
     wanted = {word for each in INSTRUCTION_SETS for word in (*each.needs, *(name for name, _ in each.extras))}
-    return {"model": processor_name(), "cores": core_count(), "flags": sorted(wanted & features())}
+    return {"model": processor_name(), "cores": cores(), "flags": sorted(wanted & features())}
 
 
 def describe_machine() -> str:
@@ -27,11 +28,6 @@ def describe_machine() -> str:
     found = processor()
     flags = " ".join(found["flags"]) or platform.machine()
     return f"{found['cores']} cores of {found['model']} ({flags}), Python {platform.python_version()}"
-
-
-def core_count() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from xla_engine.runner.program_key import cores
 from xla_engine.tools.bench.figures import complaints, figures
-from xla_engine.tools.bench.limits import busy_seconds, core_count
+from xla_engine.tools.bench.limits import busy_seconds
 from xla_engine.tools.bench.peers import (
     BARE,
     EIGHT_BITS,
@@ -169,7 +170,7 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
     answer = _run(side, workload)
     others += busy_seconds() - side.process.cpu_seconds
     if answer["seconds"] >= LONG_ENOUGH:
-        extra["others_share"] = max(others, 0.0) / (core_count() * answer["seconds"])
+        extra["others_share"] = max(others, 0.0) / (cores() * answer["seconds"])
     if workload.name == "pair":
         extra["pair_ratio"] = answer["seconds"] / (arrival + alone)
         extra["first_slowdown"] = answer["times"][0][-1] / alone
