@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import fuzz_checkpoints
 from tests.support.fuzz_lines import cases, fuzz
+from tests.support.tiers import default
 from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.lines import read_lines
 from xla_engine.batch.results import ResultHeader
@@ -28,7 +29,7 @@ def chatty(embedded: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     embedded.chat_template = own
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", default([1, 2]))
 def test_hostile_lines_crash_hang_and_lose_nothing(chatty: XlaBatchEngine, seed: int) -> None:
     compiled = chatty.stats().compiles_after_warmup  # of this process: other engines count
     report = fuzz(chatty, 700, seed=seed)

@@ -236,6 +236,7 @@ def test_a_packed_file_is_one_gzip_file_of_few_members(tmp_path: Path) -> None:
     assert path.stat().st_size < 60_000 and path.read_bytes().count(b"\x1f\x8b\x08") < 10
 
 
+@pytest.mark.full
 def test_a_hash_that_was_met_before_is_no_second_use() -> None:
     """Of 96 bits 64 find the place, the others decide; a million ids of one line each do not meet."""
     reader = LineReader()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.cli.conftest import engine
 from tests.support.command_line import ROOT, invoke, records_of
 from tests.support.fake_engine import FakeEngine
+from tests.support.tiers import default
 from xla_engine.batch.requests import LineError, custom_id_of, parse_line
 from xla_engine.batch.shards import Shard, read_state, state_path
 from xla_engine.engine.identity import EngineIdentity
@@ -56,7 +57,7 @@ def whole(folder: Path, suffix: str = ".jsonl", *options: str) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-@pytest.mark.parametrize(("count", "ordered"), [(1, True), (3, True), (3, False), (64, True)])
+@pytest.mark.parametrize(("count", "ordered"), default([(3, True), (1, True), (3, False), (64, True)]))
 def test_merged_shards_are_the_bytes_of_one_run(
     tmp_path: Path, engine: FakeEngine, count: int, ordered: bool, suffix: str
 ) -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import xla_engine.runner.memory as memory
 from tests.support.gguf_files import Kind, write_gguf
+from tests.support.tiers import default
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -46,7 +47,9 @@ def test_the_figures_are_those_of_the_engine(embedded: XlaBatchEngine) -> None:
     }
 
 
-@pytest.mark.parametrize("model", sorted((GOLDEN / "families").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "model", default(sorted((GOLDEN / "families").iterdir()), 12), ids=lambda path: path.name
+)
 def test_every_family_is_told_from_its_files_alone(model: Path) -> None:
     report = inspect_model(model, EngineConfig(max_num_seqs=8))
     checkpoint = load_checkpoint(model)

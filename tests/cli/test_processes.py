@@ -92,6 +92,7 @@ def test_attacks_get_error_lines_and_their_neighbours_the_same_bits(tmp_path: Pa
     assert "100001" in over and "max_model_len" in over  # all three numbers of the sum and its limit
 
 
+@pytest.mark.full
 def test_a_real_ctrl_c(tmp_path: Path) -> None:
     """An interrupt after the first results: status 130, complete lines only."""
     lines = b'{"prompt": "def f(x):\\n", "ignore_eos": true, "max_tokens": 50}\n' * 10_000

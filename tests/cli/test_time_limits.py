@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.command_line import invoke
 from tests.support.fake_engine import FakeEngine
 
@@ -20,6 +22,7 @@ cli.main()
 """
 
 
+@pytest.mark.full
 def test_a_start_that_hangs_ends_with_its_reason(tmp_path: Path) -> None:
     """This holds for `run` and `serve`, and nothing is written."""
     source = tmp_path / "in.jsonl"

@@ -29,7 +29,7 @@ def any_requests(draw: st.DrawFn) -> list[Wanted]:
     return [(kind, draw(st.integers(1, 14)), draw(st.integers(1, 6))) for kind in kinds]
 
 
-@settings(max_examples=examples(80, 300), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(40, 300), deadline=None, derandomize=True, database=None)
 @given(slots=st.integers(1, 16), lag=st.integers(0, 2), wanted=any_requests())
 def test_any_culprits_among_any_requests_end_alone(slots: int, lag: int, wanted: list[Wanted]) -> None:
     """None, some or all of them fail, in any order, at the prompt or later, in `start` or in `wait`."""

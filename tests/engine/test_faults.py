@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, submit_all
+from tests.support.tiers import default
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.recovery import FAULTS_IN_A_ROW
 from xla_engine.equivalence.cases import Case
@@ -20,7 +21,7 @@ from xla_engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("verb", ["start", "wait"])
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", default([1, 0, 2]))
 def test_a_fault_in_one_step_changes_no_bit_of_any_request(
     tiny: XlaBatchEngine,
     cases: list[Case],

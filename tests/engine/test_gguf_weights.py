@@ -83,6 +83,7 @@ def test_tokens_and_logprobs_are_those_of_the_dequantised_file(
     assert kept == results(file, replace(config, quantization=None)) and len(set(kept.values())) == 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [FAST, pytest.param(KEPT, marks=pytest.mark.full)], ids=["int8", "bf16"])
 def test_laws_a_and_b_hold(path: Path, config: EngineConfig) -> None:
     with XlaBatchEngine.from_pretrained(path, config) as engine:

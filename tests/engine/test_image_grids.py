@@ -92,6 +92,7 @@ def alone(engine: XlaBatchEngine) -> list[object]:
     return found
 
 
+@pytest.mark.full
 def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> None:
     """Also beside text, cached, cold and with a salt."""
     prompts = [prompt_of(*numbers) for numbers in PROMPTS]
@@ -192,6 +193,7 @@ def test_taps_that_are_not_added_would_be_found(
         assert run(engine, prompt_of(21, 22, salt="third")) != right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen3_5_vision", marks=FULL)])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """Of one picture, and of two of other proportions, in one batch."""

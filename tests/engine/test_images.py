@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.requests import answers
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
@@ -205,7 +206,7 @@ def test_caches_by_token_would_be_found(
     assert found[0] == alone[0] and found[1] != alone[1]
 
 
-@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+@pytest.mark.parametrize("name", default(["smolvlm", "idefics3"]))
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[name]
     tiles = np.load(FAMILIES / name / "golden.npz")["tiles"]

@@ -54,6 +54,7 @@ def alone(engine: XlaBatchEngine) -> list[object]:
     return found
 
 
+@pytest.mark.full
 def test_alone_and_among_peers(engine: XlaBatchEngine, alone: list[object]) -> None:
     assert run(engine, *PROMPTS, [3, 1, 4, 1, 5])[:4] == alone
     assert run(engine, PROMPTS[3], PROMPTS[0], PROMPTS[3]) == [alone[at] for at in (3, 0, 3)]
@@ -65,6 +66,7 @@ def test_preempted_at_random_steps(engine: XlaBatchEngine, alone: list[object], 
     assert run_preempted(engine, lag, *PROMPTS) == alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,6 +91,7 @@ def test_forms_of_engines(options: dict[str, object], alone: list[object]) -> No
         assert found[:4] == alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [NAME, f"{NAME}, one picture"])
 def test_greedy_tokens_are_those_of_transformers(case: str, float32: XlaBatchEngine) -> None:
     golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[case]

@@ -96,6 +96,7 @@ def test_instruction_sets_give_the_same_bits(make_engine: MakeEngine) -> None:
     assert results.count(results[0]) == len(results)
 
 
+@pytest.mark.full
 def test_preempted_and_extended_requests_are_those_of_one_run(make_engine: MakeEngine) -> None:
     """Cells move to the host and back, or are computed again from the same tokens; a prefix is read from a slot."""
     engine = make_engine(replace(KV8, keep_finished=4), model=WIDE)

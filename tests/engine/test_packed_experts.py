@@ -66,6 +66,7 @@ def test_experts_of_a_gguf_file_have_the_bits_of_the_dequantised_file(qwen: Path
     assert weights_of(qwen, config) < 0.4 * weights_of(qwen, replace(config, quantization=None))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_experts_of_gpt_oss_have_the_bits_of_a_bfloat16_checkpoint(
     gpt_oss: tuple[Path, Path], isa: str

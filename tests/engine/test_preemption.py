@@ -11,6 +11,7 @@ import pytest
 from tests.support.device import num_parked
 from tests.support.models import TINY_ENGINE
 from tests.support.requests import PARAMS, PROMPTS, answers, submit_all
+from tests.support.tiers import default
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.turn import answer_turn
 from xla_engine.equivalence.verify import verify
@@ -22,7 +23,7 @@ from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 MakeEngine = Callable[..., XlaBatchEngine]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("lag", default([1, 0, 3]))
 def test_slots_lost_at_random_steps_change_no_bit(tiny: XlaBatchEngine, lag: int) -> None:
     """Half of the live requests are preempted in some step, in every way; streams never repeat a token."""
     ways = tiny.ways_to_preempt
@@ -78,6 +79,7 @@ def test_a_slot_lost_while_a_step_is_read_changes_no_bit(tiny: XlaBatchEngine, l
             assert answers(tiny.drain()) == expected, (way, turns)
 
 
+@pytest.mark.full
 def test_with_the_cpp_operations_a_recompute_is_exact(embedded: XlaBatchEngine) -> None:
     if not embedded.runner.has_one_row_code:
         pytest.skip("this machine has no C++ products")

@@ -138,6 +138,7 @@ def test_it_finds_planted_faults(
         assert "differs from its repetition" in caplog.text
 
 
+@pytest.mark.full
 def test_a_probe_that_fails_harms_nobody(
     tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import xla_engine.graphs.steps.verify as verify_module
 from tests.conftest import TINY_ENGINE, tiny_checkpoint
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.sequence import LiveSequence
@@ -91,7 +92,7 @@ def proposers(outputs: Mapping[str, Sequence[int]]) -> dict[str, Proposer]:
     }
 
 
-@pytest.mark.parametrize("who", ["oracle", "liar", "corrupted", "suffix"])
+@pytest.mark.parametrize("who", default(["oracle", "liar", "corrupted", "suffix"], 2))
 def test_no_proposer_changes_a_bit(tiny: XlaBatchEngine, engine: XlaBatchEngine, who: str) -> None:
     """With temperatures, penalties, biases, masks, stops, log-probabilities, all lags, and preempted requests."""
     for lag, preempts in ((0, False), (1, False), (1, True), (2, True)):
@@ -162,6 +163,7 @@ def test_a_replay_is_drafted_by_what_it_had(tiny: XlaBatchEngine, engine: XlaBat
     assert engine.stats().accepted_tokens - accepted > 10
 
 
+@pytest.mark.full
 def test_one_slot_speculates_in_the_blocks_of_one_request(tiny: XlaBatchEngine) -> None:
     """Its self-check uses the blocks of one request, because no two requests ever run together."""
     blocks = -(-TINY_ENGINE.buckets(TINY_ENGINE.context_length(512))[-1] // 32)

@@ -167,6 +167,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.full
 @settings(
     max_examples=examples(80, 300),
     deadline=None,

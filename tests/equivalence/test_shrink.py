@@ -131,6 +131,7 @@ def test_what_does_not_fail_is_not_shrunk(tiny: XlaBatchEngine) -> None:
     assert describe(good.record)
 
 
+@pytest.mark.full
 def test_a_spent_budget_leaves_a_failing_record(faulty: Callable[[str, Any], XlaBatchEngine]) -> None:
     engine = faulty("xla_engine.graphs.steps.decode.sample", noise_keyed_by_slot)
     record = failing_record(engine)
@@ -144,6 +145,7 @@ def test_a_spent_budget_leaves_a_failing_record(faulty: Callable[[str, Any], Xla
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
 
 
+@pytest.mark.full
 def test_command_line(
     tmp_path: Path,
     tiny: XlaBatchEngine,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.graphs.test_attention_lowering import hopper
+from tests.support.tiers import default
 from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.linear.products import Norm
 from xla_engine.graphs.ops import gpu_call
@@ -28,7 +29,7 @@ def exact(weight: jax.Array, x: jax.Array) -> np.ndarray:
     return np.asarray(product)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 33, 65])
+@pytest.mark.parametrize("rows", default([33, 1, 8, 65]))
 def test_products_are_those_of_float64(rows: int) -> None:
     """In tiles that are not full, of few rows and of many."""
     weight, x = operands(rows)
@@ -49,6 +50,7 @@ def test_gated_products_are_those_of_float64(rows: int) -> None:
     np.testing.assert_allclose(found, gates / (1 + np.exp(-gates)) * ups, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.full
 def test_a_row_has_its_own_sums_whatever_lies_beside_it() -> None:
     """Norms and sums of more values than a program adds, and of sizes that are no powers of two."""
     draw = np.random.default_rng(0)

@@ -55,6 +55,7 @@ def test_groups_of_rows_are_quantised_by_their_own_largest_value() -> None:
     np.testing.assert_array_equal(columns[1].T, scale[:3])
 
 
+@pytest.mark.full
 def test_both_operand_orders_give_the_same_bits_near_the_product() -> None:
     weight = DRAW.standard_normal((96, 72)).astype(np.float32)  # the last group is a short one
     kept = Quantized(*map(jnp.asarray, quantize_weight(weight)))

@@ -133,6 +133,7 @@ def test_logits_are_adjusted_in_the_order_that_is_promised(
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=40, deadline=None)
 @given(mixes, st.permutations(range(ROWS)), st.integers(0, 2**31), st.booleans())

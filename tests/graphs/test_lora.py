@@ -134,6 +134,7 @@ def test_instruction_sets_give_the_same_bits() -> None:
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.full
 def test_int8_weights_take_adapters_too() -> None:
     form = choose_products("auto", TINY, jnp.dtype(jnp.int8), parts=("linear_int8", "lora_int8"))
     if form is None:

@@ -14,6 +14,7 @@ from jax import lax
 
 from tests.support.instruction_sets import NAMES
 from tests.support.models import TINY, tiny_checkpoint
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs import portable
@@ -174,7 +175,7 @@ needs_kernels = pytest.mark.skipif(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ADMITTED)
+@pytest.mark.parametrize("name", default(ADMITTED))
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"quantization": "int8", "num_blocks": 20}, marks=pytest.mark.full)],
@@ -188,7 +189,7 @@ def test_families_whose_sums_are_all_in_cpp_are_admitted(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", default(REFUSED))
 def test_other_families_are_refused_by_what_they_compute(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with pytest.raises(ConfigError, match=r"bits 'portable' cannot run this model .* Use bits 'machine'"):
         audit(monkeypatch, REFUSED[name])

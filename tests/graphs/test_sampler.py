@@ -265,6 +265,7 @@ def test_a_token_without_weight_is_never_drawn(seed: int, uniform: float, count:
     assert all(weight[token[column], column] > 0 for column in range(2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "count", "widths"), [(8000, 16, (8,)), pytest.param(32000, 64, (8, 32), marks=pytest.mark.full)]
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.models import TINY
 from tests.support.tensor_parallel import WIDE, WIDE_MODELS
+from tests.support.tiers import default
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.native import NativeProducts
@@ -50,7 +51,7 @@ def test_features_come_out_even_in_whole_tasks(count: int, devices: int, task: i
     assert (held.reshape(-1)[count:] == -1).all() and (held.shape[1] - task) * devices < count
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("devices", default([3, 2, 4]))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_of_every_weight_make_the_whole(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch

@@ -243,6 +243,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TEXT = "What<|vision_start|><|image_pad|><|vision_end|>?"
 
 
+@pytest.mark.full
 def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
     """Through `LLM`: the same answer alone and beside others; places count as many tokens as the picture has."""
     small, wide = as_file(20, 30), as_file(64, 16)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.test_images import TABLE
 from tests.images.test_features import difference
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.vision import layers
@@ -74,7 +75,7 @@ def taken(tower: VisionTower, tile: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     return np.concatenate(stream.features)[: tower.tokens(tile.shape)]
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", default(FORMS))
 def test_layers_in_parts_give_the_features_of_whole_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within roundings, and the same bits however calls are packed into slices."""
     config, sized = FORMS[name], pictures(FORMS[name])

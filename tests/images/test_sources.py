@@ -256,6 +256,7 @@ def test_the_certificate_of_a_host_must_be_trusted_and_its_own(
             assert not server.asked  # nothing of the request was sent
 
 
+@pytest.mark.full
 @again
 def test_a_slow_host_delays_only_its_own_pictures() -> None:
     """It sends a byte now and then, or its name is never resolved; both end at the limit, others meanwhile."""

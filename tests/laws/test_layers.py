@@ -249,6 +249,7 @@ def inside(path: Path) -> tuple[str, ...]:
     return parts if parts[0] == "xla_engine" else ("xla_engine", *parts)
 
 
+@pytest.mark.full
 def test_files_of_a_user_with_these_names_do_no_harm(tmp_path: Path) -> None:
     """`graphs` and `scheduler` are everyday names; ours are imported from `xla_engine`."""
     (tmp_path / "scheduler.py").write_text("raise SystemExit('the scheduler of the user')\n")

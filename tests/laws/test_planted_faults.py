@@ -209,6 +209,7 @@ def test_a_cut_that_depends_on_the_load_is_caught_by_the_law_of_plans(
         loop.drain()
 
 
+@pytest.mark.full
 def test_credit_to_the_wrong_request_is_caught_by_verify(
     monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
 ) -> None:

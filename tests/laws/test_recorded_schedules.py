@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
 from tests.support.fake_runner import decoded_of
 from tests.support.simulation import COST
 from xla_engine.observability.step_log import read_step_log
@@ -185,6 +187,7 @@ def recorded(seed: int, path: Path) -> Recorded:
     return run
 
 
+@pytest.mark.full
 def test_any_recorded_schedule_is_simulated_step_for_step(tmp_path: Path) -> None:
     """Prefix lookups, the order in which requests end, and answers to equal prompts are part of it."""
     seen: Counter[str] = Counter()

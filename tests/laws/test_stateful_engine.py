@@ -301,7 +301,7 @@ def bits(output: CompletionOutput) -> bytes:
     return np.asarray(output.logprobs, np.float32).tobytes()
 
 
-@pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.full)])
 def test_any_use_of_the_engine_keeps_the_laws(examples: int) -> None:
     most = examples if BY_DEFAULT else max(1000, settings().max_examples)
     EngineMachine.most_waiting = EngineMachine.stop_strings = EngineMachine.faults = 0

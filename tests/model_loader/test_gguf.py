@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.gguf_checks import GOLDEN, embedded_tokenizer
 from tests.support.gguf_files import Kind, random_blocks, write_gguf, write_qwen3_moe
 from tests.support.models import TINY
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
@@ -73,7 +74,7 @@ def test_the_usual_kinds_are_read() -> None:
     assert set(usual.split()) <= {kind.name for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", default(KINDS, 6), ids=lambda kind: kind.name)
 @settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(1, 5), max_size=2),
@@ -112,7 +113,7 @@ def test_rows_are_cut_as_from_the_whole_tensor(
         np.testing.assert_array_equal(found, whole[rows])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", default(KINDS, 6), ids=lambda kind: kind.name)
 def test_every_device_reads_its_part_of_each_leaf(large_blocks: Path, tmp_path: Path, kind: Kind) -> None:
     """With three key/value heads, each of four devices has one or none."""
     checkpoint = load_checkpoint(write_gguf(large_blocks, tmp_path / "m.gguf", kind=kind))

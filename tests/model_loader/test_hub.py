@@ -53,6 +53,7 @@ def put(cache: Path, model: Path, *, without: str = "") -> Path:
     return snapshot
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_network")
 def test_a_local_path_never_touches_the_network_nor_the_library(tmp_path: Path) -> None:
     assert load_checkpoint(embedded_model_directory()).config.vocab_size == 4096

@@ -134,6 +134,7 @@ print(memory("VmHWM") - before, sum(leaf.nbytes for leaf in kept), max(leaf.nbyt
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_the_host_holds_the_leaves_and_less_than_one_tensor_more(model: Path, tmp_path: Path) -> None:
     from dataclasses import replace

@@ -72,6 +72,7 @@ def test_each_failed_step_and_the_recovery_is_a_line(
     assert len(lines(caplog, "recovered: ")) == 2
 
 
+@pytest.mark.full
 def test_who_configures_nothing_sees_nothing() -> None:
     """Python prints warnings of loggers without a handler; a library's are its own."""
     script = (

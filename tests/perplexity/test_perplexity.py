@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.command_line import assert_not_started, invoke
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.tiers import default
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.reference import Reference
@@ -125,7 +126,7 @@ def test_logits_are_those_of_a_plain_forward_pass(engines: dict[str, XlaBatchEng
     assert apart < (1e-5 if name == "float32" else np.abs(plain - plain_log_probs("float32")).mean())
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", default(["bfloat16", "int8"]))
 def test_no_digit_depends_on_batch_size_or_cache(
     engines: dict[str, XlaBatchEngine], base: Path, name: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ import pytest
 from tests.support.adapters import adapters, llama_checkpoint
 from tests.support.instruction_sets import NATIVE_ISAS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine import stored_prefixes
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -125,7 +126,7 @@ def test_blocks_are_computed_if_reading_them_takes_longer(
         assert run(engine, DISTINCT[:4]) and rates.prefill.seconds > 0
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lag", default([2, 0]))
 def test_prefixes_that_are_evicted_come_back(filled: Path, expected: Answers, lag: int) -> None:
     with engine_at(filled, num_blocks=13, max_num_seqs=2, lag=lag) as engine:
         for _ in range(2):

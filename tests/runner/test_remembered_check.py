@@ -96,6 +96,7 @@ def test_nothing_is_kept_of_a_check_that_found_a_difference(
     assert not list((tmp_path / "self_checks").iterdir())
 
 
+@pytest.mark.full
 def test_without_a_cache_of_programs_every_start_checks(runs: list[SelfCheck | None], tmp_path: Path) -> None:
     config = replace(TINY_ENGINE, compile_cache=False)
     start(config)

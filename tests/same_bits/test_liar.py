@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.liar import Liar, LiarTarget, serving
+from tests.support.tiers import default
 from xla_engine.same_bits import Answer, Ask, CallableTarget, Choice, HttpTarget, Report, TargetError, check
 from xla_engine.same_bits.report import DifferenceFound, compare
 
@@ -52,7 +53,7 @@ def assert_named(report: Report, fault: str, where: str, words: str) -> None:
         assert rows[where] == "differs" and report.exit_status == 1, text
 
 
-@pytest.mark.parametrize(("fault", "where", "words"), NUMBERS, ids=[each[0] for each in NUMBERS])
+@pytest.mark.parametrize(("fault", "where", "words"), default(NUMBERS, 6), ids=[each[0] for each in NUMBERS])
 def test_a_planted_fault_happens_and_is_named(fault: str, where: str, words: str) -> None:
     liar = Liar(fault)
     report = check(LiarTarget(liar), requests=12)
@@ -67,7 +68,7 @@ def test_a_planted_fault_happens_and_is_named(fault: str, where: str, words: str
         assert report.causes == {"rounding"}
 
 
-@pytest.mark.parametrize(("fault", "where", "words"), OF_HTTP, ids=[each[0] for each in OF_HTTP])
+@pytest.mark.parametrize(("fault", "where", "words"), default(OF_HTTP), ids=[each[0] for each in OF_HTTP])
 def test_a_fault_of_a_server_happens_and_is_named(fault: str, where: str, words: str) -> None:
     with serving(fault) as server:
         report = check(HttpTarget(server.url), requests=4, among=[8])
@@ -90,6 +91,7 @@ def test_an_honest_target_raises_no_alarm(wanted: int) -> None:
         asked, seed = asked + target.asked, seed + 1
 
 
+@pytest.mark.full
 def test_an_honest_server_is_the_same_and_the_report_says_what_was_seen(tmp_path: Path) -> None:
     saved = str(tmp_path / "a.json")
     with serving() as server:

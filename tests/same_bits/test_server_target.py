@@ -48,6 +48,7 @@ def test_redirects_are_not_followed_and_proxies_not_used(monkeypatch: pytest.Mon
         HttpTarget(server.url)
 
 
+@pytest.mark.full
 def test_limits_are_kept_and_end_without_a_verdict() -> None:
     for limits, words in (
         (Limits(requests=40), "limit of 40 requests"),
@@ -70,6 +71,7 @@ def test_a_server_that_trickles_ends_with_the_time() -> None:
         assert server.liar.fired > 3 and time.monotonic() - began < 60
 
 
+@pytest.mark.full
 def test_429_is_obeyed() -> None:
     with serving("too many") as server:
         report = check(HttpTarget(server.url), requests=4, among=[8])
@@ -90,6 +92,7 @@ def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_not_started(invoke("verify", "--url", server.url, "--api-key-env", "NO_KEY"), "NO_KEY")
 
 
+@pytest.mark.full
 def test_the_command_tells_its_limits_first_and_refuses_options_of_an_engine() -> None:
     with serving() as server:
         result = invoke("verify", "--url", server.url, "--requests", "3", "--json")
@@ -106,6 +109,7 @@ def test_the_command_tells_its_limits_first_and_refuses_options_of_an_engine() -
     assert_not_started(invoke("verify", "--save", "a.json"), "--save needs --url")
 
 
+@pytest.mark.full
 def test_the_fixture_fails_a_test_whose_function_depends_on_the_batch(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "def good(prompts): return [prompt[::-1] for prompt in prompts]\n"

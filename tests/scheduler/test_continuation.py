@@ -52,7 +52,7 @@ class ContinuingLoop(PolicyLoop):
         self.ended.remove(old)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FORMS), st.integers(0, 2), st.booleans(), st.data())
 def test_pieces_add_up_to_the_longer_request(
     form: dict[str, object], lag: int, speculates: bool, data: st.DataObject

@@ -13,6 +13,7 @@ from tests.support.policy_loop import PolicyLoop
 from tests.support.scheduler_calls import ask, make
 from tests.support.small_loops import BASE, loop, request
 from tests.support.storms import storm
+from tests.support.tiers import default
 from xla_engine.scheduler import FinishReason, Scheduler, SchedulerConfig
 from xla_engine.scheduler.peek import peek
 
@@ -23,7 +24,7 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "peeks", True)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", default(range(40), 16))
 def test_what_is_foreseen_is_what_comes(seed: int) -> None:
     """This holds with preemption, blocks, prefix caches, speculation, priorities, deadlines, aborts and restarts."""
     storm(random.Random(seed)).drain()

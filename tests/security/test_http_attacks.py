@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import ENGINE, Running
 from tests.support.again import again
+from tests.support.tiers import default
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.server import launch, protocol
@@ -237,7 +238,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", default(EARLY, 2))
 @again
 def test_an_answer_before_the_body_keeps_no_connection(server: Running, name: str) -> None:
     """The client continues its body for a moment after the answer, then stops."""
@@ -266,12 +267,14 @@ def test_an_answer_before_the_body_is_read_by_who_still_sends(server: Running) -
 
 @pytest.mark.parametrize(
     "begins",
-    [
-        b"",
-        b"GET /health HT",
-        b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"\r\n1\r\n{\r\n",
-        4 * b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
-    ],
+    default(
+        [
+            b"",
+            b"GET /health HT",
+            b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"\r\n1\r\n{\r\n",
+            4 * b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
+        ]
+    ),
 )
 @again
 def test_who_has_no_key_keeps_nobody_out(server: Running, begins: bytes) -> None:
@@ -383,7 +386,7 @@ def test_a_flood_in_any_part_of_http_ends(server: Running, names: list[str]) -> 
     assert ended == [True] * len(names)
 
 
-@pytest.mark.parametrize("where", ["head", "trailers"])
+@pytest.mark.parametrize("where", default(["head", "trailers"]))
 @pytest.mark.parametrize(
     ("fields", "is_taken"),
     [
@@ -407,7 +410,7 @@ def test_fields_are_bounded_in_number_and_size(
     assert answer.startswith(b"HTTP/1.1 200") if is_taken else b"HTTP/1.1 200" not in answer
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", default([False, True]))
 @pytest.mark.parametrize("what", ["response", "file", "metrics"])
 @again
 def test_answers_that_are_not_read_are_not_held(server: Running, what: str, closes: bool) -> None:
@@ -573,6 +576,7 @@ def test_values_are_counted_as_the_parser_finds_them(value: Any, part: int, asci
         assert load_object(raw) == {"x": value}
 
 
+@pytest.mark.full
 @again
 def test_large_bodies_of_one_key_leave_room_for_others(server: Running) -> None:
     """One key's bodies may take half of the total; a body of usual size is never refused because of them."""
@@ -621,7 +625,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("path", LABELLED)
+@pytest.mark.parametrize("path", default(LABELLED))
 @pytest.mark.parametrize(("name", "value"), WRONG)
 @again
 def test_labels_have_openai_s_types_and_sizes(server: Running, path: str, name: str, value: Any) -> None:

@@ -90,6 +90,7 @@ def test_a_socket_that_is_closed_ends_its_request(server: Running, stream: bool)
     assert aborted > 0
 
 
+@pytest.mark.full
 @again
 def test_a_reader_that_takes_nothing_is_cut_off_and_holds_up_nobody(
     server: Running, http: httpx.Client
@@ -165,6 +166,7 @@ def test_headers_beyond_the_limit_are_refused(server: Running) -> None:
     assert raw(server, b"GET /health HTTP/1.1\r\nx: " + b"y" * 300_000).startswith(b"HTTP/1.1 431")
 
 
+@pytest.mark.full
 def test_a_slow_head_and_a_slow_body_run_out_of_time(server: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
     with ThreadPoolExecutor(2) as pool:

@@ -112,6 +112,7 @@ def test_an_endpoint_that_is_no_http_address_is_refused(server: Running, url: st
         Service(server.service.llm, replace(server.service.settings, otlp_traces_endpoint=url))
 
 
+@pytest.mark.full
 def test_nothing_is_imported_while_it_is_off() -> None:
     code = "import sys, xla_engine.cli.serve, xla_engine.server.app; print([m for m in sys.modules if 'opentel' in m])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

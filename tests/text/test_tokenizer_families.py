@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.support.stop_strings import by_definition
+from tests.support.tiers import default
 from xla_engine.model_loader.gguf.tokenizer import _WORDS
 from xla_engine.text.stop_strings import GeneratedText
 from xla_engine.text.tokenizer import Tokenizer
@@ -177,7 +178,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", default(FAMILIES, 4))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_add_up_to_decode_and_break_no_character(name: str, data: st.DataObject, skip: bool) -> None:
@@ -192,7 +193,7 @@ def test_deltas_add_up_to_decode_and_break_no_character(name: str, data: st.Data
     assert seen + detokenizer.flush() == whole
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", default(FAMILIES, 4))
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), include=st.booleans())
 def test_stop_strings_end_a_stream_where_the_text_so_far_has_one(
@@ -217,7 +218,7 @@ def test_stop_strings_end_a_stream_where_the_text_so_far_has_one(
     assert text.text == whole
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", default(FAMILIES, 4))
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="▁"), max_size=20))
 def test_a_text_comes_back(name: str, text: str) -> None:

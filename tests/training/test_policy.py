@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.support.engine_faults import bits
 from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -104,6 +105,7 @@ def same_bits(found: Any, expected: Any) -> bool:
                 logprobs_mode="processed_logprobs",
             ),
             id="processed with speculation in blocks",
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -130,6 +132,7 @@ def test_raw_ones_do_not_depend_on_how_tokens_are_chosen(llm: LLM, policy: Polic
     assert same_bits(policy.logps(policy.state(), batch), batch.sampled)
 
 
+@pytest.mark.full
 def test_the_gradient_is_that_of_the_model(llm: LLM, policy: Policy) -> None:
     """Of every leaf, beside XLA's own in float32; a weight that nothing reads changes no gradient.
 
@@ -216,6 +219,7 @@ def test_planted_faults_are_seen(llm: LLM, policy: Policy) -> None:
     assert mismatch(policy, before, shifted) > 0
 
 
+@pytest.mark.full
 def test_a_forgotten_temperature_is_seen(processing_llm: LLM, processing_policy: Policy) -> None:
     policy, params = processing_policy, processing_policy.params()
     outputs = rolled_out(processing_llm)
@@ -238,7 +242,7 @@ PROCESSED = {
 }
 
 
-@pytest.mark.parametrize("changed", PROCESSED.values(), ids=PROCESSED)
+@pytest.mark.parametrize("changed", default(PROCESSED.values(), 3), ids=PROCESSED)
 def test_processed_ones_are_the_sampled_bits(
     processing_llm: LLM, processing_policy: Policy, changed: dict[str, Any]
 ) -> None:
@@ -260,7 +264,7 @@ BY_HOST = {
 }
 
 
-@pytest.mark.parametrize("name", BY_HOST)
+@pytest.mark.parametrize("name", default(BY_HOST))
 def test_masks_that_the_host_made_are_made_again(
     processing_llm: LLM, processing_policy: Policy, name: str
 ) -> None:

@@ -59,6 +59,7 @@ def shared(embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield embedded
 
 
+@pytest.mark.full
 def test_overrides_stretch_a_context(qwen3: Path) -> None:
     """YaRN by `hf_overrides` is YaRN by config.json, to the bit, and not what the file says without."""
     overrides = {"rope_parameters": YARN, "max_model_len": 1024}

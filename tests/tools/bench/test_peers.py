@@ -357,6 +357,7 @@ def test_the_benchmark_runs_and_ends_with_one_json_line(tmp_path: Path) -> None:
     assert record["verify"][0]["ok"] and record["verify"][0]["tokens"] > 0
 
 
+@pytest.mark.full
 def test_a_bare_scientific_stack_is_enough() -> None:
     """Driver, our worker and our judge import without what only the command line and chats need."""
     code = (

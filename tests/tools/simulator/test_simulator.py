@@ -136,6 +136,7 @@ def simulate(
     return report
 
 
+@pytest.mark.full
 @settings(max_examples=examples(40, 100), deadline=None)
 @given(
     arrivals,

@@ -245,6 +245,7 @@ def test_a_thread_that_is_left_waiting_is_found(monkeypatch: pytest.MonkeyPatch)
             device._released.set()
 
 
+@pytest.mark.full
 def test_a_slot_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _slots_are_kept(monkeypatch)
     problems = run(SLOTS, rounds=2).problems  # a recovery takes all slots back
