@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.profiles import examples
 from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect
-from xla_engine.text.parsers.formats import FirstCall, Forced, Hermes, Plain, Think
+from xla_engine.text.parsers.formats import first_call, forced, hermes, plain, think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
 
 SCHEMA = {
@@ -28,12 +28,12 @@ SCHEMA = {
 }
 PARSERS: dict[str, Callable[[], Parser]] = {
     **{name: partial(make, {"f": SCHEMA}) for name, make in TOOL_PARSERS.items()},
-    "first of hermes": lambda: FirstCall(Hermes()),
-    "think": lambda: Think(Plain(), begun=False),
-    "think, begun": lambda: Think(Plain(), begun=True),
-    "think, hermes": lambda: Think(Hermes(), begun=False),
-    "forced": lambda: Forced(None),
-    "named": lambda: Forced("f"),
+    "first of hermes": lambda: first_call(hermes()),
+    "think": lambda: think(plain(), begun=False),
+    "think, begun": lambda: think(plain(), begun=True),
+    "think, hermes": lambda: think(hermes(), begun=False),
+    "forced": lambda: forced(None),
+    "named": lambda: forced("f"),
 }
 CALL = '{"name": "f", "arguments": {"a": [1, 2.50], "b": "<tool_call> \\" ]}"}}'
 XML = (
@@ -176,7 +176,7 @@ def test_calls_after_the_first_are_left_out() -> None:
     ],
 )
 def test_a_forced_call_that_was_cut_off_is_a_call(text: str, calls: list[list[str]] | None) -> None:
-    assert message_of(Forced(None), text) == Message(calls=calls)
+    assert message_of(forced(None), text) == Message(calls=calls)
 
 
 def test_the_template_tells_the_format() -> None:

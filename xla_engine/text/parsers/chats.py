@@ -16,17 +16,17 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.parsers.calls import Schemas, tagged_xml, xml_call_events
-from xla_engine.text.parsers.formats import FirstCall, Forced, Harmony, Hermes, Plain, Think, Whole
+from xla_engine.text.parsers.formats import first_call, forced, harmony, hermes, plain, think, whole
 from xla_engine.text.parsers.scan import Parser, message_of
 from xla_engine.text.parsers.tools import Tools, take_tools
 from xla_engine.utils.shown import shown
 
 TOOL_PARSERS: dict[str, Callable[[Schemas], Parser]] = {
-    "hermes": lambda _: Hermes(),
-    "qwen3_coder": lambda schemas: Hermes(partial(xml_call_events, schemas=schemas)),
-    "llama3": lambda _: Whole(("<|python_tag|>",), bare=True, separator=";"),
-    "mistral": lambda _: Whole(("[TOOL_CALLS]",)),
-    "harmony": lambda _: Harmony(),
+    "hermes": lambda _: hermes(),
+    "qwen3_coder": lambda schemas: hermes(partial(xml_call_events, schemas=schemas)),
+    "llama3": lambda _: whole(("<|python_tag|>",), bare=True, separator=";"),
+    "mistral": lambda _: whole(("[TOOL_CALLS]",)),
+    "harmony": lambda _: harmony(),
 }
 REASONING_PARSERS = ("think", "harmony")
 _SIGNS = (
@@ -106,9 +106,9 @@ class Reading:
     def parser(self, *, thinking: bool) -> Parser:
         """A parser for one choice. thinking: whether the prompt ended with the opening tag of reasoning."""
         if self.tools.is_forced:
-            return Forced(self.tools.name)  # a grammar constrains the answer to a call
+            return forced(self.tools.name)  # a grammar constrains the answer to a call
         found = self._parser(self.tools, thinking=thinking)
-        return found if self.tools.parallel else FirstCall(found)
+        return found if self.tools.parallel else first_call(found)
 
     def reasoning_parser(self, *, thinking: bool) -> Parser | None:
         """A parser that separates reasoning only; None without a reasoning format. thinking: as in `parser`."""
@@ -119,11 +119,11 @@ class Reading:
     def _parser(self, tools: Tools, *, thinking: bool) -> Parser:
         """A parser of the dialect. tools: those that may be called."""
         if "harmony" in (self.dialect.tools, self.dialect.reasoning):
-            return Harmony()
-        rest: Parser = Plain()
+            return harmony()
+        rest = plain()
         if tools.choice == "auto" and self.dialect.tools is not None:
             rest = TOOL_PARSERS[self.dialect.tools](tools.schemas)
-        return Think(rest, begun=thinking) if self.dialect.reasoning == "think" else rest
+        return think(rest, begun=thinking) if self.dialect.reasoning == "think" else rest
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the text includes the tags that the parser needs."""

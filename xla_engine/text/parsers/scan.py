@@ -1,8 +1,9 @@
 """Events of parsers, and the search for tags in text that comes in pieces."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol
 
 _PIECE = 4096  # characters
 
@@ -49,9 +50,10 @@ class Parser(Protocol):
 
 
 class Scanner:
-    """Splits text at tags; the text comes in pieces, which may split a tag."""
+    """Splits text at tags; the text comes in pieces, which may split a tag. ended: no more text comes."""
 
     def __init__(self) -> None:
+        self.ended = False
         self._held = ""
 
     def push(self, text: str) -> None:
@@ -64,14 +66,43 @@ class Scanner:
             place, tag = min(found)
             before, self._held = self._held[:place], self._held[place + len(tag) :]
             return before, tag
-        keep = max((_overlap(self._held, tag) for tag in tags), default=0)
+        keep = 0 if self.ended else max(_overlap(self._held, tag) for tag in tags)
         before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return before, None
 
     def rest(self) -> str:
-        """All text held back."""
+        """All text that was not taken yet."""
         rest, self._held = self._held, ""
         return rest
+
+
+P = ParamSpec("P")
+
+
+def incremental(steps: Callable[Concatenate[Scanner, P], Iterator[Event | None]]) -> Callable[P, Parser]:
+    """Makes parsers of a generator that reads a scanner and yields events, and None where it needs more text."""
+
+    @wraps(steps)
+    def make(*arguments: P.args, **options: P.kwargs) -> Parser:
+        scanner = Scanner()
+        return _Incremental(scanner, steps(scanner, *arguments, **options))
+
+    return make
+
+
+class _Incremental:
+    """Runs a generator as a `Parser`."""
+
+    def __init__(self, scanner: Scanner, steps: Iterator[Event | None]) -> None:
+        self._scanner, self._steps = scanner, steps
+
+    def feed(self, text: str) -> list[Event]:
+        self._scanner.push(text)
+        return list(iter(partial(next, self._steps, None), None))
+
+    def finish(self) -> list[Event]:
+        self._scanner.ended = True
+        return self.feed("")
 
 
 def _overlap(text: str, tag: str) -> int:
