@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_engine import prompts
 from xla_engine.async_llm import AsyncLLM
@@ -34,7 +34,6 @@ from xla_engine.server.turns import PIECE_S, Turns
 from xla_engine.text.parsers.chats import Chat, Dialect, opens_reasoning
 
 if TYPE_CHECKING:
-    from xla_engine.server.batches.worker import Batches
     from xla_engine.server.tracing import Tracing
 
 _RECENT = 0.1  # weight of the last request in `recent_seconds`
@@ -69,6 +68,14 @@ class RequestTimes:
             self.recent_seconds += _RECENT * (seconds - self.recent_seconds)
 
 
+class Background(Protocol):
+    """Background work: batches, which know the service."""
+
+    @property
+    def running(self) -> int: ...
+    def stop(self) -> None: ...
+
+
 class Service:
     """One engine with the server's settings and the state of its requests.
 
@@ -87,7 +94,7 @@ class Service:
         self.rendering = Rendering(self.engine.render_chat)
         self.pictures = Pictures(self.engine.validator)
         self.constraints = Constraints(self.compile, self.engine.validator.knows_constraint)
-        self.batches: Batches | None = None
+        self.batches: Background | None = None
         self.draining = self.refusing = False
         self.started = int(time.time())
         self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, Protocol
+from typing import Concatenate, ParamSpec
 
 _PIECE = 4096  # characters
 
@@ -39,16 +39,6 @@ class ToolArguments:
 Event = Content | Reasoning | ToolStart | ToolArguments
 
 
-class Parser(Protocol):
-    """Parses one answer. However its text is split, the events join to the same message.
-
-    `feed` never raises for anything in a text; an invalid tool call is content.
-    """
-
-    def feed(self, text: str) -> list[Event]: ...
-    def finish(self) -> list[Event]: ...
-
-
 class Scanner:
     """Splits text at tags; the text comes in pieces, which may split a tag. ended: no more text comes."""
 
@@ -76,24 +66,14 @@ class Scanner:
         return rest
 
 
-P = ParamSpec("P")
+class Parser:
+    """Parses one answer. However its text is split, the events join to the same message.
 
-
-def incremental(steps: Callable[Concatenate[Scanner, P], Iterator[Event | None]]) -> Callable[P, Parser]:
-    """Makes parsers of a generator that reads a scanner and yields events, and None where it needs more text."""
-
-    @wraps(steps)
-    def make(*arguments: P.args, **options: P.kwargs) -> Parser:
-        scanner = Scanner()
-        return _Incremental(scanner, steps(scanner, *arguments, **options))
-
-    return make
-
-
-class _Incremental:
-    """Runs a generator as a `Parser`."""
+    `feed` never raises for anything in a text; an invalid tool call is content.
+    """
 
     def __init__(self, scanner: Scanner, steps: Iterator[Event | None]) -> None:
+        """steps: the events of the text in a scanner, and None where more text is needed."""
         self._scanner, self._steps = scanner, steps
 
     def feed(self, text: str) -> list[Event]:
@@ -103,6 +83,20 @@ class _Incremental:
     def finish(self) -> list[Event]:
         self._scanner.ended = True
         return self.feed("")
+
+
+P = ParamSpec("P")
+
+
+def incremental(steps: Callable[Concatenate[Scanner, P], Iterator[Event | None]]) -> Callable[P, Parser]:
+    """Makes parsers of a generator of `Parser`'s steps."""
+
+    @wraps(steps)
+    def make(*arguments: P.args, **options: P.kwargs) -> Parser:
+        scanner = Scanner()
+        return Parser(scanner, steps(scanner, *arguments, **options))
+
+    return make
 
 
 def _overlap(text: str, tag: str) -> int:
