@@ -18,6 +18,7 @@ from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.server import protocol
+from xla_engine.server.batches.worker import Batches
 from xla_engine.server.launch import Server
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
@@ -45,6 +46,14 @@ class Running:
             await self.server.serve()
 
         asyncio.run(main(), loop_factory=self.server.config.get_loop_factory())  # as `serve` does: uvloop
+
+    @property
+    def batches(self) -> Batches:
+        """Those behind the server's routes."""
+        routes = self.server.config.loaded_app.app.routes
+        handler = next(each.endpoint for each in routes if getattr(each, "path", "") == "/v1/batches")
+        found: Batches = handler.__self__._batches
+        return found
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something in the server's loop."""

@@ -141,7 +141,7 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI, http: httpx.Cl
 
 def test_an_expired_batch_answers_every_line(client: openai.OpenAI, server: Running) -> None:
     """Lines that did not run are in the error file."""
-    store = server.service.batches.store  # type: ignore[union-attr]
+    store = server.batches.store
     now = int(time.time())
     record = BatchRecord(
         id="batch_zz",

@@ -29,9 +29,7 @@ LARGEST = 16 << 10  # bytes of a file while the disk is full
 
 @pytest.fixture
 def store(server: Running) -> Store:
-    batches = server.service.batches
-    assert isinstance(batches, worker.Batches)
-    return batches.store
+    return server.batches.store
 
 
 @contextlib.contextmanager

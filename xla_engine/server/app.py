@@ -37,7 +37,6 @@ def make_app(service: Service) -> Starlette:
 
     folder = service.settings.batch_dir
     batches = None if folder is None else Batches(service, Store(folder, service.settings.max_stored_bytes))
-    service.batches = batches
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -244,7 +244,7 @@ class Info:
                     "live": service.live,
                     "draining": service.draining,
                     "refused": service.times.refused,
-                    "batches": service.batches_running,
+                    "batches": len(service.batch_jobs),
                 },
                 "history": None if since is None else service.history.since(_moment(since)),
             }

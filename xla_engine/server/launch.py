@@ -66,9 +66,8 @@ class Server(uvicorn.Server):
         )
         await asyncio.sleep(settings.drain_grace_s)
         service.refusing = True
-        service.stop_batches()
         limit = time.monotonic() + settings.drain_timeout_s
-        while (service.live or service.batches_running) and time.monotonic() < limit:
+        while (service.live or service.batch_jobs) and time.monotonic() < limit:
             await asyncio.sleep(POLL_S)
         if service.live:
             log.warning("%d sequences did not finish in %g s", service.live, settings.drain_timeout_s)

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xla_engine import prompts
 from xla_engine.async_llm import AsyncLLM
@@ -68,18 +68,11 @@ class RequestTimes:
             self.recent_seconds += _RECENT * (seconds - self.recent_seconds)
 
 
-class Background(Protocol):
-    """Background work: batches, which know the service."""
-
-    @property
-    def running(self) -> int: ...
-    def stop(self) -> None: ...
-
-
 class Service:
     """One engine with the server's settings and the state of its requests.
 
-    draining: the server is shutting down, and its probes say so. refusing: it rejects new requests.
+    draining: the server is shutting down, and its probes say so. refusing: it rejects new requests, and batches read
+    no more lines.
     """
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
@@ -94,7 +87,7 @@ class Service:
         self.rendering = Rendering(self.engine.render_chat)
         self.pictures = Pictures(self.engine.validator)
         self.constraints = Constraints(self.compile, self.engine.validator.knows_constraint)
-        self.batches: Background | None = None
+        self.batch_jobs: set[str] = set()  # ids of the batches that run now
         self.draining = self.refusing = False
         self.started = int(time.time())
         self.dialect = Dialect.of(self._template(), settings.tool_parser, settings.reasoning_parser)
@@ -295,15 +288,6 @@ class Service:
         self.submissions.add(submission)
         self.llm.keep_running()
         return submission
-
-    @property
-    def batches_running(self) -> int:
-        return 0 if self.batches is None else self.batches.running
-
-    def stop_batches(self) -> None:
-        """Stop running batches after the lines in flight; they resume when the server starts again."""
-        if self.batches is not None:
-            self.batches.stop()
 
     def abort_all(self) -> None:
         """Abort all interactive requests; each reader gets the text so far."""

@@ -36,7 +36,7 @@ _ASKED = {COMPLETIONS_URL: "prompt", CHAT_URL: "messages", RESPONSES_URL: "input
 
 
 class Job:
-    """A running batch. stopped: read no more lines, because the server stops or the batch was cancelled."""
+    """A running batch. stopped: read no more lines, because the server closes or the batch was cancelled."""
 
     def __init__(self, record: BatchRecord, view: EngineView) -> None:
         self.record = record
@@ -44,13 +44,6 @@ class Job:
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
         self.saved = time.monotonic()  # when the counts were last written
-
-    def lines(self, source: Iterable[Line]) -> Iterator[Line]:
-        """The lines to run, until the job is stopped; `BatchRun` then finishes the lines in flight."""
-        for line in source:
-            if self.stopped.is_set():
-                raise KeyboardInterrupt
-            yield line
 
     def count(self, totals: RunTotals, before: tuple[int, int]) -> None:
         """Update the counts. before: lines with a result and with an error when this run began."""
@@ -81,7 +74,6 @@ class Batches:
 
     def __init__(self, service: Service, store: Store) -> None:
         self.store = store
-        self.stopping = False
         self._service = service
         self._jobs: dict[str, Job] = {}
         # batches whose results could not be published, and when to retry
@@ -89,10 +81,6 @@ class Batches:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def running(self) -> int:
-        return len(self._jobs)
 
     def start(self) -> None:
         """Resume unfinished batches. Call it in the engine's event loop."""
@@ -103,19 +91,13 @@ class Batches:
         """Announce a new batch."""
         self._news.set()
 
-    def stop(self) -> None:
-        """Stop reading lines; those in flight finish."""
-        self.stopping = True
-        for job in self._jobs.values():
-            job.stopped.set()
-
     async def close(self) -> None:
         """Stop at once. Lines in flight get no result, and run again with the next server."""
-        self.stop()
         if self._task is not None:
             self._task.cancel()
         jobs = list(self._jobs.values())
         for job in jobs:
+            job.stopped.set()
             job.view.halted.set()
         for job in jobs:
             if job.thread is not None:
@@ -133,7 +115,7 @@ class Batches:
 
     async def _supervise(self) -> None:
         looked = -EXPIRE_S
-        while not self.stopping:
+        while not self._service.refusing:
             while (
                 self._service.is_alive and len(self._jobs) < RUNNING and (record := self._next()) is not None
             ):
@@ -166,6 +148,7 @@ class Batches:
         if record.status == "cancelling":
             job.stopped.set()
             view.halted.set()
+        self._service.batch_jobs.add(record.id)
         job.thread = threading.Thread(target=self._run, args=(job,), name=record.id, daemon=True)
         job.thread.start()
 
@@ -188,6 +171,7 @@ class Batches:
         self._save(record)
         self.store.forget_ended(record.tenant)
         self._jobs.pop(record.id, None)
+        self._service.batch_jobs.discard(record.id)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self.wake)
@@ -252,7 +236,7 @@ class Batches:
             source = stack.enter_context(open(self.store.data_path(record.input_file_id), "rb"))
             run = BatchRun(
                 job.view,
-                job.lines(read_lines(source)),
+                self._until_stopped(job, read_lines(source)),
                 results,
                 errors=errors,
                 header=service.header(created=done.created),
@@ -265,6 +249,13 @@ class Batches:
         if totals.failure is not None:
             raise totals.failure
         return record.status == "cancelling" or not totals.interrupted
+
+    def _until_stopped(self, job: Job, lines: Iterable[Line]) -> Iterator[Line]:
+        """The lines until the job is stopped or the server drains; `BatchRun` then finishes the lines in flight."""
+        for line in lines:
+            if job.stopped.is_set() or self._service.refusing:
+                raise KeyboardInterrupt
+            yield line
 
     def _show(self, job: Job, totals: RunTotals, before: tuple[int, int]) -> None:
         job.count(totals, before)
