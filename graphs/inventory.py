@@ -56,6 +56,12 @@ class Program:
     isa: str | None = None
 
 
+@cache
+def program_name(kind: str, **sizes: int) -> str:
+    """The name of a program of a kind for these sizes, as in `decode[rows=4,keys=512]`."""
+    return f"{kind}[{','.join(f'{name}={size}' for name, size in sizes.items())}]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphReport:
     """Compile times and memory of one executable. Sizes in bytes, times in seconds.

@@ -25,13 +25,7 @@ from xla_engine.graphs.linear.products import (
     Term,
     Weight,
     activate,
-    activated,
-    feature_major,
-    finished,
-    kept_dtype,
     looked_up,
-    normed,
-    rows_first,
 )
 from xla_engine.graphs.lora.form import Matrices
 from xla_engine.graphs.ops.gpu_call import Ref, dot, kernel_call, load, store
@@ -43,8 +37,8 @@ _FEW_ROWS = 64  # as many as are one tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProducts:
-    """See `graphs.linear.products.Products`. Weights that are not in bfloat16 go to XLA, and their bits may depend on
-    the number of rows. `interpret` runs the kernel as plain JAX, anywhere and slowly."""
+    """See `graphs.linear.products.Products`; weights are in bfloat16. `interpret` runs the kernel as plain JAX,
+    anywhere and slowly."""
 
     interpret: bool = False
     live: jax.Array | None = None
@@ -66,8 +60,6 @@ class GpuProducts:
         self, weight: Weight, x: Input, *, norm: Norm | None = None, bias: Term = None, residual: Term = None
     ) -> jax.Array:
         assert not isinstance(x, FeatureMajor)
-        if not _is_ours(weight):
-            return finished(rows_first(weight, normed(x, norm)), bias, residual)
         return self._product(weight, x, norm, bias=bias, residual=residual)
 
     def gated(
@@ -79,9 +71,6 @@ class GpuProducts:
         bias: Term = None,
         activation: Activation = "silu",
     ) -> jax.Array:
-        if not _is_ours(weight):
-            both = self.linear(weight, x, norm=norm, bias=bias)
-            return activated(both, activation).astype(kept_dtype(weight))
         return self._product(weight, x, norm, bias=bias, activation=activation)
 
     def experts(
@@ -93,8 +82,6 @@ class GpuProducts:
         return values
 
     def head(self, weight: Weight, norm: Norm, x: jax.Array, sharding: Sharding | None = None) -> jax.Array:
-        if not _is_ours(weight):
-            return feature_major(weight, normed(x, norm), sharding)
         out = self._product(weight, x, norm, features_first=True)
         return out if sharding is None else sharding.gather(out, "vocabulary", axis=0)
 
@@ -116,6 +103,7 @@ class GpuProducts:
 
         activation: of the first half of the features, which multiplies the second: `[N, F / 2]` in the weight's dtype.
         """
+        assert weight.dtype == jnp.bfloat16
         x = x.astype(weight.dtype) if norm is None else rms_norm(x, *norm, dtype=weight.dtype)
         features, rows = len(weight) // (1 if activation is None else 2), len(x)
         tiles = _tiles(features, weight.shape[1], rows, activation is not None, features_first)
@@ -132,10 +120,6 @@ class GpuProducts:
             activation=activation,
         )(x, weight, bias, residual)
         return out
-
-
-def _is_ours(weight: Weight) -> bool:
-    return isinstance(weight, jax.Array) and weight.dtype == jnp.bfloat16
 
 
 class _Tiles(NamedTuple):

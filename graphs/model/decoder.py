@@ -7,7 +7,8 @@ flax.nnx describes the parameters. A graph receives them as a flat list of leave
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import jax
@@ -214,12 +215,8 @@ class ModelSpec:
         return nnx.merge(self._graph, state)
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves by name, in the order in which graphs receive them."""
-    return dict(_shapes(config))
-
-
 @functools.lru_cache(4)
-def _shapes(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the leaves by name, in the order in which graphs receive them."""
     spec = ModelSpec(config, jnp.dtype(jnp.bfloat16))
-    return tuple((name, leaf.shape) for name, leaf in spec.leaves.items())
+    return MappingProxyType({name: leaf.shape for name, leaf in spec.leaves.items()})

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.inventory import Program, program_name
 from xla_engine.graphs.linear.products import rows_first
 from xla_engine.graphs.ops.norms import apply_rope, centred, rms_norm
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 
 # Kinds of programs: before the layers, whole or in parts, at layers whose output is read, and behind the layers.
-EMBED, LAYER, HEADS, ROWS, TAP, PROJECT = "embed", "layer", "heads", "rows", "tap", "project"
+EMBED, LAYER, HEADS = "vision_embed", "vision_layer", "vision_heads"
+ROWS, TAP, PROJECT = "vision_rows", "vision_tap", "vision_project"
 _SCORES = 1 << 22  # of a head in a call
 
 Config = VisionConfig | PatchConfig
@@ -33,11 +34,6 @@ def rows_of_part(rows: int) -> int:
     """The rows of a layer that a call takes."""
     most = max(min(rows, _SCORES // rows), 1)
     return next(each for each in range(most, 0, -1) if rows % each == 0)
-
-
-def program_name(kind: str, rows: int) -> str:
-    """Of the program for pictures of at most `rows` patches."""
-    return f"vision_{kind}[rows={rows}]"
 
 
 def norm_shapes(name: str, size: int) -> Shapes:
@@ -99,12 +95,12 @@ def layer_programs(c: Config, dtype: jnp.dtype, rows: int, part: int) -> list[Pr
         return lax.dynamic_update_slice_in_dim(x, behind_them, start, 0)
 
     if part == rows:
-        name = program_name(LAYER, rows)
+        name = program_name(LAYER, rows=rows)
         return [Program(name=name, function=whole, arguments=(leaves, x, *picture), donate=(1,))]
     return [
-        Program(name=program_name(HEADS, rows), function=of_all, arguments=(leaves, x, *picture)),
+        Program(name=program_name(HEADS, rows=rows), function=of_all, arguments=(leaves, x, *picture)),
         Program(
-            name=program_name(ROWS, rows),
+            name=program_name(ROWS, rows=rows),
             function=of_part,
             arguments=(leaves, x, seen, count, *picture),
             donate=(1,),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.inventory import Program, program_name
 from xla_engine.graphs.vision.config import CHANNELS, PatchConfig
 from xla_engine.graphs.vision.layers import (
     EMBED,
@@ -22,7 +22,6 @@ from xla_engine.graphs.vision.layers import (
     linear,
     linear_shapes,
     norm_shapes,
-    program_name,
 )
 
 
@@ -80,18 +79,20 @@ def end_programs(c: PatchConfig, dtype: jnp.dtype, rows: int, part: int) -> list
         return jnp.concatenate([merged(leaves, "merge", joined), *taps], axis=1)
 
     taps = Program(
-        name=program_name(TAP, rows), function=tap, arguments=(abstract(tap_shapes(c), dtype), stream, start)
+        name=program_name(TAP, rows=rows),
+        function=tap,
+        arguments=(abstract(tap_shapes(c), dtype), stream, start),
     )
     leaves = abstract(embed_shapes(c), dtype)
     return [
         Program(
-            name=program_name(EMBED, rows),
+            name=program_name(EMBED, rows=rows),
             function=embed,
             arguments=(leaves, floats(CHANNELS, 256), pixels, near, floats(rows, 4)),
         ),
         *([taps] if c.taps else []),
         Program(
-            name=program_name(PROJECT, rows),
+            name=program_name(PROJECT, rows=rows),
             function=project,
             arguments=(abstract(project_shapes(c), dtype), [feature] * len(c.taps), stream, start),
         ),

@@ -6,7 +6,7 @@ A tile is encoded alone, so its features depend on its pixels and on nothing els
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.inventory import Program, program_name
 from xla_engine.graphs.linear.products import rows_first
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.vision.config import CHANNELS, VisionConfig
@@ -22,7 +22,6 @@ from xla_engine.graphs.vision.layers import (
     linear,
     linear_shapes,
     norm_shapes,
-    program_name,
 )
 
 
@@ -59,12 +58,12 @@ def end_programs(c: VisionConfig, dtype: jnp.dtype) -> list[Program]:
 
     return [
         Program(
-            name=program_name(EMBED, rows),
+            name=program_name(EMBED, rows=rows),
             function=embed,
             arguments=(abstract(embed_shapes(c), dtype), table, tile),
         ),
         Program(
-            name=program_name(PROJECT, rows),
+            name=program_name(PROJECT, rows=rows),
             function=project,
             arguments=(abstract(project_shapes(c), dtype), [], residual, jax.ShapeDtypeStruct((), jnp.int32)),
         ),

@@ -27,7 +27,7 @@ from xla_engine.graphs.steps.decode import decode_step
 from xla_engine.graphs.steps.prefill import prefill_chunk
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.inputs import make_lanes
-from xla_engine.runner.kv_moves import BlockMoves, Parked, State, Transfers
+from xla_engine.runner.kv_moves import BlockMoves, State, Transfers
 from xla_engine.runner.native_library.build import register
 from xla_engine.runner.programs import COPY_BLOCKS, LOAD_BLOCKS, READ_BLOCKS, WRITE_BLOCKS
 from xla_engine.runner.row_settings import HostTables, RowSettings
@@ -191,9 +191,8 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
     state: State = jax.tree.map(
         noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
     )
-    parked = Parked()
     put = Transfers(whole=jax.device_put, pieces=jax.device_put)
-    moves = BlockMoves(cast("Inventory", Calls(spec)), parked, 64, put)
+    moves = BlockMoves(cast("Inventory", Calls(spec)), 64, put)
     expected, slots = by_page(state), by_slot(state[1])
     assert by_page(moves.warm_up(state, swaps=True, loads=True)) == expected
 
@@ -207,14 +206,14 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
     held, others = tuple(blocks[:11]), blocks[11:]
     for shared in (0, 1, 6, 11):
         swap = Swap(slot=Slot(index=3, epoch=0), request_id="a", length=11 * 64 - 5, blocks=held)
-        moves.park(state, swap)
+        parked = moves.park(state, swap)
         content, row = by_page(state), by_slot(state[1])[3]
         state = jax.tree.map(noise, state)  # others write
-        parked.settle("a")
+        parked.settle()
         expected, slots = by_page(state), by_slot(state[1])
         place = (*[-1] * shared, *others[shared:11])
-        state = moves.resume(state, replace(swap, slot=Slot(index=6, epoch=4), blocks=place))
+        state = moves.resume(state, replace(swap, slot=Slot(index=6, epoch=4), blocks=place), parked)
         for source, target in zip(held[shared:], place[shared:], strict=True):
             expected[target] = content[source]
         slots[6] = row
-        assert by_page(state) == expected and by_slot(state[1]) == slots and len(parked) == 0
+        assert by_page(state) == expected and by_slot(state[1]) == slots

@@ -1,8 +1,6 @@
 """The device state that persists between calls: KV cache, row state and tables."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +44,7 @@ class DeviceState:
         turns: rows have `Rows.turn`."""
         self._spec, self._config, self._pool, self._devices = spec, config, pool, devices
         self._positions, self._context_length, self._turns = positions, context_length, turns
-        self.cache, self.saved = self._empty_cache(), self._no_states()
+        self.cache, self.saved = self._empty()
         self.rows = self.idle_rows()
         max_blocks = None if pool is None else pool.max_blocks
         drafts = max((width for _, width in config.verify_shapes), default=1) - 1
@@ -82,7 +80,7 @@ class DeviceState:
         """Replace the cache by zeros, even if the old one was lost. Nothing may be in flight."""
         for leaf in jax.tree.leaves((self.cache, self.saved)):
             leaf.delete()
-        self.cache, self.saved = self._empty_cache(), self._no_states()
+        self.cache, self.saved = self._empty()
 
     def delete(self) -> None:
         """Free the device memory."""
@@ -104,33 +102,19 @@ class DeviceState:
         """Rows of the host, packed, on the device."""
         return self._devices.put(pack_rows(rows))
 
-    def local_cache(self) -> KVCache:
-        """The abstract cache of one device."""
-        return jax.eval_shape(lambda: self._make_cache(self._spec.local))
+    def local(self) -> tuple[KVCache, States]:
+        """The abstract cache and saved states of one device."""
+        return jax.eval_shape(lambda: self._make(self._spec.local))
 
-    def local_states(self) -> States:
-        """The abstract saved states of one device."""
-        return jax.eval_shape(lambda: self._make_states(self._spec.local))
-
-    def _empty_cache(self) -> KVCache:
+    def _empty(self) -> tuple[KVCache, States]:
+        """Zeros over the devices."""
         if self._devices.is_one:
-            return self._make_cache(self._spec.local)
-        return self._sharded(self.local_cache(), self._make_cache)
+            return self._make(self._spec.local)
+        whole = jax.eval_shape(lambda: self._make(self._spec.sharding.across))
+        return self._devices.zeros(self.local(), whole)
 
-    def _no_states(self) -> States:
-        if self._devices.is_one:
-            return self._make_states(self._spec.local)
-        return self._sharded(self.local_states(), self._make_states)
-
-    def _sharded(self, local: Any, make: Callable[[ModelConfig], Any]) -> Any:
-        """Zeros over the devices. local: of one device."""
-        return self._devices.zeros(local, jax.eval_shape(lambda: make(self._spec.sharding.across)))
-
-    def _make_states(self, config: ModelConfig) -> States:
-        return make_states(config, states) if (states := self._config.saved_states) else []
-
-    def _make_cache(self, config: ModelConfig) -> KVCache:
-        rows, pool = self._config.device_rows, self._pool
-        if pool is None:
-            return make_cache(self._spec, rows, self._positions, config=config)
-        return make_cache(self._spec, rows, pool.block_size, num_blocks=pool.num_blocks, config=config)
+    def _make(self, config: ModelConfig) -> tuple[KVCache, States]:
+        rows, pool, places = self._config.device_rows, self._pool, self._config.saved_states
+        length, blocks = (self._positions, None) if pool is None else (pool.block_size, pool.num_blocks)
+        cache = make_cache(self._spec, rows, length, num_blocks=blocks, config=config)
+        return cache, make_states(config, places) if places else []

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
@@ -87,36 +86,16 @@ class Devices:
 
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
         """Load the leaf `name` of a checkpoint; returns the model's arrays by name. Shards are read separately."""
-        leaf = spec.leaves[name]
-        if leaf.form is not None:
-            return {name: self._coded(spec, weights, name, leaf.form)}
-        if self._mesh is None or leaf.cut is None:
-            whole = spec.leaves.stored(name, weights[name])
+        if self._mesh is None or spec.leaves[name].cut is None:
+            whole = _stored(spec, weights, name)
             return {part: self.put(self._held(array)) for part, array in whole.items()}
-        shape, parts = leaf.on_devices().shape, dict[str, list[jax.Array]]()
+        parts: dict[str, list[jax.Array]] = {}
         for place, device in enumerate(self._mesh.devices.flat):
-            rows = read_rows(weights, name, leaf.cut.flat_rows(place, leaf.shape))
-            stored = spec.leaves.stored(name, rows.reshape(shape))
-            for part, array in stored.items():
+            for part, array in _stored(spec, weights, name, place).items():
                 parts.setdefault(part, []).append(
                     jax.block_until_ready(jax.device_put(self._held(array), device))
                 )
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
-
-    def _coded(
-        self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, form: CodedForm
-    ) -> jax.Array:
-        """Load the leaf in the encoding of its file. Shards are read separately."""
-        assert isinstance(weights, StoredWeights)
-        leaf = spec.leaves[name]
-        if self._mesh is None or leaf.cut is None:
-            whole: jax.Array = self.put(self._held(weights.coded(name, form)))
-            return whole
-        arrays = [
-            jax.block_until_ready(jax.device_put(self._held(weights.coded(name, form, rows)), device))
-            for rows, device in zip(leaf.cut.rows, self._mesh.devices.flat, strict=True)
-        ]
-        return self._joined(spec, name, arrays)
 
     def _held(self, array: np.ndarray) -> np.ndarray:
         """The array as it is put on a device: in huge pages, if that is the host's memory."""
@@ -261,6 +240,20 @@ class HeldWeights:
             place = self._spec.leaves.names.index(name)
             self.leaves[place].delete()
             self.leaves[place] = leaf
+
+
+def _stored(
+    spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, place: int | None = None
+) -> dict[str, np.ndarray]:
+    """Read a leaf of a checkpoint, or the shard of the device at `place`: the model's arrays by name."""
+    leaf, cut = spec.leaves[name], None if place is None else spec.leaves[name].cut
+    if leaf.form is not None:
+        assert isinstance(weights, StoredWeights)
+        return {name: weights.coded(name, leaf.form, None if cut is None else cut.rows[place])}
+    if cut is None or place is None:
+        return spec.leaves.stored(name, weights[name])
+    rows = read_rows(weights, name, cut.flat_rows(place, leaf.shape))
+    return spec.leaves.stored(name, rows.reshape(leaf.on_devices().shape))
 
 
 def _specs(shardings: Any) -> Any:

@@ -10,14 +10,14 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import MEAN
-from xla_engine.graphs.inventory import Inventory
+from xla_engine.graphs.inventory import Inventory, program_name
 from xla_engine.graphs.row_state.rows import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
-from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
+from xla_engine.runner.in_flight import DecodeSamples, FirstSamples, ScoredPrompts
 from xla_engine.runner.inputs import (
     NO_DRAFT,
     Draft,
@@ -28,14 +28,7 @@ from xla_engine.runner.inputs import (
     prompt_targets,
 )
 from xla_engine.runner.kv_moves import StateMoves
-from xla_engine.runner.programs import (
-    decode_name,
-    pool_name,
-    prefill_name,
-    prompt_name,
-    read_name,
-    verify_name,
-)
+from xla_engine.runner.programs import POOL, PREFILL, PROMPT_LOGPROBS, READ_PROMPTS, VERIFY, decode_name
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
 
@@ -137,9 +130,9 @@ class Dispatch:
         for lanes in config.prefill_lanes:
             for bucket in buckets:
                 idle = self.put(pack(idle_lanes(config, lanes, turns=self._turns)))
-                _, _, hidden, *seen = self.run_prefill(prefill_name(lanes, bucket), idle)
+                _, _, hidden, *seen = self.run_prefill(program_name(PREFILL, lanes=lanes, keys=bucket), idle)
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
-            self.prompt_logprobs(lanes, hidden, np.full(lanes * self._chunk_size, -1, np.int32))
+            self.prompt_logprobs(lanes, hidden, self.put(np.full(lanes * self._chunk_size, -1, np.int32)))
             if self._pooling is not None:
                 self.pool(lanes, hidden, np.zeros(lanes, np.int32))
         for bucket in buckets:
@@ -148,7 +141,8 @@ class Dispatch:
                 jax.block_until_ready(self.run(decode_name(bucket, few), idle))
             for lanes, width in config.verify_shapes:
                 idle = self.put(pack(no_drafts(lanes, width)))
-                jax.block_until_ready(self.run_verify(verify_name(lanes, width, bucket), idle))
+                name = program_name(VERIFY, lanes=lanes, width=width, keys=bucket)
+                jax.block_until_ready(self.run_verify(name, idle))
 
     def run_prefill(self, name: str, work: Any) -> tuple[Any, ...]:
         return self.run(name, work) if self._features is None else self.run(name, work, self._features.rows)
@@ -180,20 +174,19 @@ class Dispatch:
         placed: jax.Array = self.put(array)
         return placed
 
-    def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: np.ndarray) -> jax.Array:
+    def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: jax.Array) -> jax.Array:
         """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
-        return self._inventory(prompt_name(lanes), self._weights, hidden, self.put(target))
+        return self._inventory(program_name(PROMPT_LOGPROBS, lanes=lanes), self._weights, hidden, target)
 
     def pool(self, lanes: int, hidden: jax.Array, count: np.ndarray) -> jax.Array:
         """Run `graphs.steps.after_prefill.pool_chunk` on a prefill call. count: tokens of each lane."""
-        return self._inventory(pool_name(lanes), self._weights, hidden, self.put(count))
+        return self._inventory(program_name(POOL, lanes=lanes), self._weights, hidden, self.put(count))
 
     def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
         """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
         if self._device_proposer is not None and self._device_proposer.reads_prompts:
-            state = self._inventory(
-                read_name(lanes), self._weights, self._rope, seen, work, *self._device_proposer.takes
-            )
+            name, takes = program_name(READ_PROMPTS, lanes=lanes), self._device_proposer.takes
+            state = self._inventory(name, self._weights, self._rope, seen, work, *takes)
             self._device_proposer.keep(state)
 
     def fill_tables(self, slot: int, row: RowSettings) -> None:
@@ -227,7 +220,7 @@ class Dispatch:
     ) -> FirstSamples:
         lanes = _smallest(sizes.lanes, len(chunks))
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        name = prefill_name(lanes, sizes.keys_for(max(ends)))
+        name = program_name(PREFILL, lanes=lanes, keys=sizes.keys_for(max(ends)))
         last = {lane: settings[chunk.request_id] for lane, chunk in enumerate(chunks) if chunk.is_last}
         for lane, row in last.items():
             self.fill_tables(chunks[lane].slot.index, row)
@@ -272,7 +265,7 @@ class Dispatch:
 
     def _prompt_logprobs(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
-    ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
+    ) -> ScoredPrompts | None:
         asked = []
         target = np.full((lanes, self._chunk_size), -1, np.int32)
         for lane, chunk in enumerate(chunks):
@@ -281,7 +274,8 @@ class Dispatch:
                 target[lane, : len(ahead)] = ahead
         if not asked:
             return None
-        return self.prompt_logprobs(lanes, hidden, target.reshape(-1)), tuple(asked)
+        placed = self.put(target.reshape(-1))
+        return ScoredPrompts(self.prompt_logprobs(lanes, hidden, placed), tuple(asked), placed)
 
     def _pooled(
         self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
@@ -341,7 +335,7 @@ class Dispatch:
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = sizes.keys_for(min(longest, self._context_length))
         packed = self._given(pack(make_drafts(rows, drafts, lanes, width)))
-        samples, top = self.run_verify(verify_name(lanes, width, keys), packed)
+        samples, top = self.run_verify(program_name(VERIFY, lanes=lanes, width=width, keys=keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
         return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
 

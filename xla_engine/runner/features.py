@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.inventory import Inventory, Program
+from xla_engine.graphs.inventory import Inventory, Program, program_name
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.runner.vision_tower import Stream, VisionTower
 from xla_engine.scheduler import Chunk, Encode
+
+STORE = "store_features"
 
 
 def place_bytes(config: VisionConfig | PatchConfig) -> int:
@@ -57,7 +59,10 @@ class FeatureBuffer:
             features = jax.ShapeDtypeStruct((count, width), jnp.float32)
             places = jax.ShapeDtypeStruct((count // self.place_tokens,), jnp.int32)
             store = Program(
-                name=_store_name(count), function=_store, arguments=(rows, features, places), donate=(0,)
+                name=program_name(STORE, rows=count),
+                function=_store,
+                arguments=(rows, features, places),
+                donate=(0,),
             )
             self._inventory.compile([store])
         for example in tower.examples:  # first calls
@@ -86,7 +91,7 @@ class FeatureBuffer:
             own, places = places[:count], places[count:]
             padded = np.full(count, self.places, np.int32)  # spare: nowhere
             padded[: len(own)] = own
-            self.rows = self._inventory(_store_name(len(part)), self.rows, part, padded)
+            self.rows = self._inventory(program_name(STORE, rows=len(part)), self.rows, part, padded)
 
     def of_chunks(self, chunks: Sequence[Chunk], lanes: int, width: int) -> Any:
         """`Lanes.feature` of a prefill call: i32 `[lanes, width]`."""
@@ -115,10 +120,6 @@ class FeatureBuffer:
         self.rows.delete()
         self._inventory.clear()
         self.tower.close()
-
-
-def _store_name(count: int) -> str:
-    return f"store_features[rows={count}]"
 
 
 def _store(rows: jax.Array, features: jax.Array, places: jax.Array) -> jax.Array:

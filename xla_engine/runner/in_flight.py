@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +15,22 @@ from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepResult
 
 
+class ScoredPrompts(NamedTuple):
+    """Log-probabilities of the tokens of a prefill call's chunks, packed, with lane, chunk and settings of those that
+    requested them. target: i32 `[lanes * chunk size]`, the tokens; -1: none."""
+
+    packed: jax.Array
+    asked: tuple[tuple[int, Chunk, RowSettings], ...]
+    target: jax.Array
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSamples:
     """Device results of one prefill call.
 
     samples: packed. lanes: those that completed a prompt. wanted: how many top log-probabilities each of these needs.
     top: the most likely tokens; None if no lane needs any.
-    prompt: log-probabilities of the chunks' tokens, with lane, chunk and settings of those that requested them.
+    prompt: log-probabilities of the chunks' tokens; None if none were requested.
     hidden: f32 `[lanes * chunk size, D]`, the residual stream after the last layer.
     pooled: the pooled vectors, with lane, chunk and settings of each pooled lane. These lanes sample no token.
     """
@@ -29,7 +39,7 @@ class FirstSamples:
     lanes: tuple[int, ...]
     wanted: tuple[int, ...]
     top: jax.Array | None
-    prompt: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None
+    prompt: ScoredPrompts | None
     hidden: jax.Array
     pooled: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None = None
 
@@ -134,8 +144,8 @@ def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
     for call in step.first:
         if call.prompt is None:
             continue
-        packed = np.asarray(call.prompt[0]).reshape(-1, chunk_size, call.prompt[0].shape[1])
-        for lane, chunk, row in call.prompt[1]:
+        packed = np.asarray(call.prompt.packed).reshape(-1, chunk_size, call.prompt.packed.shape[1])
+        for lane, chunk, row in call.prompt.asked:
             wanted = row.params.prompt_logprobs or 0
             count = len(prompt_targets(chunk, row))
             scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))

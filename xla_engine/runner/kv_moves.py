@@ -52,43 +52,18 @@ class ParkedState:
     pieces: list[Any]
     row: Any
 
-
-class Parked:
-    """The states of parked requests, by request id."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, ParkedState] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
+    def __post_init__(self) -> None:
+        """Start the copy to the host."""
+        for leaf in jax.tree.leaves((self.pieces, self.row)):
+            leaf.copy_to_host_async()
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            leaf.nbytes for each in self._states.values() for leaf in jax.tree.leaves((each.pieces, each.row))
-        )
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.pieces, self.row)))
 
-    def put(self, request_id: str, pieces: list[Any], row: Any) -> None:
-        """Add a state, and start its copy to the host."""
-        for leaf in jax.tree.leaves((pieces, row)):
-            leaf.copy_to_host_async()
-        self._states[request_id] = ParkedState(pieces, row)
-
-    def settle(self, request_id: str) -> None:
-        """Finish the copy of a parked request and free the device arrays; does nothing if it is no longer parked."""
-        if (parked := self._states.get(request_id)) is not None:
-            parked.pieces, parked.row = jax.tree.map(np.asarray, (parked.pieces, parked.row))
-
-    def take(self, request_id: str) -> ParkedState:
-        return self._states.pop(request_id)
-
-    def discard(self, request_id: str) -> None:
-        """Remove the state of a request, if it is parked."""
-        self._states.pop(request_id, None)
-
-    def clear(self) -> None:
-        """Remove all states."""
-        self._states.clear()
+    def settle(self) -> None:
+        """Finish the copy, and free the device arrays."""
+        self.pieces, self.row = jax.tree.map(np.asarray, (self.pieces, self.row))
 
 
 class SlotMoves:
@@ -104,7 +79,6 @@ class SlotMoves:
     def __init__(
         self,
         inventory: Inventory,
-        parked: Parked,
         spans: int,
         transfers: Transfers,
         *,
@@ -112,7 +86,6 @@ class SlotMoves:
     ) -> None:
         self._inventory = inventory
         self._transfers = transfers
-        self._parked = parked
         self._spans = spans
         self._stale_is_harmless = stale_is_harmless
 
@@ -126,17 +99,16 @@ class SlotMoves:
             )
         return state
 
-    def park(self, state: State, swap: Swap) -> None:
+    def park(self, state: State, swap: Swap) -> ParkedState:
         """Read a slot and its row state."""
         spans, row = [], None
         for span in range(num_spans(swap.length)):
             moved, row = self._inventory(READ, *state, *self._transfers.scalars(swap.slot.index, span))
             spans.append(moved)
-        self._parked.put(swap.request_id, spans, row)
+        return ParkedState(spans, row)
 
-    def resume(self, state: State, swap: Swap) -> State:
+    def resume(self, state: State, swap: Swap, parked: ParkedState) -> State:
         """Write a parked request into a slot."""
-        parked = self._parked.take(swap.request_id)
         row = self._transfers.whole(parked.row)
         for span in range(self._last(swap.length, moves=True)):
             moved = self._transfers.pieces(parked.pieces[min(span, len(parked.pieces) - 1)])
@@ -164,10 +136,9 @@ class SlotMoves:
 class BlockMoves:
     """Moves of blocks, a span's worth of them per call. The cache and row state are donated and returned."""
 
-    def __init__(self, inventory: Inventory, parked: Parked, block_size: int, transfers: Transfers) -> None:
+    def __init__(self, inventory: Inventory, block_size: int, transfers: Transfers) -> None:
         self._inventory = inventory
         self._transfers = transfers
-        self._parked = parked
         self._many = blocks_per_call(block_size)
 
     def copy(self, state: State, copies: Sequence[BlockCopy]) -> State:
@@ -201,7 +172,7 @@ class BlockMoves:
             state = self._inventory(LOAD_BLOCKS, *state, blocks, first, end, self._transfers.pieces(moved))
         return state
 
-    def park(self, state: State, swap: Swap) -> None:
+    def park(self, state: State, swap: Swap) -> ParkedState:
         """Read a request's blocks and its row state."""
         groups, row = [], None
         for blocks in self._groups(swap):
@@ -209,11 +180,10 @@ class BlockMoves:
                 READ_BLOCKS, *state, *self._transfers.scalars(swap.slot.index), self._padded(blocks)
             )
             groups.append(moved)
-        self._parked.put(swap.request_id, groups, row)
+        return ParkedState(groups, row)
 
-    def resume(self, state: State, swap: Swap) -> State:
+    def resume(self, state: State, swap: Swap, parked: ParkedState) -> State:
         """Write a parked request's row state into a slot, and its blocks except for shared ones."""
-        parked = self._parked.take(swap.request_id)
         row = self._transfers.whole(parked.row)
         last = len(parked.pieces) - 1
         for index, (blocks, group) in enumerate(zip(self._groups(swap), parked.pieces, strict=True)):

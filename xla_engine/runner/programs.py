@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.inventory import Program
+from xla_engine.graphs.inventory import Program, program_name
 from xla_engine.graphs.kv_cache.cache import KVCache, States, copy_state, states_of
 from xla_engine.graphs.kv_cache.moves import (
     blocks_per_call,
@@ -40,6 +40,10 @@ from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.inputs import idle_lanes, no_drafts
 
+# Kinds of programs, named by sizes: lanes, width and keys, as far as these tell programs of a kind apart.
+PREFILL, VERIFY = "prefill", "verify"
+READ_PROMPTS, POOL = "read_prompts", "pool"
+PROMPT_LOGPROBS, PROMPT_LOGITS = "prompt_logprobs", "prompt_logits"
 COPY, READ, WRITE = "copy_span", "read_span", "write_span"
 CONTINUE = "continue_row"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_blocks"
@@ -107,10 +111,11 @@ def make_programs(
         prefill = functools.partial(prefill, axes=axes) if axes else prefill
         for lanes in config.prefill_lanes:
             idle = idle_lanes(config, lanes, turns=bool(axes))
-            add(prefill_name(lanes, bucket), prefill, None, idle, more)
+            add(program_name(PREFILL, lanes=lanes, keys=bucket), prefill, None, idle, more)
         donate = (2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3)
         for lanes, width in config.verify_shapes:
-            name, checks = verify_name(lanes, width, bucket), functools.partial(verify, spec, bucket, width)
+            checks = functools.partial(verify, spec, bucket, width)
+            name = program_name(VERIFY, lanes=lanes, width=width, keys=bucket)
             add(name, checks, None, no_drafts(lanes, width), proposer_state, donate, spec.isa)
         for width in few:
             few_rows = functools.partial(decode_few_rows, spec, bucket)
@@ -119,17 +124,17 @@ def make_programs(
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
         logprobs = functools.partial(prompt_logprobs, spec, config.head_rows)
-        programs.append(_of_hidden(prompt_name(lanes), logprobs, spec, state[0], tokens, tokens))
+        programs.append(_of_hidden(PROMPT_LOGPROBS, lanes, logprobs, spec, state[0], tokens, tokens))
         if pooling is not None:
             pool = functools.partial(pool_chunk, spec, pooling, config.chunk_size)
-            programs.append(_of_hidden(pool_name(lanes), pool, spec, state[0], tokens, lanes))
+            programs.append(_of_hidden(POOL, lanes, pool, spec, state[0], tokens, lanes))
         if proposer is not None and proposer.read is not None:
             idle = idle_lanes(config, lanes)
             width = spec.config.hidden_size * max(1, len(taps))
             seen = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
             programs.append(
                 Program(
-                    name=read_name(lanes),
+                    name=program_name(READ_PROMPTS, lanes=lanes),
                     function=proposer.read(spec, buckets[-1], idle, rows),
                     arguments=(*state[:2], seen, _abstract(pack(idle)), *proposer_state),
                     donate=(3 + len(proposer_state),),
@@ -148,17 +153,24 @@ def logits_programs(
     function = functools.partial(prompt_logits, spec, config.head_rows)
     sizes = {lanes: lanes * config.chunk_size for lanes in lane_choices}
     return [
-        _of_hidden(logits_name(lanes), function, spec, _abstract(weights), tokens, tokens)
+        _of_hidden(PROMPT_LOGITS, lanes, function, spec, _abstract(weights), tokens, tokens)
         for lanes, tokens in sizes.items()
     ]
 
 
 def _of_hidden(
-    name: str, function: Callable[..., Any], spec: ModelSpec, weights: Any, tokens: int, count: int
+    kind: str,
+    lanes: int,
+    function: Callable[..., Any],
+    spec: ModelSpec,
+    weights: Any,
+    tokens: int,
+    count: int,
 ) -> Program:
     """A program of weights, the hidden states of a prefill call of `tokens` positions, and `count` integers."""
     hidden = jax.ShapeDtypeStruct((tokens, spec.config.hidden_size), jnp.float32)
     asked = jax.ShapeDtypeStruct((count,), jnp.int32)
+    name = program_name(kind, lanes=lanes)
     return Program(name=name, function=function, arguments=(weights, hidden, asked))
 
 
@@ -235,31 +247,8 @@ def _move(
 
 def decode_name(key_length: int, rows: int | None = None) -> str:
     """The name of a decode program. rows: of a program of few rows; None: all rows."""
-    return f"decode[keys={key_length}]" if rows is None else f"decode[rows={rows},keys={key_length}]"
-
-
-def prefill_name(lanes: int, key_length: int) -> str:
-    return f"prefill[lanes={lanes},keys={key_length}]"
-
-
-def verify_name(lanes: int, width: int, key_length: int) -> str:
-    return f"verify[lanes={lanes},width={width},keys={key_length}]"
-
-
-def read_name(lanes: int) -> str:
-    return f"read_prompts[lanes={lanes}]"
-
-
-def prompt_name(lanes: int) -> str:
-    return f"prompt_logprobs[lanes={lanes}]"
-
-
-def logits_name(lanes: int) -> str:
-    return f"prompt_logits[lanes={lanes}]"
-
-
-def pool_name(lanes: int) -> str:
-    return f"pool[lanes={lanes}]"
+    few = {} if rows is None else {"rows": rows}
+    return program_name("decode", **few, keys=key_length)
 
 
 def _abstract(tree: Any) -> Any:

@@ -19,7 +19,7 @@ from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.inventory import GraphReport, Inventory, Program
+from xla_engine.graphs.inventory import GraphReport, Inventory, Program, program_name
 from xla_engine.graphs.kv_cache.cache import keeps_every_position
 from xla_engine.graphs.kv_cache.moves import num_spans, read_blocks
 from xla_engine.graphs.ops.rope import rope_tables
@@ -46,10 +46,10 @@ from xla_engine.runner.in_flight import (
     fetch_samples,
 )
 from xla_engine.runner.inputs import Draft, prompt_targets
-from xla_engine.runner.kv_moves import BlockMoves, Parked, SlotMoves, StateMoves, Transfers
+from xla_engine.runner.kv_moves import BlockMoves, ParkedState, SlotMoves, StateMoves, Transfers
 from xla_engine.runner.portable import audit
 from xla_engine.runner.program_store import program_store
-from xla_engine.runner.programs import CONTINUE, logits_name, logits_programs, make_programs
+from xla_engine.runner.programs import CONTINUE, PROMPT_LOGITS, logits_programs, make_programs
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import StepCosts, measure
@@ -184,15 +184,14 @@ class Runner:
         )
         began = time.perf_counter()
         programs, put = self._programs()
-        self._parked = Parked()
+        self._parked: dict[str, ParkedState] = {}  # by request id
         self._slot_moves = SlotMoves(
             self._inventory,
-            self._parked,
             num_spans(self.buckets[-1]),
             put,
             stale_is_harmless=self.spec.attention.bounded_by_length,
         )
-        self._block_moves = BlockMoves(self._inventory, self._parked, config.block_size, put)
+        self._block_moves = BlockMoves(self._inventory, config.block_size, put)
         self._inventory.compile(
             programs, progress=lambda doing, ready: progress(StartupStep(doing, ready, len(programs)))
         )
@@ -264,7 +263,8 @@ class Runner:
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step, and the states that it parked."""
         for swap in step.plan.parks:
-            self._parked.settle(swap.request_id)
+            if (parked := self._parked.get(swap.request_id)) is not None:
+                parked.settle()
         return fetch_samples(step)
 
     def count_padding(self, histogram: Histogram) -> None:
@@ -274,11 +274,11 @@ class Runner:
     @property
     def parked_bytes(self) -> int:
         """Bytes of parked states in host memory."""
-        return self._parked.num_bytes
+        return sum(each.num_bytes for each in self._parked.values())
 
     def discard(self, request_id: str) -> None:
         """Remove the parked state of a request that has ended."""
-        self._parked.discard(request_id)
+        self._parked.pop(request_id, None)
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
         """Fetch a started step's results about prompts: log-probabilities of their tokens, and pooled vectors."""
@@ -314,16 +314,11 @@ class Runner:
         for call in step.first:
             if call.prompt is None:
                 continue
-            lanes = call.hidden.shape[0] // size
-            asked = [(lane, chunk, prompt_targets(chunk, row)) for lane, chunk, row in call.prompt[1]]
-            target = np.full((lanes, size), -1, np.int32)
-            for lane, _, tokens in asked:
-                target[lane, : len(tokens)] = tokens
-            placed = self._devices.put(target.reshape(-1))
-            packed = self._inventory(logits_name(lanes), self.weights.leaves, call.hidden, placed)
-            logits = np.asarray(packed).reshape(lanes, size, -1)
-            for lane, chunk, tokens in asked:
-                take(chunk.request_id, chunk.start, logits[lane, : len(tokens)])
+            name = program_name(PROMPT_LOGITS, lanes=len(call.hidden) // size)
+            packed = self._inventory(name, self.weights.leaves, call.hidden, call.prompt.target)
+            logits = np.asarray(packed).reshape(-1, size, packed.shape[1])
+            for lane, chunk, row in call.prompt.asked:
+                take(chunk.request_id, chunk.start, logits[lane, : len(prompt_targets(chunk, row))])
 
     def reset(self) -> None:
         """Reset row state, counters and parked states as at start-up; the cache keeps its content."""
@@ -483,7 +478,7 @@ class Runner:
         whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved)
         if devices.is_one:
             return whole, Transfers(whole=put, pieces=put)
-        mine, saved = state.local_cache(), state.local_states()
+        mine, saved = state.local()
         local = make(weights=self.spec.leaves.on_device(), cache=mine, saved=saved)
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
@@ -491,7 +486,7 @@ class Runner:
         state, paged = self._state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
         for swap in plan.parks:
-            moves.park(state.held, swap)
+            self._parked[swap.request_id] = moves.park(state.held, swap)
         if self.block_storage is not None and (plan.stores or plan.loads):
             if plan.stores:
                 found = self._block_moves.read(state.held, [each.block for each in plan.stores])
@@ -499,7 +494,7 @@ class Runner:
             state.held = self._block_moves.load(state.held, plan.loads, self.block_storage.take(plan.loads))
         state.held = self._block_moves.copy(state.held, plan.copies)
         for swap in plan.resumes:
-            state.held = moves.resume(state.held, swap)
+            state.held = moves.resume(state.held, swap, self._parked.pop(swap.request_id))
             self._dispatch.lengths[swap.slot.index] = swap.length
             self._dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
         for part in plan.continues:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from xla_engine.graphs.inventory import program_name
 from xla_engine.graphs.row_state.rows import pack
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.dispatch import Dispatch, decode_work
 from xla_engine.runner.inputs import no_drafts
-from xla_engine.runner.programs import decode_name, verify_name
+from xla_engine.runner.programs import VERIFY, decode_name
 
 _LENGTH = 128  # positions of a row that is timed
 _RUNS = 5
@@ -93,13 +94,16 @@ def measure(
         drafts.start[:] = rows.length[:lanes] + 1
         if on_device:
             drafts.tokens[:], drafts.lookup[:] = -1, True
-        calls[lanes, width] = verify_name(lanes, width, keys), dispatch.put(pack(drafts))
+        calls[lanes, width] = (
+            program_name(VERIFY, lanes=lanes, width=width, keys=keys),
+            dispatch.put(pack(drafts)),
+        )
 
     found = dict.fromkeys(calls, math.inf)
     for run in range(_RUNS):  # interleaved, so that other load on the machine affects all alike
         for key, (name, work) in calls.items():
             begin(run)
-            start = dispatch.run_verify if name.startswith("verify") else dispatch.run
+            start = dispatch.run_verify if name.startswith(VERIFY) else dispatch.run
             began = time.perf_counter()
             jax.block_until_ready(start(name, work))
             found[key] = min(found[key], time.perf_counter() - began)

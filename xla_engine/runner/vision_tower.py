@@ -16,7 +16,7 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.inventory import GraphReport, Inventory
+from xla_engine.graphs.inventory import GraphReport, Inventory, program_name
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.rope import cosines_and_sines, power
 from xla_engine.graphs.vision.config import BUCKETS, CHANNELS, PatchConfig
@@ -28,7 +28,6 @@ from xla_engine.graphs.vision.layers import (
     ROWS,
     TAP,
     Config,
-    program_name,
     rows_of_part,
 )
 from xla_engine.graphs.vision.programs import leaf_shapes, tower_programs
@@ -261,13 +260,13 @@ class VisionTower:
             count = np.int32((self.tokens(tile.shape) or 0) * self.config.merged)
             picture = (jax.device_put(angles), jax.device_put(count))
         given = map(jax.device_put, inputs)
-        x = self._inventory(program_name(EMBED, rows), self._leaves[EMBED], self._table, *given)
+        x = self._inventory(program_name(EMBED, rows=rows), self._leaves[EMBED], self._table, *given)
         return Stream(rows, x, picture, [], {})
 
     def _behind(self, call: Call, stream: Stream) -> Stream:
         """The picture behind a call."""
         kind, number, start = call
-        name, at = program_name(kind, stream.rows), np.int32(start)
+        name, at = program_name(kind, rows=stream.rows), np.int32(start)
 
         def run(group: str, *arguments: Any) -> Any:
             return self._inventory(name, self._leaves[group], *arguments)

@@ -17,7 +17,7 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.environment import embedded_model_directory
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
-from xla_engine.runner.kv_moves import Parked
+from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.kv.allocator import Slots
 from xla_engine.scheduler.kv.block_manager import BlockPool
 from xla_engine.tools.soak.faults import FaultyDevice, FaultyTokenizer
@@ -144,9 +144,19 @@ def _blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _parked_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Parked, "discard", _nothing)
-    monkeypatch.setattr(Parked, "clear", _nothing)
-    monkeypatch.setattr(Parked, "take", lambda self, name: self._states[name])
+    class Keeping(dict[str, Any]):
+        clear = _nothing
+
+        def pop(self, name: str, *default: Any) -> Any:
+            return self.get(name, *default)
+
+    def start(self: Runner, *arguments: Any) -> Any:
+        if not isinstance(self._parked, Keeping):
+            self._parked = Keeping()
+        return real(self, *arguments)
+
+    real = Runner.start
+    monkeypatch.setattr(Runner, "start", start)
 
 
 def _ends_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

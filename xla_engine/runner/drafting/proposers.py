@@ -241,7 +241,7 @@ def load_mtp(checkpoint: Checkpoint) -> Checkpoint:
                 f"{tensors.names}: tensor {source.name} of the MTP layer {found}; leave method 'mtp' out, or use a "
                 f"checkpoint that has such a layer (Qwen3-Next, Qwen3.5)"
             )
-    weights = StoredWeights(tensors, sources, parameter_shapes(config) | shapes, checkpoint.dtype)
+    weights = StoredWeights(tensors, sources, {**parameter_shapes(config), **shapes}, checkpoint.dtype)
     return replace(checkpoint, config=config, weights=weights)
 
 
