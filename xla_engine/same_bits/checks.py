@@ -380,23 +380,17 @@ def _draw_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> P
 
 def _fresh_prompt(draw: random.Random, tokens: int, corpus: tuple[int, ...]) -> Prompt:
     """The same with a new beginning, so that no cache contains it."""
+    begin: Any = f"{draw.getrandbits(64):016x} "
+    length = 8
     if corpus:
-        nonce = tuple(draw.choice(corpus) for _ in range(12))
-        piece = _draw_prompt(draw, tokens - len(nonce), corpus)
-        assert isinstance(piece, tuple)
-        return nonce + piece
-    piece = _draw_prompt(draw, tokens - 8, corpus)
-    assert isinstance(piece, str)
-    return f"{draw.getrandbits(64):016x} {piece}"
+        length = 12
+        begin = tuple(draw.choice(corpus) for _ in range(length))
+    return begin + _draw_prompt(draw, tokens - length, corpus)
 
 
-def _lengthened(prompt: Prompt, tokens: int, draw: random.Random, corpus: tuple[int, ...]) -> Prompt:
+def _lengthened(prompt: Any, tokens: int, draw: random.Random, corpus: tuple[int, ...]) -> Prompt:
     """The prompt and about as many tokens more."""
-    more = _draw_prompt(draw, tokens, corpus)
-    if isinstance(prompt, str):
-        return f"{prompt}{more}"
-    assert isinstance(more, tuple)
-    return prompt + more
+    return prompt + _draw_prompt(draw, tokens, corpus)
 
 
 def _one_begins_the_other(one: Choice, two: Choice) -> bool:
