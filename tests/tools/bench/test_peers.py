@@ -115,11 +115,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 rounds=2,
                 threads=1,
                 peers=more.pop("peers", {}),
-                python=sys.executable,
                 cache=tmp_path,
                 prompt_tokens=8,
                 new_tokens=more.pop("new", 12),
-                say=lambda text: None,
                 **more,
             )
         )

@@ -129,8 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 config=read_config(files.directory),
                 peers=peers,
                 without=frozenset(skipped),
-                python=sys.executable,
-                say=lambda text: print(text, file=sys.stderr, flush=True),
             )
         )
     except (XlaEngineError, PeerFailed, ValueError) as error:

@@ -1,8 +1,9 @@
 """The measurement: every engine at every batch size and workload, in turns."""
 
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from xla_engine.tools.bench.peers import (
     PeerFailed,
     Process,
 )
-from xla_engine.tools.bench.rounds import STOP_SLACK, Side, Turns, judge_turns, take_turns
+from xla_engine.tools.bench.rounds import STOP_SLACK, Side, Turns, judge_turns, say, take_turns
 from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
 
 # figures of which the card shows ours over theirs
@@ -45,13 +46,12 @@ class Options:
     workloads: names in `WORKLOADS`.
     rounds: measured turns of every engine.
     threads: cores for every engine.
-    peers: interpreters by peer name. python: interpreter of all others.
+    peers: interpreters by peer name; all others run in this one.
     cache: directory for what engines write.
     without: peers to leave out.
     seed, prompt_tokens, new_tokens, arrival_rate: of the workloads, see `Sizes`.
     verify: requests to verify at each batch size; 0 leaves it out.
     judge: requests to judge in each workload; 0 leaves it out.
-    say: called with lines about the progress.
     """
 
     model: str
@@ -63,7 +63,6 @@ class Options:
     rounds: int
     threads: int
     peers: Mapping[str, str]
-    python: str
     cache: Path
     without: frozenset[str] = frozenset()
     seed: int = 0
@@ -72,7 +71,6 @@ class Options:
     arrival_rate: float | None = None
     verify: int = 40
     judge: int = 8
-    say: Callable[[str], None] = print
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 def _open_judge(options: Options, record: dict[str, Any]) -> Process:
     """A judge: transformers in float32 if it is installed, else this engine's plain forward pass."""
-    candidates = ((options.peers.get(REFERENCE, options.python), "hf:judge"), (options.python, "xla:judge"))
+    candidates = ((options.peers.get(REFERENCE, sys.executable), "hf:judge"), (sys.executable, "xla:judge"))
     for python, kind in candidates:
         judge = None
         try:
@@ -150,9 +148,7 @@ def _measure_batch(options: Options, batch: int, judge: Process | None, record: 
             _start(options, name, batch, longest, sides, record)
         _gather_limits(options, sides, record)
         for workload in workloads:
-            turns = take_turns(
-                workload, sides, batch=batch, rounds=options.rounds, positions=limit, say=options.say
-            )
+            turns = take_turns(workload, sides, batch=batch, rounds=options.rounds, positions=limit)
             if judge is not None:
                 judge_turns(workload, turns, judge, requests=options.judge, dtype=options.dtype)
             stored = {side.name: side.loaded.get("weight_bytes") for side in sides}
@@ -169,12 +165,12 @@ def _start(
     """Start and load one engine. A peer that cannot start is skipped with the reason; this engine must start."""
     if name in record["skipped"]:
         return
-    options.say(f"B = {batch}: loading {name}")
+    say(f"B = {batch}: loading {name}")
     peer = Peer("xla:Engine", "this engine") if name == OURS else PEERS[name]
     began = time.monotonic()
     process = None
     try:
-        process = Process(options.peers.get(name, options.python), peer.kind, options.threads)
+        process = Process(options.peers.get(name, sys.executable), peer.kind, options.threads)
         wanted = {
             "model": str(options.files.directory),
             "file": None if options.files.file is None else str(options.files.file),
@@ -221,7 +217,7 @@ def _finish_batch(options: Options, batch: int, sides: list[Side], record: dict[
             peak = side.process.ask("memory")["peak_mib"]
             record["engines"][side.name].setdefault("peak_mib", {})[str(batch)] = round(peak)
     if options.verify:
-        options.say(f"B = {batch}: verify, {options.verify} requests")
+        say(f"B = {batch}: verify, {options.verify} requests")
         found = sides[0].process.ask("verify", requests=options.verify)
         record["verify"].append({"batch": batch} | found)
         if not found["ok"]:

@@ -6,8 +6,9 @@ If streams are wrong, or could hide that they are, the engine's rate is void.
 import contextlib
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -101,6 +102,11 @@ class Turns:
     verdict: Verdict | None = None
 
 
+def say(text: str) -> None:
+    """Tell about the progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def take_turns(
     workload: Workload,
     sides: list[Side],
@@ -108,7 +114,6 @@ def take_turns(
     batch: int,
     rounds: int,
     positions: int,
-    say: Callable[[str], None],
 ) -> dict[str, Turns]:
     """Warm up every side that can run the workload, then let each run it once a round, every other round backwards.
 
