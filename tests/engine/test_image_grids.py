@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -36,7 +37,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage, Request
 
 MODEL = FAMILIES / "qwen3_vl"
-TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
+TABLE = value_table(SimpleNamespace(rescale_factor=1 / 255, image_mean=(0.5,) * 3, image_std=(0.5,) * 3))
 IMAGE, UNIT = 197, 8  # the id of <|image_pad|>; pixels of a token's side
 GRIDS = (
     (3, 5),
@@ -315,7 +316,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["vision_config"]["out_hidden_size"] = 64
     (directory / "config.json").write_text(json.dumps(config))
     files = open_model(directory)
-    text, family = transformers_model(files, files.config_fields())
+    text, family = transformers_model(files.config_fields())
     vision = read_vision(files.config_fields(), family, text)
     draw, tensors = np.random.default_rng(0), {}
     for sources in (*tensor_sources(text, family).values(), *vision_sources(vision, family).values()):

@@ -17,7 +17,7 @@ from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
-from xla_engine.images.processor import ImageProcessor
+from xla_engine.images.processor import ImageProcessor, value_table
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import PicturedPrompt
@@ -27,15 +27,17 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FeatureSpan, PromptImage, Request
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
-TABLE = ImageProcessor(
-    longest_edge=24,
-    tile=24,
-    do_image_splitting=False,
-    resample=1,
-    rescale_factor=1 / 255,
-    image_mean=(0.5, 0.5, 0.5),
-    image_std=(0.5, 0.5, 0.5),
-).table()
+TABLE = value_table(
+    ImageProcessor(
+        longest_edge=24,
+        tile=24,
+        do_image_splitting=False,
+        resample=1,
+        rescale_factor=1 / 255,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+)
 IMAGE = 198  # the id of <image>
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=8, logprobs=0, ignore_eos=True)
 SMALL = EngineConfig(

@@ -19,21 +19,23 @@ from tests.images.conftest import GOLDEN
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.images.encoder import ImageEncoder
-from xla_engine.images.processor import ImageProcessor
+from xla_engine.images.processor import ImageProcessor, value_table
 from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.runner.vision_tower import VisionTower
 
 CASES = ("idefics3", "smolvlm", "gemma3_vision")
-TABLE = ImageProcessor(  # of values from -1 to 1, as the golden files have them
-    longest_edge=24,
-    tile=24,
-    do_image_splitting=False,
-    resample=1,
-    rescale_factor=1 / 255,
-    image_mean=(0.5, 0.5, 0.5),
-    image_std=(0.5, 0.5, 0.5),
-).table()
+TABLE = value_table(  # of values from -1 to 1, as the golden files have them
+    ImageProcessor(
+        longest_edge=24,
+        tile=24,
+        do_image_splitting=False,
+        resample=1,
+        rescale_factor=1 / 255,
+        image_mean=(0.5, 0.5, 0.5),
+        image_std=(0.5, 0.5, 0.5),
+    )
+)
 
 
 def tower_of(name: str, dtype: str) -> VisionTower:

@@ -41,7 +41,7 @@ from xla_engine.runner.self_check.check import tile_differences
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower, patches_of
 
 MODEL = GOLDEN / "families" / "qwen3_vl"
-TABLE = value_table(1 / 255, (0.5,) * 3, (0.5,) * 3)
+TABLE = value_table(SimpleNamespace(rescale_factor=1 / 255, image_mean=(0.5,) * 3, image_std=(0.5,) * 3))
 PUBLISHED = {  # that of Qwen3-VL-2B-Instruct
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "patch_size": 16,
@@ -76,7 +76,9 @@ def rows_of(patches: SimpleNamespace, directory: Path, step: int) -> list[list[A
         processor, decoder = processors[kind], decoders[kind]
         (tile,) = decoder.tiles(data)
         size = processor.patch_size
-        cut = processor.table()[np.arange(3)[:, None, None], patches_of(tile, size, processor.merge_size)]
+        cut = value_table(processor)[
+            np.arange(3)[:, None, None], patches_of(tile, size, processor.merge_size)
+        ]
         twice = np.broadcast_to(cut[:, :, None], (len(cut), 3, 2, size, size)).reshape(len(cut), -1)
         found.append([name, tile.shape[0] // size, tile.shape[1] // size, patches.BASE.digest(twice)])
         assert decoder.grid(data).tokens == len(cut) // processor.merge_size**2

@@ -18,7 +18,7 @@ from PIL import Image
 
 from xla_engine.errors import CheckpointError, ImageTooLargeError, InvalidImageError
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
-from xla_engine.images.processor import ImageProcessor, read_image_processor
+from xla_engine.images.processor import ImageProcessor, read_image_processor, value_table
 
 SMALL = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
 # That of SmolVLM-256M-Instruct.
@@ -95,7 +95,7 @@ def test_tiles_and_pixels_are_those_of_transformers(
         decoder = decoders[kind]
         grid = decoder.grid(data)
         tiles = decoder.tiles(data, grid)
-        pixels = decoder.processor.table()[np.arange(3), tiles]
+        pixels = value_table(decoder.processor)[np.arange(3), tiles]
         found = [name, grid.rows, grid.columns, script.digest(tiles), script.digest(pixels)]
         assert found == expected
     for decoder in decoders.values():
@@ -120,7 +120,7 @@ def compare_gemma3(script: SimpleNamespace, golden: dict[str, Any], decoders: An
         decoder = decoders[kind]
         assert decoder.grid(data).tiles == 1
         tiles = decoder.tiles(data)
-        pixels = decoder.processor.table()[np.arange(3), tiles]
+        pixels = value_table(decoder.processor)[np.arange(3), tiles]
         assert [name, script.digest(tiles), script.digest(pixels)] == expected
 
 
@@ -155,7 +155,7 @@ def test_lossy_pictures_of_real_size_are_those_of_transformers(
         data = as_file(script.picture(seed, "RGB", size), "JPEG", exif=exif, quality=80)
         upright = ImageOps.exif_transpose(Image.open(BytesIO(data)))
         expected = theirs(upright, return_tensors="np")["pixel_values"][0].transpose(0, 2, 3, 1)
-        found = decoder.processor.table()[np.arange(3), decoder.tiles(data)]
+        found = value_table(decoder.processor)[np.arange(3), decoder.tiles(data)]
         np.testing.assert_array_equal(found, expected)
 
 
@@ -366,4 +366,4 @@ def test_the_processor_is_read_from_the_newer_file_too(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PUBLISHED}))
     newer = read_image_processor(tmp_path)
     assert newer == processor_of(tmp_path, PUBLISHED | {"video_sampling": {"fps": 1}, "do_center_crop": None})
-    assert newer.table().shape == (3, 256) and newer.table()[0, 255] == 1
+    assert value_table(newer).shape == (3, 256) and value_table(newer)[0, 255] == 1

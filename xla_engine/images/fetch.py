@@ -277,17 +277,8 @@ class Fetcher:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.run_until_complete(_cancelled())
-    loop.close()
-
-
-async def _cancelled() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    await asyncio.sleep(0)  # connections that were aborted are closed
+    with asyncio.Runner(loop_factory=lambda: loop):  # at its end, tasks are cancelled and the loop is closed
+        loop.run_forever()
 
 
 def _in_field(host: str) -> str:

@@ -62,7 +62,7 @@ class PictureReader:
         Raises CheckpointError, and ConfigError without Pillow or for an `access` that is impossible.
         """
         fields = files.config_fields()
-        text, family = transformers_model(files, fields)
+        text, family = transformers_model(fields)
         if not family.vision:
             return None
         if (tokenizer := Tokenizer.of_model(files)) is None:

@@ -23,6 +23,7 @@ _LONGEST = 4096  # pixels; transformers never makes a side longer
 _MOST_TILES = 16  # in a row or a column
 _OVERRIDES = ("size", "do_image_splitting")
 _PAN_AND_SCAN = "do_pan_and_scan"
+_EDGE = "longest_edge"
 _READ = (
     *("do_convert_rgb", "do_normalize", "do_rescale", "do_resize", "image_mean", "image_std", "resample"),
     *("rescale_factor", "size", "image_processor_type"),
@@ -89,7 +90,7 @@ class ImageProcessor:
     tile: side of a tile, pixels.
     do_image_splitting: cut a picture into several tiles; otherwise each picture is one tile.
     resample: Pillow's number of the filter.
-    rescale_factor, image_mean, image_std: of `table`; None if the step is left out.
+    rescale_factor, image_mean, image_std: of `value_table`; None if the step is left out.
     """
 
     longest_edge: int | None
@@ -112,9 +113,6 @@ class ImageProcessor:
                 rows, columns = whole[1] // self.tile, whole[0] // self.tile
         return Grid(picture=(width, height), resized=resized, whole=whole, rows=rows, columns=columns)
 
-    def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return value_table(self.rescale_factor, self.image_mean, self.image_std)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchProcessor:
@@ -124,7 +122,7 @@ class PatchProcessor:
     shortest_edge, longest_edge: the fewest and the most pixels of a resized picture; the names are transformers'.
     patch_size: side of a patch, pixels. merge_size: this many patches in either direction become one token.
     resample: Pillow's number of the filter.
-    rescale_factor, image_mean, image_std: of `table`; None if the step is left out.
+    rescale_factor, image_mean, image_std: of `value_table`; None if the step is left out.
     """
 
     shortest_edge: int
@@ -142,9 +140,6 @@ class PatchProcessor:
         tokens = (size[0] // unit) * (size[1] // unit)
         return Grid(picture=(width, height), resized=size, whole=size, rows=0, columns=0, tokens=tokens)
 
-    def table(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return value_table(self.rescale_factor, self.image_mean, self.image_std)
-
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Sides rounded to whole squares; if these are too many or too few pixels, scaled first, rounded inwards."""
         unit = self.patch_size * self.merge_size
@@ -160,19 +155,19 @@ class PatchProcessor:
         return sides
 
 
-def value_table(
-    rescale_factor: float | None, image_mean: tuple[float, ...] | None, image_std: tuple[float, ...] | None
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def value_table(processor: ImageProcessor | PatchProcessor) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What a tower sees for each value of a byte in each channel: float32 `[3, 256]`.
 
     Rounded in the processors' order: the product in float64, the rest in float32.
     """
     values = np.arange(256, dtype=np.float32)
-    if rescale_factor is not None:
-        values = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
-    if image_mean is None or image_std is None:
+    if processor.rescale_factor is not None:
+        values = (np.arange(256, dtype=np.float64) * processor.rescale_factor).astype(np.float32)
+    if processor.image_mean is None or processor.image_std is None:
         return np.tile(values, (3, 1))
-    mean, deviation = (np.array(each, dtype=np.float32)[:, None] for each in (image_mean, image_std))
+    mean, deviation = (
+        np.array(each, dtype=np.float32)[:, None] for each in (processor.image_mean, processor.image_std)
+    )
     return (values - mean) / deviation
 
 
@@ -215,9 +210,14 @@ def read_image_processor(
         fields.fail(_PAN_AND_SCAN, "not supported (several crops of a picture). Set it to false")
     values, longest = _values(fields), None
     if one_tile:
-        tile = _side(fields)
+        size = _size(fields, "size", "height", "width")
+        tile = size.integer("height", high=_LONGEST)
+        if size.integer("width", high=_LONGEST) != tile:
+            size.fail("width", f"must be the height, {tile}: tiles are square. Use the checkpoint's own file")
     else:
-        tile, longest = (_edge(fields, name) for name in ("max_image_size", "size"))
+        tile, longest = (
+            _size(fields, name, _EDGE).integer(_EDGE, high=_LONGEST) for name in ("max_image_size", "size")
+        )
         if longest > _MOST_TILES * tile:
             fields.fail(
                 "size", f"at most {_MOST_TILES} tiles of {tile} pixels in a row. Use a smaller longest_edge"
@@ -254,20 +254,17 @@ def _fields(directory: Path) -> Fields:
     return Fields.of_file(own)
 
 
-def _side(fields: Fields) -> int:
-    """The side of the only tile."""
-    size = fields.within("size")
+def _size(fields: Fields, name: str, *sides: str) -> Fields:
+    """The object `name`, which has no other fields than `sides`, of pixels."""
+    size = fields.within(name)
     if size is None:
-        fields.fail(
-            "size", 'must be {"height": PIXELS, "width": PIXELS}. Correct the file or download it again'
-        )
-    for other in sorted(size.values.keys() - {"height", "width"}):
+        form = ", ".join(f'"{side}": PIXELS' for side in sides)
+        fields.fail(name, f"must be {{{form}}}. Correct the file or download it again")
+    for other in sorted(size.values.keys() - set(sides)):
         if size.given(other):
-            size.fail(other, "not supported; height and width are. Correct the file or download it again")
-    side = size.integer("height", high=_LONGEST)
-    if size.integer("width", high=_LONGEST) != side:
-        size.fail("width", f"must be the height, {side}: tiles are square. Use the checkpoint's own file")
-    return side
+            supported = f"only {sides[0]} is" if len(sides) == 1 else f"{' and '.join(sides)} are"
+            size.fail(other, f"not supported; {supported}. Correct the file or download it again")
+    return size
 
 
 def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> PatchProcessor:
@@ -292,30 +289,15 @@ def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -
             fields.fail(name, "not supported for Qwen3-VL. Use the checkpoint's own processor file")
     fields = fields.with_defaults(_PATCH_DEFAULTS)
     values = _values(fields)
-    size = fields.within("size")
-    if size is None:
-        fields.fail("size", 'must be {"shortest_edge": PIXELS, "longest_edge": PIXELS}. Correct the file')
-    for other in sorted(size.values.keys() - {"shortest_edge", "longest_edge"}):
-        if size.given(other):
-            size.fail(other, "not supported; shortest_edge and longest_edge are. Correct the file")
+    size = _size(fields, "size", "shortest_edge", _EDGE)
     shortest = size.integer("shortest_edge", high=_MOST_PIXELS)
     return PatchProcessor(
         shortest_edge=shortest,
-        longest_edge=size.integer("longest_edge", low=shortest, high=_MOST_PIXELS),
+        longest_edge=size.integer(_EDGE, low=shortest, high=_MOST_PIXELS),
         patch_size=fields.integer("patch_size", high=2**10),
         merge_size=fields.integer("merge_size", high=2**6),
         **values,
     )
-
-
-def _edge(fields: Fields, name: str) -> int:
-    size = fields.within(name)
-    if size is None:
-        fields.fail(name, 'must be {"longest_edge": PIXELS}. Correct the file or download it again')
-    for other in sorted(size.values.keys() - {"longest_edge"}):
-        if size.given(other):
-            size.fail(other, "not supported; only longest_edge is. Correct the file or download it again")
-    return size.integer("longest_edge", high=_LONGEST)
 
 
 def _channels(fields: Fields, name: str) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ tokenizers merge the line ends around pictures. Places are found by position in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.images.processor import Grid
@@ -107,22 +108,15 @@ def expand(
             f"the prompt has {len(pieces) - 1} {mark} and {len(grids)} pictures. Write one {mark} for each "
             "picture, and nowhere else"
         )
-    parts, length = [pieces[0]], len(pieces[0])
-    runs: list[tuple[int, int, int]] = []
-
-    def add(part: str) -> None:
-        nonlocal length
-        parts.append(part)
-        length += len(part)
-
+    parts, runs = [pieces[0]], []
     for image, (grid, after) in enumerate(zip(grids, pieces[1:], strict=True)):
         for tile, head in enumerate(form.heads(grid)):
-            add(head)
-            runs.append((image, tile, length))
-            add(token * (grid.tokens or image_seq_len))
-        add(form.tail)
-        add(after)
-    return "".join(parts), runs
+            parts.append(head)
+            runs.append((image, tile, len(parts)))
+            parts.append(token * (grid.tokens or image_seq_len))
+        parts += [form.tail, after]
+    begins = [0, *accumulate(map(len, parts))]
+    return "".join(parts), [(image, tile, begins[part]) for image, tile, part in runs]
 
 
 def _heads(grid: Grid) -> list[str]:

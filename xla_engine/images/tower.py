@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
-from xla_engine.images.processor import ImageProcessor, PatchProcessor, read_image_processor
+from xla_engine.images.processor import (
+    ImageProcessor,
+    PatchProcessor,
+    read_image_processor,
+    value_table,
+)
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision
 from xla_engine.runner.features import places_within, too_few_lanes
@@ -97,7 +102,9 @@ def tower_of(
     Raises CheckpointError for a processor that does not fit.
     """
     check_processor(vision.config, processor)
-    return VisionTower(vision.config, vision.dtype, vision.weights, processor.table(), fingerprint, slices)
+    return VisionTower(
+        vision.config, vision.dtype, vision.weights, value_table(processor), fingerprint, slices
+    )
 
 
 def _decoder_versions() -> list[str | None]:
@@ -129,19 +136,16 @@ def load_reader(model: ModelDescription) -> PictureReader | None:
 
 def no_pictures_with(options: EngineConfig) -> str | None:
     """The option that rules pictures out, and what to do; None if none does."""
-    speculation = options.speculation
-    if options.image_cache_bytes == 0:
-        return "image_cache_bytes is 0; raise it"
-    if options.tensor_parallel_size > 1:
-        return "tensor_parallel_size above 1 does not support them; leave it out"
-    if options.pools:
-        return "runner 'pooling' does not support them; use 'generate'"
-    if options.is_portable:
-        return "bits 'portable' does not support them; use 'machine'"
-    if speculation is not None and speculation.method not in ("ngram", "suffix"):
-        return f"speculation by {speculation.method!r} does not support them; use 'ngram' or 'suffix'"
-    if options.shadow_rate:
-        return "shadow_rate does not support them; leave it out"
-    if options.keep_finished:
-        return "keep_finished does not support them; leave it out"
-    return None
+    method = "ngram" if options.speculation is None else options.speculation.method
+    found = {
+        "image_cache_bytes is 0; raise it": options.image_cache_bytes == 0,
+        "tensor_parallel_size above 1 does not support them; leave it out": options.tensor_parallel_size > 1,
+        "runner 'pooling' does not support them; use 'generate'": options.pools,
+        "bits 'portable' does not support them; use 'machine'": options.is_portable,
+        f"speculation by {method!r} does not support them; use 'ngram' or 'suffix'": (
+            method not in ("ngram", "suffix")
+        ),
+        "shadow_rate does not support them; leave it out": bool(options.shadow_rate),
+        "keep_finished does not support them; leave it out": bool(options.keep_finished),
+    }
+    return next((why for why, is_so in found.items() if is_so), None)

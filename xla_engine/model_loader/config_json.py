@@ -117,12 +117,11 @@ def overridden(fields: Fields, overrides: Mapping[str, Any]) -> Fields:
 
 def read_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
     """`read_config`, and the family that names the tensors. fields: replaces config.json's."""
-    return files.as_stored(*transformers_model(files, fields))
+    return files.as_stored(*transformers_model(files.config_fields() if fields is None else fields))
 
 
-def transformers_model(files: ModelFiles, fields: Fields | None = None) -> tuple[ModelConfig, Family]:
+def transformers_model(fields: Fields) -> tuple[ModelConfig, Family]:
     """`read_model` in transformers' layout, whatever files the model is in; adapters and trainers use this layout."""
-    fields = files.config_fields() if fields is None else fields
     family = _family(fields)
     fields = _text_fields(fields, family) if family.text_type else fields
     fields = fields.with_defaults(family.defaults)
@@ -258,21 +257,23 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         fields.fail("rope_scaling", "contradicts rope_parameters. Keep the one that is right")
     scaling = scalings[0] if scalings else None
-    allowed = "partial_rotary_factor" in family.reads
-    parts = {_part(source, allowed) for source in (fields, *objects, *local)} - {None}
-    if len(parts) > 1:
-        fields.fail("partial_rotary_factor", "given twice and differently. Keep the one that is right")
+    part = _agreed([fields, *objects, *local], "partial_rotary_factor", 1.0)
+    if part not in (None, 1.0) and "partial_rotary_factor" not in family.reads:
+        raise CheckpointError(
+            f"{fields.file}: partial_rotary_factor = {part}: not supported (rotary embedding of a part of each head). "
+            "Use 1"
+        )
     limit = 0
     # Gemma 3's max_position_embeddings is the scaled one already.
     stretched = ("dynamic", "yarn") if family.rope_local else ("linear", "dynamic", "yarn")
     if scaling is not None and scaling.rope_type in stretched:
         limit = min(int(scaling.original_max_position_embeddings * scaling.factor), _LARGEST)
-    theta = _theta([fields, *objects], family.rope_theta)
+    theta = _agreed([fields, *objects], "rope_theta", 1e15) or family.rope_theta
     return {
         "rope_theta": theta,
         "rope_local_base_freq": _local_theta(fields, local, theta) if family.rope_local else None,
         "rope_scaling": scaling,
-        "partial_rotary_factor": parts.pop() if parts else 1.0,
+        "partial_rotary_factor": part or 1.0,
     }, limit
 
 
@@ -297,24 +298,12 @@ def _local_theta(fields: Fields, objects: list[Fields], theta: float) -> float:
     return fields.number("rope_local_base_freq", high=1e15, default=theta)
 
 
-def _theta(sources: list[Fields], default: float) -> float:
-    found = {
-        source.number("rope_theta", high=1e15)
-        for source in sources
-        if source.values.get("rope_theta") is not None
-    }
+def _agreed(sources: list[Fields], name: str, high: float) -> float | None:
+    """The number that all of the objects that have it must give alike; None if none has it."""
+    found = {source.number(name, high=high) for source in sources if source.given(name)}
     if len(found) > 1:
-        sources[0].fail("rope_theta", f"given as {sorted(found)} in one file. Keep the one that is right")
-    return found.pop() if found else default
-
-
-def _part(source: Fields, allowed: bool) -> float | None:
-    if source.values.get("partial_rotary_factor") is None:
-        return None
-    part = source.number("partial_rotary_factor", high=1.0)
-    if part != 1 and not allowed:
-        source.fail("partial_rotary_factor", "not supported (rotary embedding of a part of each head). Use 1")
-    return part
+        sources[0].fail(name, f"given as {sorted(found)} in one file. Keep the one that is right")
+    return found.pop() if found else None
 
 
 def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:

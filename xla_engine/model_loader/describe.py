@@ -88,7 +88,7 @@ def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescripti
     """`describe` without chat template, sampling defaults and pooling: enough to load the weights."""
     fields = overridden(files.config_fields(), options.hf_overrides or {})
     options = without_method(fields, choose_runner(files, fields, options))
-    original = transformers_model(files, decoder_fields(files, fields, options))
+    original = transformers_model(decoder_fields(files, fields, options))
     config, family = files.as_stored(*original)
     return ModelDescription(
         files=files,

@@ -76,7 +76,7 @@ def load_vision(model: ModelFiles | Path | str, *, dtype: str = "auto") -> Visio
     """
     files = open_model(model)
     fields = files.config_fields()
-    text, family = transformers_model(files, fields)
+    text, family = transformers_model(fields)
     config = read_vision(fields, family, text)
     sources = vision_sources(config, family)
     tensors = files.tensors(source.name for stacked in sources.values() for source in stacked)

@@ -184,16 +184,13 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _in_gguf(part: str) -> tuple[str, str, str]:
-    gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj.{part}" for name in ("gate", "up", "down"))
-    return gate, up, down
-
-
 GGUF_EXPERTS: Tensors = {  # gates and ups in tensors of their own
-    "experts.gate_up": each_expert(*_in_gguf("weight")[:2]),
-    "experts.gate_up_bias": each_expert(*_in_gguf("bias")[:2]),
-    "experts.down": each_expert(_in_gguf("weight")[2]),
-    "experts.down_bias": each_expert(_in_gguf("bias")[2]),
+    "experts.gate_up": QWEN_EXPERTS["experts.gate_up"],
+    "experts.gate_up_bias": each_expert(
+        "mlp.experts.{expert}.gate_proj.bias", "mlp.experts.{expert}.up_proj.bias"
+    ),
+    "experts.down": QWEN_EXPERTS["experts.down"],
+    "experts.down_bias": each_expert("mlp.experts.{expert}.down_proj.bias"),
 }
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # Attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4.

@@ -50,10 +50,6 @@ Sources = Callable[[ModelConfig, tuple[int, ...]], tuple[Source, ...]]
 Tensors = dict[str, tuple[str, ...] | Sources]
 
 
-def no_flags(_: Fields) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One architecture of transformers, as data.
@@ -80,8 +76,8 @@ class Family:
     architecture: str
     model_type: str
     tensors: Mapping[str, tuple[str, ...] | Sources]
+    flags: Callable[[Fields], dict[str, Any]]
     mxfp4: Mapping[str, Sources] = field(default_factory=dict)
-    flags: Callable[[Fields], dict[str, Any]] = no_flags
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float = 10000.0

@@ -52,7 +52,6 @@ class _Architecture:
     experts: bool = False
 
 
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _KINDS = (
     _Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
     _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
@@ -61,16 +60,12 @@ _KINDS = (
     _Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
     _Architecture(name="phi3", architecture="Phi3ForCausalLM"),
     _Architecture(name="olmo2", architecture="Olmo2ForCausalLM"),
-    _Architecture(name="gemma", architecture="GemmaForCausalLM", fields=_GEMMA),
-    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM", fields=_GEMMA),
-    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM", fields=_GEMMA),
+    _Architecture(name="gemma", architecture="GemmaForCausalLM"),
+    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
+    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
     _Architecture(
-        name="command-r",
-        architecture="CohereForCausalLM",
-        words={"logits_scaling": "logit_scale"},
+        name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}
     ),
-)
-_WITH_EXPERTS = (
     _Architecture(
         name="llama",  # in GGUF, Mixtral is a llama with experts
         architecture="MixtralForCausalLM",
@@ -79,10 +74,7 @@ _WITH_EXPERTS = (
         experts=True,
     ),
     _Architecture(
-        name="qwen3moe",
-        architecture="Qwen3MoeForCausalLM",
-        fields={"norm_topk_prob": True},
-        experts=True,
+        name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
     ),
     _Architecture(
         name="gpt-oss",
@@ -91,7 +83,7 @@ _WITH_EXPERTS = (
         experts=True,
     ),
 )
-_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in (*_KINDS, *_WITH_EXPERTS)}
+_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in _KINDS}
 _FIELDS = {
     "{arch}.context_length": "max_position_embeddings",
     "{arch}.embedding_length": "hidden_size",
@@ -182,14 +174,6 @@ def config_fields(file: GgufReader) -> Fields:
     return Fields(file.path, values)
 
 
-def as_stored(file: GgufReader, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-    """Adapt to how a GGUF file stores the model: rotary pairs may be adjacent, and norms include their offset."""
-    if family.architecture == GPT_OSS.architecture:
-        family = replace(family, tensors={**family.tensors, **GGUF_EXPERTS})
-    interleaved = architecture(file).interleaved or config.rope_interleaved
-    return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
-
-
 def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str, int | None]]:
     """Map transformers' names in `wanted` to the file's; an expert's tensor maps to the stacked one and its index."""
     gguf = library()
@@ -265,17 +249,14 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
         return _from_divisors(file, values)
     kind = file.get(_ROPE + "type")
     if kind in (None, "none"):
-        factors = {
-            f"{length}_factor": file.tensors.get(f"rope_factors_{length}.weight")
-            for length in ("short", "long")
-        }
-        if None in factors.values():
+        factors = {f"{length}_factor": f"rope_factors_{length}.weight" for length in ("short", "long")}
+        if not file.tensors.keys() >= set(factors.values()):
             return None
         return {
             "rope_type": "longrope",
             "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
             "attention_factor": file.get(_ROPE + "attn_factor"),
-            **{name: _vector(file, f"rope_factors_{name.split('_')[0]}.weight") for name in factors},
+            **{word: _vector(file, name) for word, name in factors.items()},
         }
     scaling = {
         "rope_type": kind,
@@ -356,7 +337,11 @@ class GgufFile:
         return self.reader.weights(tensor_names(self.reader, wanted) if wanted else {})
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-        return as_stored(self.reader, config, family)
+        """Rotary pairs may be adjacent, and norms include their offset."""
+        if family.architecture == GPT_OSS.architecture:
+            family = replace(family, tensors={**family.tensors, **GGUF_EXPERTS})
+        interleaved = architecture(self.reader).interleaved or config.rope_interleaved
+        return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
         found = read_tokenizer(self.path.parent)
