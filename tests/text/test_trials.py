@@ -20,7 +20,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.text import grammar as grammars
 from xla_engine.text import trials
 from xla_engine.text.grammar import Grammars
-from xla_engine.text.trials import ConstraintTrials, Verdicts
+from xla_engine.text.trials import ConstraintTrials
 
 pytest.importorskip("llguidance")
 
@@ -119,12 +119,11 @@ def test_a_verdict_is_remembered_and_only_so_many_are(
             submit(embedded, {"json": {"const": -(2**63), "description": "remembered"}})
     assert sum("try_constraint" in request for _, request in asked) in (1, 2)  # 2: the tokenizer was not kept
     monkeypatch.setattr(trials, "_VERDICTS", 2)
-    verdicts = Verdicts()
-    for key in (b"a", b"b", b"a", b"c"):
-        if key not in verdicts:
-            verdicts[key] = None
-        assert verdicts[key] is None
-    assert b"a" in verdicts and b"b" not in verdicts and b"c" in verdicts
+    monkeypatch.setattr(trials._PROCESS, "ask", lambda *given: asked.append(given) or {})
+    tried = ConstraintTrials("{}", 1, (), {})
+    asked.clear()
+    assert all(tried.why_not(grammar) is None for grammar in "abacab")
+    assert [json.loads(request)["grammar"] for _, request in asked] == ["a", "b", "c", "b"]
 
 
 def test_the_tokenizer_is_told_once_and_again_to_a_new_process(

@@ -42,10 +42,8 @@ def divergence(base: np.ndarray, log_probs: np.ndarray) -> float:
 
 def _mean(values: np.ndarray) -> Estimate:
     """values: f64 `[N]`."""
-    count = len(values)
-    mean = float(values.sum()) / count
-    spread = float(((values - mean) ** 2).sum()) / count
-    return Estimate(mean, math.sqrt(spread / (count - 1)) if count > 1 else 0.0)
+    error = math.sqrt(values.var() / (len(values) - 1)) if len(values) > 1 else 0.0
+    return Estimate(float(values.mean()), error)
 
 
 def _covariance(a: np.ndarray, b: np.ndarray) -> float:

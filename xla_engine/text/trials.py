@@ -22,29 +22,6 @@ _VERDICTS = 4096
 _PROCESS = WorkerProcess("trial_worker.py")
 
 
-class Verdicts:
-    """Results of trials by hash: None for a good constraint, else what is wrong."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, str | None] = OrderedDict()
-
-    def __contains__(self, key: bytes) -> bool:
-        with self._lock:
-            return key in self._known
-
-    def __getitem__(self, key: bytes) -> str | None:
-        with self._lock:
-            self._known.move_to_end(key)
-            return self._known[key]
-
-    def __setitem__(self, key: bytes, verdict: str | None) -> None:
-        with self._lock:
-            self._known[key] = verdict
-            if len(self._known) > _VERDICTS:
-                self._known.popitem(last=False)
-
-
 class ConstraintTrials:
     """Tries constraints for one tokenizer, which is sent to the process once."""
 
@@ -56,23 +33,29 @@ class ConstraintTrials:
         self._name = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
         self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name, **kept})
         self._limits = limits
-        self._verdicts = Verdicts()
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # what is wrong, or None; by hash
+        self._lock = threading.Lock()
 
     def knows(self, grammar: str) -> bool:
         """Whether this grammar was rejected before, so that `why_not` returns at once."""
-        key = _key(grammar)
-        return key in self._verdicts and self._verdicts[key] is not None
+        return self._verdicts.get(_key(grammar)) is not None
 
     def why_not(self, grammar: str) -> str | None:
         """Why a grammar in llguidance's format must not be compiled here; None if it may be."""
         key = _key(grammar)
-        if key not in self._verdicts:
-            try:
-                answer = self._ask(grammar)
-            except WorkerEndedError as error:  # perhaps for another reason, so not cached
-                return f"compiling it {error}; send it again"
-            self._verdicts[key] = _verdict(answer, CONSTRAINT_CPU_S)
-        return self._verdicts[key]
+        with self._lock:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+                return self._verdicts[key]
+        try:
+            verdict = _verdict(self._ask(grammar), CONSTRAINT_CPU_S)
+        except WorkerEndedError as error:  # perhaps for another reason, so not cached
+            return f"compiling it {error}; send it again"
+        with self._lock:
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > _VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
 
     def _ask(self, grammar: str) -> dict[str, Any]:
         fields = {"tokenizer": self._name, "grammar": grammar, "limits": self._limits}

@@ -63,13 +63,14 @@ class Policy:
 
         Leaves are those of `XlaBatchEngine.checkpoint.weights`: queries, keys and values are one, gates and ups too.
         """
-        found = {}
+        found, products = {}, self._spec.products
+        assert isinstance(products, NativeProducts)
         for (name, leaf), held in zip(
             self._spec.leaves.items(), self._engine.runner.weights.leaves, strict=True
         ):
             values = np.asarray(held)
             if leaf.role != "plain":
-                values = _products(self._spec).unpack(values, leaf.role)
+                values = products.unpack(values, leaf.role)
             found[name] = jnp.array(values, jnp.float32)
         return found
 
@@ -212,8 +213,3 @@ def _refuse_other_arithmetic(spec: ModelSpec) -> None:
             f"a Policy does not support this model, of which XLA computes a part ({found[0]}): its bits in a trainer "
             "need not be those of sampling. Use a Llama, Mistral, Qwen 2 or 3, or Phi 3 model"
         )
-
-
-def _products(spec: ModelSpec) -> NativeProducts:
-    assert isinstance(spec.products, NativeProducts)
-    return spec.products

@@ -141,7 +141,7 @@ class TunixRollout:
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Publish the parameters of an `Actor`, as `nnx.state` gives them."""
         with jax.transfer_guard("allow"):  # `sync_weights` forbids what packing weights needs
-            self._policy.publish({str(path[-1]): leaf for path, leaf in _flat(params)})
+            self._policy.publish({str(path[-1]): leaf[...] for path, leaf in nnx.to_flat_state(params)})
             self._sampled_from = Actor(self._policy)
 
     def pad_id(self) -> int:
@@ -175,10 +175,6 @@ def _sampling(config: RolloutConfig) -> SamplingParams:
         seed=seed,
         logprobs=0,
     )
-
-
-def _flat(params: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
-    return [(path, leaf[...]) for path, leaf in nnx.to_flat_state(params)]
 
 
 def _leaves(model: Actor) -> dict[str, jax.Array]:
