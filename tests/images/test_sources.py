@@ -104,6 +104,11 @@ def site(
         server.close()
 
 
+def read(sources: ImageSources, source: object) -> bytes:
+    found = sources.start(source)
+    return found if isinstance(found, bytes) else found.result()
+
+
 def answer(body: bytes, *fields: str, status: str = "200 OK") -> bytes:
     return "\r\n".join((f"HTTP/1.1 {status}", *fields, "", "")).encode() + body
 
@@ -169,7 +174,7 @@ def test_a_picture_is_fetched_from_an_allowed_host() -> None:
     for whole in (answer(b"abcde", "Content-Length: 5"), answer(b"abcde"), chunked):
         with site(lambda _, whole=whole: whole) as (server, fetcher):
             sources = ImageSources(fetcher=fetcher)
-            assert sources.read("HTTP://Pictures.Example/a%20b.png?c=d#e") == b"abcde"
+            assert read(sources, "HTTP://Pictures.Example/a%20b.png?c=d#e") == b"abcde"
             lines = server.asked[0].decode().split("\r\n")
             assert lines[0] == "GET /a%20b.png?c=d HTTP/1.1" and "Host: pictures.example" in lines
 
@@ -286,11 +291,11 @@ def test_nothing_outside_of_a_request_is_read_by_default(tmp_path: Path) -> None
     (tmp_path / "a.png").write_bytes(b"abc")
     for place in (str(tmp_path / "a.png"), tmp_path / "a.png", f"file://{tmp_path}/a.png", {"path": "a.png"}):
         with pytest.raises(ImageNotAllowedError, match="allowed_local_media_path"):
-            sources.read(place)
+            read(sources, place)
     with pytest.raises(ImageNotAllowedError, match="allowed_media_domains"):
-        sources.read("https://pictures.example/a.png")
+        read(sources, "https://pictures.example/a.png")
     with pytest.raises(ImageNotAllowedError, match="s3:// is not supported"):
-        sources.read("s3://bucket/a.png")
+        read(sources, "s3://bucket/a.png")
 
 
 def test_files_in_the_allowed_folder_are_read(tmp_path: Path) -> None:
@@ -301,9 +306,9 @@ def test_files_in_the_allowed_folder_are_read(tmp_path: Path) -> None:
     sources = ImageSources(ImageAccess(allowed_local_media_path=folder))
     place = folder / "inner" / "a b.png"
     for name in ("inner/a b.png", str(place), place, place.as_uri(), "./inner/../inner/a b.png", "link.png"):
-        assert sources.read(name) == b"abc"
-    assert sources.read({"bytes": None, "path": "inner/a b.png"}) == b"abc"
-    assert sources.read({"bytes": b"x", "path": "missing"}) == b"x"
+        assert read(sources, name) == b"abc"
+    assert read(sources, {"bytes": None, "path": "inner/a b.png"}) == b"abc"
+    assert read(sources, {"bytes": b"x", "path": "missing"}) == b"x"
 
 
 def test_nothing_else_is_read(tmp_path: Path) -> None:
@@ -325,11 +330,11 @@ def test_nothing_else_is_read(tmp_path: Path) -> None:
     )
     for name in outside:
         with pytest.raises(ImageNotAllowedError):
-            sources.read(name)
+            read(sources, name)
     with pytest.raises(ImageNotAllowedError, match="not a regular file"):
-        sources.read("pipe.png")
+        read(sources, "pipe.png")
     with pytest.raises(ImageTooLargeError, match="1001 bytes; at most 1000"):
-        sources.read("large.png")
+        read(sources, "large.png")
     for missing in (tmp_path / "none", tmp_path / "secret.png"):
         with pytest.raises(ConfigError, match="allowed_local_media_path"):
             ImageSources(ImageAccess(allowed_local_media_path=missing))
@@ -339,7 +344,7 @@ def test_data_uris() -> None:
     sources = ImageSources(limits=SMALL)
     text = base64.b64encode(b"abcd").decode()
     for head in ("data:image/png;base64,", "DATA:image/jpeg;name=x;base64,", "data:;base64,"):
-        assert sources.read(head + text) == b"abcd"
+        assert read(sources, head + text) == b"abcd"
     for uri, message in (
         (f"data:image/png,{text}", "base64"),
         ("data:image/png;base64,!!!!", "not base64"),
@@ -352,11 +357,11 @@ def test_data_uris() -> None:
         (f"data:image/svg+xml;base64,{text}", "SVG is not supported"),
     ):
         with pytest.raises(InvalidImageError, match=message):
-            sources.read(uri)
+            read(sources, uri)
     with pytest.raises(ImageTooLargeError):
-        sources.read("data:image/png;base64," + base64.b64encode(b"x" * 1001).decode())
+        read(sources, "data:image/png;base64," + base64.b64encode(b"x" * 1001).decode())
     with pytest.raises(ImageTooLargeError):
-        sources.read(b"x" * 1001)
+        read(sources, b"x" * 1001)
 
 
 def opened(file: bytes) -> np.ndarray[Any, Any]:
@@ -367,13 +372,13 @@ def test_images_and_arrays_become_lossless_files_of_any_size() -> None:
     sources = ImageSources(limits=SMALL)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
     for given in (pixels, Image.fromarray(pixels), bytes_of(pixels)):
-        file = given if isinstance(given, bytes) else sources.read(given)
+        file = given if isinstance(given, bytes) else read(sources, given)
         np.testing.assert_array_equal(opened(file), pixels)
-    np.testing.assert_array_equal(opened(sources.read(pixels[..., 0])), np.stack([pixels[..., 0]] * 3, -1))
-    assert Image.open(BytesIO(sources.read(Image.new("CMYK", (3, 3))))).mode == "RGB"
+    np.testing.assert_array_equal(opened(read(sources, pixels[..., 0])), np.stack([pixels[..., 0]] * 3, -1))
+    assert Image.open(BytesIO(read(sources, Image.new("CMYK", (3, 3))))).mode == "RGB"
     turned = Image.fromarray(pixels)
     turned.getexif()[0x0112] = 6
-    np.testing.assert_array_equal(opened(sources.read(turned)), np.rot90(pixels, -1))
+    np.testing.assert_array_equal(opened(read(sources, turned)), np.rot90(pixels, -1))
 
 
 def bytes_of(pixels: np.ndarray[Any, Any]) -> bytes:
@@ -400,4 +405,4 @@ def bytes_of(pixels: np.ndarray[Any, Any]) -> bytes:
 )
 def test_everything_else_is_an_error(given: object) -> None:
     with pytest.raises(InvalidImageError):
-        ImageSources().read(given)
+        ImageSources().start(given)

@@ -188,8 +188,9 @@ class Fetcher:
             raise ImageNotAllowedError(f"{url.host} is not a host of the public internet")
         reader, writer = await self._connected(url, found)
         try:
+            name = f"[{url.host}]" if ":" in url.host else url.host
             writer.write(
-                f"GET {url.target} HTTP/1.1\r\nHost: {_in_field(url.host)}\r\nAccept: image/*\r\n"
+                f"GET {url.target} HTTP/1.1\r\nHost: {name}\r\nAccept: image/*\r\n"
                 "Accept-Encoding: identity\r\nUser-Agent: xla-engine\r\nConnection: close\r\n\r\n".encode(
                     "ascii"
                 )
@@ -279,7 +280,3 @@ class Fetcher:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     with asyncio.Runner(loop_factory=lambda: loop):  # at its end, tasks are cancelled and the loop is closed
         loop.run_forever()
-
-
-def _in_field(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

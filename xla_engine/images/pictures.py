@@ -105,8 +105,8 @@ class PictureReader:
     ) -> PicturedPrompt:
         """Tokenise a text with one mark for each picture, as `<image>`. Waits for hosts, for a limited time.
 
-        Raises InvalidRequestError if they are not as many, and what `ImageSources.read` and `ImageDecoder.grid` raise;
-        these errors name the picture.
+        Raises InvalidRequestError if they are not as many, and what `ImageSources.start` and `ImageDecoder.grid`
+        raise; these errors name the picture.
         """
         begun = self.start(pictures)
         files = [self.file_of(each, found) for each, found in zip(pictures, begun, strict=True)]

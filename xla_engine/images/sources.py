@@ -72,18 +72,13 @@ class ImageSources:
         self._folder = _folder(access.allowed_local_media_path)
         self._fetcher = fetcher or Fetcher(access.allowed_media_domains, max_bytes=self._max_bytes)
 
-    def read(self, source: object) -> bytes:
-        """The file of a picture. Waits for hosts, for a limited time; `start` does not.
+    def start(self, source: object) -> bytes | Future[bytes]:
+        """The file of a picture; of one that comes from a host, a future, so that this does not wait.
 
         source: one of `FORMS`, a path, an address, or Hugging Face's {"bytes": ..., "path": ...}.
 
         Raises InvalidImageError, ImageTooLargeError, ImageNotAllowedError or ImageUnreachableError.
         """
-        found = self.start(source)
-        return found if isinstance(found, bytes) else found.result()
-
-    def start(self, source: object) -> bytes | Future[bytes]:
-        """As `read`; but what comes from a host is a future, so that this does not wait."""
         if isinstance(source, Mapping):
             source = _of_mapping(source)
         if isinstance(source, bytes | bytearray | memoryview):

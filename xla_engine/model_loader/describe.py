@@ -31,14 +31,8 @@ from xla_engine.model_loader.weights import Sources
 from xla_engine.sampling_params import LEAST_TEMPERATURE, SamplingParams
 
 # Sampling fields of generation_config.json and our names. As in vLLM, `do_sample` is not among them.
-_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_NAMES |= {"max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,13 @@ def load_eagle3(model: Path | str, target: Checkpoint) -> Eagle3Checkpoint:
     weights = StoredWeights(files, sources, shapes, target.dtype)
     if "embed" in sources and _is_the_model_s(weights, target):
         del sources["embed"], shapes["embed"]
-    if "embed" not in sources:
-        _check_shared(fields, config, target.config)
+    differs = config.hidden_size != target.config.hidden_size or target.config.embedding_multiplier != 1
+    if "embed" not in sources and differs:
+        fields.fail(
+            "hidden_size",
+            "the head cannot use the model's embedding, which has another size or is scaled. "
+            "Use a head with its own embed_tokens.weight",
+        )
     return Eagle3Checkpoint(
         config=config,
         taps=taps,
@@ -208,12 +213,3 @@ def _is_the_model_s(weights: StoredWeights, target: Checkpoint) -> bool:
     plain = target.config.embedding_multiplier == 1
     same = plain and weights["embed"].shape == target.weights["embed"].shape
     return bool(same and np.array_equal(weights["embed"], target.weights["embed"]))
-
-
-def _check_shared(fields: Fields, config: ModelConfig, target: ModelConfig) -> None:
-    if config.hidden_size != target.hidden_size or target.embedding_multiplier != 1:
-        fields.fail(
-            "hidden_size",
-            "the head cannot use the model's embedding, which has another size or is scaled. "
-            "Use a head with its own embed_tokens.weight",
-        )

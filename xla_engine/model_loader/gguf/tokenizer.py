@@ -52,7 +52,12 @@ def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     if build is None:
         raise _inexact(file, f"its tokenizer is of kind {kind!r}")
     vocabulary = _Vocabulary(file)
-    backend = build(file, vocabulary)
+    try:
+        backend = build(file, vocabulary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise _inexact(file, f"its tokenizer contradicts itself ({error})") from error
     backend.add_tokens(vocabulary.added)
     _add_ends(file, vocabulary, backend, begins=kind == "llama" or file.get("tokenizer.ggml.pre") in _BEGINS)
     return backend
@@ -95,11 +100,8 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
     if any(len(merge) != 2 for merge in merges):
         raise _inexact(file, "one of its merges is not a pair")
-    backend = _built(
-        file,
-        lambda: tokenizers.Tokenizer(
-            models.BPE(vocabulary.ids, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
-        ),
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary.ids, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
     )
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name in _GPT2 + _DIGITS)
     if name in _GPT2:
@@ -121,17 +123,14 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
 
 def _sentencepiece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     merges = _merges(vocabulary, vocabulary.scores(file))
-    backend = _built(
-        file,
-        lambda: tokenizers.Tokenizer(
-            models.BPE(
-                vocabulary.ids,
-                merges,
-                unk_token=vocabulary.unknown,
-                fuse_unk=True,
-                byte_fallback=vocabulary.has_bytes,
-            )
-        ),
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            merges,
+            unk_token=vocabulary.unknown,
+            fuse_unk=True,
+            byte_fallback=vocabulary.has_bytes,
+        )
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -162,9 +161,7 @@ def _unigram(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise _inexact(file, "its tokenizer normalises text by a table")
     pieces = list(zip(vocabulary.tokens, vocabulary.scores(file), strict=True))
     unknown = None if vocabulary.unknown is None else vocabulary.ids[vocabulary.unknown]
-    backend = _built(
-        file, lambda: tokenizers.Tokenizer(models.Unigram(pieces, unknown, vocabulary.has_bytes))
-    )
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unknown, vocabulary.has_bytes))
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
     backend.decoder = _text_decoder(prefix)
@@ -197,14 +194,6 @@ def _add_ends(
         None,
         [(token, ids[name]) for name, token in named.items()],
     )
-
-
-def _built(file: GgufReader, build: Any) -> tokenizers.Tokenizer:
-    try:
-        backend: tokenizers.Tokenizer = build()
-    except Exception as error:  # the library raises bare Exceptions
-        raise _inexact(file, f"its tokenizer contradicts itself ({error})") from error
-    return backend
 
 
 def _inexact(file: GgufReader, reason: str) -> CheckpointError:

@@ -10,7 +10,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
 from xla_engine.model_loader.quantised.matrix import QuantisedMatrix
-from xla_engine.model_loader.quantised.mxfp4 import is_mxfp4_scale, read_mxfp4
+from xla_engine.model_loader.quantised.mxfp4 import read_mxfp4
 from xla_engine.model_loader.quantised.packed import read_awq, read_gptq
 from xla_engine.model_loader.quantised.scaled import read_fp8
 from xla_engine.model_loader.tensor_files import TensorFiles
@@ -71,7 +71,8 @@ def dequantised(files: TensorFiles, fields: Fields, names: Collection[str]) -> T
     """
     if fields.values.get("quant_method") == MXFP4:
         experts = read_mxfp4(files)
-        plain = {name: info for name, info in files.tensors.items() if not is_mxfp4_scale(name, experts)}
+        scales = {each.scales for each in experts.values()}
+        plain = {name: info for name, info in files.tensors.items() if name not in scales}
         return files.with_computed(plain, experts, "")
     matrices = _method(fields)(fields, files)
     modules = {name.removesuffix(".weight") for name in matrices}

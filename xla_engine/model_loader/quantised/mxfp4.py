@@ -1,6 +1,5 @@
 """Decode MXFP4 weights (OCP Microscaling Formats 1.0): 32 4-bit numbers share a power-of-two scale."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from xla_engine.model_loader.quantised.matrix import check_shape, checked, stands_for
-from xla_engine.model_loader.tensor_files import Array, Computed, TensorFiles, TensorInfo
+from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 _CODES, _SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16  # bytes of the 32 numbers that share a scale
@@ -72,8 +71,3 @@ def read_mxfp4(files: TensorFiles) -> dict[str, Mxfp4Matrix]:
         whole = stands_for(files, "MXFP4", shape, (codes, scales))
         found[codes] = Mxfp4Matrix(files=files, codes=codes, scales=scales, info=whole)
     return found
-
-
-def is_mxfp4_scale(name: str, matrices: Mapping[str, Computed]) -> bool:
-    """Whether a tensor has the scales of one of the matrices."""
-    return name.endswith(_SCALES) and name.removesuffix(_SCALES) + _CODES in matrices
