@@ -39,13 +39,13 @@ class PictureReader:
         image_seq_len: int,
         tokenizer: Tokenizer,
         form: PromptForm,
-        sources: ImageSources | None = None,
+        sources: ImageSources,
     ) -> None:
         """image_seq_len: tokens of a tile, where `Grid.tokens` is None."""
         self.decoder, self.form = decoder, form
         self.image_seq_len = image_seq_len
         self._tokenizer = tokenizer
-        self._sources = sources or ImageSources(limits=decoder.limits)
+        self._sources = sources
         self._salt = json.dumps(asdict(decoder.processor)).encode()
 
     @classmethod

@@ -248,9 +248,7 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
     family whose sliding-window layers have their own base may have one object for each type of layer.
     Raises CheckpointError naming file, field and remedy.
     """
-    objects = [
-        rope for key in ("rope_parameters", "rope_scaling") if (rope := fields.within(key)) is not None
-    ]
+    objects = fields.objects("rope_parameters", "rope_scaling")
     local = _of_layers(objects, SLIDING) if family.rope_local else []
     objects = _of_layers(objects, FULL) if family.rope_local else objects
     scalings = [_read_scaling(rope, fields) for rope in objects]
@@ -282,7 +280,7 @@ def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:
     found = []
     for rope in objects:
         if FULL in rope.values or SLIDING in rope.values:
-            found += [own] if (own := rope.within(kind)) is not None else []
+            found += rope.objects(kind)
         elif kind == FULL:
             found.append(rope)
     return found

@@ -80,6 +80,10 @@ class Fields:
             self.fail(name, "must be a JSON object. Correct the file or download it again")
         return Fields(self.file, value, f"{self._prefix}{name}.")
 
+    def objects(self, *names: str) -> list[Fields]:
+        """`within` for each of these names that there is."""
+        return [found for name in names if (found := self.within(name)) is not None]
+
     def integer(self, name: str, *, high: int, low: int = 1, default: int | None = None) -> int:
         """An integer in [low, high]."""
         value = self.values.get(name)

@@ -206,9 +206,7 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
 def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
     """`PatchConfig.axes`: rows and columns take turns with time, up to their sections; the rest is of time."""
     decoder = fields.within("text_config") or fields
-    found = [
-        rope for name in ("rope_parameters", "rope_scaling") if (rope := decoder.within(name)) is not None
-    ]
+    found = decoder.objects("rope_parameters", "rope_scaling")
     rope = next((each for each in found if each.given("mrope_section")), decoder)
     sections = rope.values.get("mrope_section", [24, 20, 20] if text.rotary_dim == 128 else [11, 11, 10])
     half = text.rotary_dim // 2

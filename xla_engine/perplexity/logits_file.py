@@ -10,7 +10,6 @@ negative log-likelihoods `[C, S]` and the most likely tokens, i32 `[C, S]`.
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -88,9 +87,7 @@ class LogitsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._part.unlink(missing_ok=True)
 

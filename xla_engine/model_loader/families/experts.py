@@ -325,8 +325,8 @@ def _hybrid(fields: Fields) -> dict[str, Any]:
 
 def _rotary_part(fields: Fields) -> dict[str, Any]:
     """By default, a quarter of each head has rotary embedding."""
-    sources = (fields, fields.within("rope_parameters"), fields.within("rope_scaling"))
-    given = any(source is not None and source.given("partial_rotary_factor") for source in sources)
+    sources = (fields, *fields.objects("rope_parameters", "rope_scaling"))
+    given = any(source.given("partial_rotary_factor") for source in sources)
     return {} if given else {"partial_rotary_factor": 0.25}
 
 

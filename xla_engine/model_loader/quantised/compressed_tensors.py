@@ -78,11 +78,12 @@ def _check(fields: Fields) -> None:
 
 def _weights(fields: Fields) -> list[Fields]:
     """The objects of `config_groups` that describe weights."""
-    groups = fields.within("config_groups")
-    if groups is None:
-        return []
-    each = [group for name in groups.values if (group := groups.within(name)) is not None]
-    return [weights for group in each if (weights := group.within("weights")) is not None]
+    return [
+        weights
+        for groups in fields.objects("config_groups")
+        for group in groups.objects(*groups.values)
+        for weights in group.objects("weights")
+    ]
 
 
 def _packed(files: TensorFiles, module: str) -> QuantisedMatrix:

@@ -34,9 +34,9 @@ _OF_CACHE = re.compile(r".*\.[kqv]_(scale|zero_point)")
 
 def quantisation_fields(fields: Fields) -> Fields | None:
     """The object of config.json that describes quantised weights; None if they are plain."""
-    for each in (fields, fields.within("text_config")):
-        for name in _FIELDS if each is not None else ():
-            if each is not None and (found := each.within(name)) is not None and found.values:
+    for each in (fields, *fields.objects("text_config")):
+        for found in each.objects(*_FIELDS):
+            if found.values:
                 return found
     return None
 
