@@ -11,7 +11,7 @@ from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.images.decoder import ImageDecoder, ImageLimits
 from xla_engine.images.processor import Grid, read_image_processor
 from xla_engine.images.prompt import ImagePrompt, image_prompt, prompt_form
-from xla_engine.images.tower import tower_of
+from xla_engine.images.tower import check_processor, tower_of
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.vision import load_vision
@@ -45,6 +45,7 @@ class ImageEncoder:
         vision = load_vision(files, dtype=dtype)
         processor = read_image_processor(files.path, mm_processor_kwargs)
         self.config = vision.config
+        check_processor(self.config, processor)
         if isinstance(self.config, VisionConfig):
             _check_tokens(files.path, self.config.tokens)
         self.decoder, self._form = ImageDecoder(processor, limits), prompt_form(vision.model_type)
