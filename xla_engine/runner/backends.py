@@ -134,7 +134,7 @@ def make_spec(
         attention,
         products,
         quantized=quantized,
-        devices=mesh_size(config),
+        devices=None if config.tensor_parallel_size == 1 else config.tensor_parallel_size,
         lora=lora,
         stored=stored if kept else None,
         order="fours" if config.quantization == GGUF_INT8 else "pairs",
@@ -192,11 +192,6 @@ def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype, pa
         return register(fitting, parts)
     except NativeBuildError:
         return AUTO  # the caller reports the compiler's message
-
-
-def mesh_size(config: EngineConfig) -> int | None:
-    """The number of devices of the mesh on which programs run; None: no mesh."""
-    return None if config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 
 def library_of(spec: ModelSpec) -> str | None:

@@ -16,7 +16,7 @@ from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.attention.backend import whole_spans
 from xla_engine.graphs.config import FULL, ModelConfig
 from xla_engine.graphs.kv_cache.cache import cache_bytes, keeps_every_position
-from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.linear.products import Products, Role
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.graphs.row_state.rows import Rows, unpack
 from xla_engine.graphs.steps.draft_head import (
@@ -166,9 +166,15 @@ def _reading(form: HeadForm, spec: ModelSpec, key_length: int, lanes: Any, rows:
     return run
 
 
-def packed(products: Products | None, leaf: np.ndarray) -> np.ndarray:
+def packed(products: Products | None, leaf: np.ndarray, role: Role = "linear") -> np.ndarray:
     """A weight of a checkpoint, packed for the products; vectors stay as they are."""
-    return leaf if products is None or leaf.ndim < 2 else products.pack(leaf)
+    return leaf if products is None or leaf.ndim < 2 else products.pack(leaf, role)
+
+
+_ROLES: dict[str, Role] = {
+    "head": "head",
+    "embed": "plain",
+}  # of an EAGLE-3 head's weights; others are linear
 
 
 def eagle3_head(
@@ -181,14 +187,10 @@ def eagle3_head(
     seen = 4 * rows * len(head.taps) * model.hidden_size  # bytes that a prefill call hands on
 
     def place(_: Mapping[str, jax.Array]) -> tuple[Eagle3Weights, list[jax.Array]]:
-        placed = {}
-        for name in head.weights:
-            leaf = head.weights[name]
-            if name == "head":
-                leaf = leaf if spec.products is None else spec.products.pack(leaf, "head")
-            elif name != "embed":
-                leaf = packed(spec.products, leaf)
-            placed[name] = jax.device_put(leaf)
+        placed = {
+            name: jax.device_put(packed(spec.products, leaf, _ROLES.get(name, "linear")))
+            for name, leaf in head.weights.items()
+        }
         ids = None if head.ids is None else jax.device_put(head.ids)
         own = Eagle3Weights(**{"embed": None, **placed}, ids=ids)
         return own, jax.tree.leaves(own)
@@ -254,11 +256,10 @@ def mtp_head(checkpoint: Checkpoint, config: EngineConfig, context_length: int) 
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + joining * spec.dtype.itemsize
 
     def place(shared: Mapping[str, jax.Array]) -> tuple[MtpWeights, list[jax.Array]]:
-        found = dict(shared)
+        devices, found = Devices(None), dict(shared)
         for name in spec.leaves.sources:
             if name not in SHARED:
-                stored = spec.leaves.stored(name, weights[name])
-                found |= {part: jax.device_put(leaf) for part, leaf in stored.items()}
+                found |= devices.leaf(spec, weights, name)
         join, token_norm, hidden_norm = joining = [
             jax.device_put(packed(spec.products, weights[name])) for name in (JOIN, TOKEN_NORM, HIDDEN_NORM)
         ]

@@ -208,7 +208,6 @@ def _compare(runner: Runner, vocab_size: int, samples: int, *, crowds: bool) -> 
     """Compare everything. The longest bucket comes first, as long as no slot holds anything."""
     sizes = runner.sizes
     *shorter, longest = (Probe(runner, vocab_size, size, samples, crowds=crowds) for size in sizes.keys)
-    runner.sizes = sizes._replace(few=())
     most, fewer = sizes.lanes[-1], sizes.lanes[:-1]
     seen = _Differences()
     alone = longest.alone(most)

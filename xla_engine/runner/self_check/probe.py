@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xla_engine.graphs.attention.backend import KEY_SPAN
+from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
@@ -95,12 +96,8 @@ class Probe:
 
     def in_few_rows(self, lanes: int, few: int) -> list[Found]:
         """Its slots, as many as a decode program of `few` rows holds, through that program. Each ran before."""
-        self._runner.sizes = self._runner.sizes._replace(few=(few,))
         probes = [replace(self._in_slot(slot), held=self._holds_keys) for slot in self.slots[:few]]
-        try:
-            return self._run(lanes, self.bucket, probes)
-        finally:
-            self._runner.sizes = self._runner.sizes._replace(few=())
+        return self._run(lanes, self.bucket, probes, (few,))
 
     def crowd(self, lanes: int) -> list[Prompt]:
         """A random neighbour, the probe in each of its slots, and neighbours for the rest of the last prefill call."""
@@ -173,12 +170,16 @@ class Probe:
     def _random_tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draw.randrange(self._vocab_size) for _ in range(count))
 
-    def _run(self, lanes: int, keys: int, prompts: Sequence[Prompt]) -> list[Found]:
+    def _run(
+        self, lanes: int, keys: int, prompts: Sequence[Prompt], few: tuple[int, ...] = ()
+    ) -> list[Found]:
         """Prefill the prompts in order through one lane count and one key bucket, then decode all.
+
+        few: numbers of rows of decode programs, beside that of all rows.
 
         All prompts ask for the same number of samples, so that every row is inactive in the end.
         """
-        self._runner.sizes = self._runner.sizes._replace(lanes=(lanes,), keys=(keys,))
+        self._runner.sizes = Sizes((lanes,), (keys,), few)
         if not self._runner.keeps_every_position:
             self._runner.blank()  # what a ring holds of positions not computed depends on what ran before
         every = [(chunk, prompt) for prompt in prompts for chunk in self._chunks(prompt)]
