@@ -176,7 +176,7 @@ def test_calls_after_the_first_are_left_out() -> None:
     ],
 )
 def test_a_forced_call_that_was_cut_off_is_a_call(text: str, calls: list[list[str]] | None) -> None:
-    assert message_of(forced(None), text) == Message(calls=calls)
+    assert message_of(forced(None), text) == Message(calls=calls or [])
 
 
 def test_the_template_tells_the_format() -> None:

@@ -506,20 +506,20 @@ class ReasoningTokens:
     def __init__(self, request: LineRequest, tokenizer: Tokenizer | None, *, thinking: bool) -> None:
         """thinking: whether the prompt ended with the opening tag."""
         parser = request.reading.reasoning_parser(thinking=thinking)
-        self._parser = None if tokenizer is None else parser
-        self._text = (
-            tokenizer.incremental(request.params.skip_special_tokens) if tokenizer and parser else None
-        )
+        self._reader = None
+        if parser is not None and tokenizer is not None:
+            self._reader = parser, tokenizer.incremental(request.params.skip_special_tokens)
         self._silent = 0  # tokens since the last one that produced an event
         self.count = 0
 
     def add(self, token_ids: Sequence[int]) -> int:
         """Read more tokens, and return the count so far."""
-        if self._parser is None or self._text is None:
+        if self._reader is None:
             return 0
+        parser, text = self._reader
         for token_id in token_ids:
             self._silent += 1
-            for event in self._parser.feed(self._text.push(token_id)):
+            for event in parser.feed(text.push(token_id)):
                 self.count += self._silent if isinstance(event, Reasoning) else 0
                 self._silent = 0
         return self.count

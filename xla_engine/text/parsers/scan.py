@@ -1,7 +1,7 @@
 """Events of parsers, and the search for tags in text that comes in pieces."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
@@ -112,7 +112,7 @@ class Message:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[list[str]] | None = None
+    calls: list[list[str]] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -122,9 +122,8 @@ class Message:
                 case Reasoning(text):
                     self.reasoning += text
                 case ToolStart(name):
-                    self.calls = [*(self.calls or []), [name, ""]]
+                    self.calls.append([name, ""])
                 case ToolArguments(text):
-                    assert self.calls is not None
                     self.calls[-1][1] += text
 
 
