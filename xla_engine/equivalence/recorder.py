@@ -14,7 +14,7 @@ from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
 from xla_engine.errors import InvalidRequestError
 from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import parts_of
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
 
 
@@ -70,7 +70,7 @@ class Recorder:
     ) -> dict[str, CompletionOutput]:
         """Run the schedule to its end, or until `on_turn` raises, after which the engine may have live requests."""
 
-        def next_turn(turn: int, _: list[RequestOutput]) -> None:
+        def next_turn(turn: int) -> None:
             self.turn = turn + 1
             if on_turn is not None:
                 on_turn()

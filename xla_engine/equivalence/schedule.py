@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
 from xla_engine.errors import InvalidRequestError, ScheduleError, XlaEngineError
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import QueueFullError
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 
@@ -88,12 +88,12 @@ def run_schedule(
     schedule: Schedule,
     *,
     on_action: Callable[[Action, bool], None] | None = None,
-    on_turn: Callable[[int, list[RequestOutput]], None] | None = None,
+    on_turn: Callable[[int], None] | None = None,
 ) -> dict[str, CompletionOutput]:
     """Run a schedule to its end; returns the final output of every request, neighbours included.
 
     on_action: called with each action and whether it took effect (an abort may come too late).
-    on_turn: called with each turn's number and outputs; of the idle turns before an arrival, only the last counts.
+    on_turn: called with each turn's number; of the idle turns before an arrival, only the last counts.
 
     The engine must be idle, and is idle again afterwards in any case. Raises ScheduleError if it rejects a request.
     """
@@ -107,16 +107,15 @@ def run_schedule(
             if not engine.has_unfinished and pending[-1].turn > turn:
                 turn = pending[-1].turn
                 if on_turn is not None:
-                    on_turn(turn - 1, [])
+                    on_turn(turn - 1)
             while pending and pending[-1].turn <= turn:
                 took_effect = _act(engine, pending[-1], requests)
                 if on_action is not None:
                     on_action(pending[-1], took_effect)
                 pending.pop()
-            outputs = engine.step()
-            results.update((output.request_id, output.outputs[0]) for output in outputs if output.finished)
+            results.update((each.request_id, each.outputs[0]) for each in engine.step() if each.finished)
             if on_turn is not None:
-                on_turn(turn, outputs)
+                on_turn(turn)
             turn += 1
     finally:
         for name in requests:
