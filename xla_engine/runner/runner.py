@@ -448,9 +448,7 @@ class Runner:
         if self.spec.lora is not None:
             self.weights.write_adapter(1, None)
         if self.config.keep_finished:
-            state.rows = self._inventory(
-                CONTINUE, state.rows, *(self._devices.put(np.int32(0)) for _ in range(2))
-            )
+            state.rows = self._inventory(CONTINUE, state.rows, *self._devices.put([np.int32(0)] * 2))
         if self.config.num_blocks is None:
             state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
             if state.saved:
