@@ -168,7 +168,7 @@ class EventStream:
             self._engine_died(error)
 
     def _submit(self, request: LineRequest | LineError) -> None:
-        if self._names.id_of(request.custom_id) is not None:
+        if request.custom_id in self._names.named:
             message = f"id {request.custom_id!r} is used by a running request; cancel it or choose another id"
             self._error(line_error(request.line, "duplicate_custom_id", message))
             return
@@ -180,7 +180,7 @@ class EventStream:
         if len(request.prompts) > 1:
             raise InvalidRequestError("--stream accepts one prompt per line; give each prompt its own line")
         request_id = f"batch-{request.line}"  # as in a batch file, so that a line gets the same noise
-        self._names.begin(request.custom_id, request_id)
+        self._names.begin(Sent(request.custom_id, request_id))
         (prompt,) = request.prompts
         try:
             submit_prompt(

@@ -16,13 +16,14 @@ OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
 
 @dataclass(slots=True)
 class Sent:
-    """A request: the caller's id, and the numbers of tokens and characters sent of each choice.
+    """A request: the caller's id and the engine's, and the numbers of tokens and characters sent of each choice.
 
     texts: for a request that has ended, the text of each choice as sent.
     counted: the number of tokens when it last ended.
     """
 
     name: str
+    request_id: str
     tokens: dict[int, int] = field(default_factory=dict)
     characters: dict[int, int] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -30,53 +31,39 @@ class Sent:
 
 
 class Names:
-    """Live requests, and the `keep` most recent ones that have ended."""
+    """Live requests, and the `keep` most recent ones that have ended.
+
+    live: by the engine's id. named: the same by the caller's id. ended: by the caller's id; they can be extended.
+    """
 
     def __init__(self, keep: int) -> None:
-        self.live: dict[str, Sent] = {}  # by the engine's id
-        self._ids: dict[str, str] = {}  # the caller's id -> the engine's
+        self.live: dict[str, Sent] = {}
+        self.named: dict[str, Sent] = {}
+        self.ended: dict[str, Sent] = {}
         self._keep = keep
-        self._ended: dict[str, tuple[str, Sent]] = {}  # by the caller's id
 
-    def id_of(self, name: str) -> str | None:
-        """The engine's id of a live request."""
-        return self._ids.get(name)
-
-    def begin(self, name: str, request_id: str) -> None:
+    def begin(self, sent: Sent) -> None:
         """Register a live request."""
-        self.live[request_id] = Sent(name)
-        self._ids[name] = request_id
+        self.live[sent.request_id] = self.named[sent.name] = sent
 
     def end(self, request_id: str) -> None:
-        """Mark a request as ended; it can still be extended."""
+        """Mark a request as ended."""
         sent = self.drop(request_id)
-        self._ended.pop(sent.name, None)
-        self._ended[sent.name] = request_id, sent
-        if len(self._ended) > self._keep:
-            del self._ended[next(iter(self._ended))]
+        self.ended.pop(sent.name, None)
+        self.ended[sent.name] = sent
+        if len(self.ended) > self._keep:
+            del self.ended[next(iter(self.ended))]
 
     def drop(self, request_id: str) -> Sent:
-        """Forget a request."""
+        """Forget a live request."""
         sent = self.live.pop(request_id)
-        del self._ids[sent.name]
+        del self.named[sent.name]
         return sent
 
-    def ended_id(self, name: str) -> str | None:
-        """The engine's id of a request that has ended."""
-        found = self._ended.get(name)
-        return None if found is None else found[0]
-
-    def go_on(self, name: str) -> None:
-        """Mark an ended request as live again."""
-        request_id, sent = self._ended.pop(name)
-        self.live[request_id] = sent
-        self._ids[name] = request_id
-
     def clear(self) -> None:
-        """Forget all live requests."""
-        self.live.clear()
-        self._ids.clear()
-        self._ended.clear()
+        """Forget all requests."""
+        for requests in (self.live, self.named, self.ended):
+            requests.clear()
 
 
 class Controls:
@@ -131,9 +118,9 @@ class Controls:
 
     def _cancel(self, record: Mapping[str, Any]) -> None:
         name = self._name(record, 'write {"op": "cancel", "id": ID}', others=())
-        request_id = self._names.id_of(name)
+        sent = self._names.named.get(name)
         # Its finish event comes with the next turn.
-        found = request_id is not None and self._engine.abort(request_id)
+        found = sent is not None and self._engine.abort(sent.request_id)
         self._put({"event": "cancel", "id": name, "found": found})
 
     def _list(self, record: Mapping[str, Any]) -> None:
@@ -183,14 +170,14 @@ class Controls:
         )
         name = self._name(record, usage, others=("max_tokens", *SUBMIT_FIELDS))
         options = {field: value for field, value in record.items() if field in SUBMIT_FIELDS}
-        if self._names.id_of(name) is not None:
+        if name in self._names.named:
             raise InvalidRequestError(f"{name!r} is still running: extend it when it has ended")
-        if (request_id := self._names.ended_id(name)) is None:
+        if (sent := self._names.ended.get(name)) is None:
             raise InvalidRequestError(
                 f"no request {name!r} has ended, or it was dropped: see --keep-finished"
             )
-        self._engine.extend(request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]
-        self._names.go_on(name)
+        self._engine.extend(sent.request_id, record.get("max_tokens"), **options)  # type: ignore[arg-type]
+        self._names.begin(self._names.ended.pop(name))
         self._put({"event": "extend", "id": name})
 
     def _step(self, record: dict[str, Any]) -> None:
