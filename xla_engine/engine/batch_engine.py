@@ -21,7 +21,7 @@ from xla_engine.engine.protocol import RequestOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.reports import Reports
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.engine.requests.request_table import RequestTable
+from xla_engine.engine.requests.request_table import KeptRequests, RequestTable
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import NO_PICTURES, ImageForm, RequestValidator
 from xla_engine.engine.scheduler_options import scheduler_config
@@ -51,6 +51,7 @@ from xla_engine.prompts import Prompt
 from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.proposers import device_proposer_of
 from xla_engine.runner.features import FeatureBuffer
+from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.self_check.remembered import self_check
@@ -130,9 +131,11 @@ class XlaBatchEngine:
             progress(StartupStep("self-check"))
             self.self_check = self_check(runner, checkpoint.config.vocab_size, checkpoint.fingerprint)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
-        table = RequestTable(tokenizer, config.keep_finished, pooler)
+        pipeline: StepPipeline[InFlight] = StepPipeline(scheduler, lag=config.lag)
+        kept = KeptRequests(config.keep_finished, lambda name: pipeline.scheduler.ended.pop(name, None))
+        table = RequestTable(tokenizer, kept, pooler)
         self.state = state = EngineState(
-            pipeline=StepPipeline(scheduler, lag=config.lag),
+            pipeline=pipeline,
             runner=runner,
             table=table,
             speculator=make_speculator(config, runner, self.self_check, table),
@@ -174,7 +177,7 @@ class XlaBatchEngine:
         self._loop = Loop(state, delivery, self._recovery, self._intake, parks=config.parks)
         self._driver = Driver(state, self._loop)
         self._continuations = Continuations(state, self._intake, self.validator, self.adapters)
-        self._weights = WeightUpdates(state, config, checkpoint, self._continuations)
+        self._weights = WeightUpdates(state, config, checkpoint)
         self._reports = Reports(state, config, self._recovery.faults, self.adapters, self._weights)
         runner.count_padding(table.token_buffer.histograms.prefill_padding)
         release_free_memory()
@@ -350,7 +353,7 @@ class XlaBatchEngine:
     @property
     def saved(self) -> tuple[str, ...]:
         """The names of saved requests, oldest first."""
-        return tuple(self.state.saved)
+        return tuple(self.state.table.kept.saved)
 
     @locked
     def free(self, name: str) -> bool:
@@ -416,7 +419,7 @@ class XlaBatchEngine:
     @locked
     def forget_kept(self) -> None:
         """Forget all kept and all saved requests."""
-        self._continuations.forget_all()
+        self.state.table.kept.clear()
 
     @locked
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> bool:

@@ -26,7 +26,7 @@ class Continuations:
     def __init__(
         self, state: EngineState, intake: Intake, validator: RequestValidator, adapters: Adapters
     ) -> None:
-        self._state = state
+        self._state, self._table = state, state.table
         self._intake = intake
         self._validator = validator
         self._adapters = adapters
@@ -43,23 +43,22 @@ class Continuations:
             for part in kept
         ]
         self._queue_again(request_id, parts)
-        assert self._state.table.kept is not None
-        self._state.table.kept.take(request_id)
+        self._table.kept.take(request_id)
 
     def save(self, request_id: str, name: str | None, collector: OutputCollector) -> str:
         """As `XlaBatchEngine.save`. collector: a placeholder for the saved copy; `restore` replaces it."""
-        saved = self._state.saved
+        kept, saved = self._table.kept, self._table.kept.saved
         if name is None:
             name = next(free for at in count() if (free := f"{request_id}@{at}") not in saved)
-        if self._state.table.kept is None:
+        if not kept.most:
             raise InvalidRequestError("this engine does not keep finished requests: set keep_finished")
         if name in saved:
             raise InvalidRequestError(
                 f"{name!r} is the name of another saved request; free it or choose another"
             )
-        if len(saved) >= (most := self._state.table.kept.most):
+        if len(saved) >= kept.most:
             raise InvalidRequestError(
-                f"{most} requests are saved, the maximum that keep_finished allows; free one"
+                f"{kept.most} requests are saved, the maximum that keep_finished allows; free one"
             )
         saved[name] = tuple(
             part.successor(part.request, _with_own_mask(part.settings), collector) if part.can_go_on else part
@@ -69,12 +68,7 @@ class Continuations:
 
     def free(self, name: str) -> bool:
         """As `XlaBatchEngine.free`."""
-        return self._state.saved.pop(name, None) is not None
-
-    def forget_all(self) -> None:
-        self._state.saved.clear()
-        if self._state.table.kept is not None:
-            self._state.table.kept.clear()
+        return self._table.kept.saved.pop(name, None) is not None
 
     def restore(
         self,
@@ -86,8 +80,8 @@ class Continuations:
     ) -> str:
         """As `XlaBatchEngine.restore`."""
         self._intake.check_open()
-        table = self._state.table
-        if (saved := self._state.saved.get(name)) is None:
+        table = self._table
+        if (saved := table.kept.saved.get(name)) is None:
             raise InvalidRequestError(f"no request is saved as {name!r}")
         self._check_options(options)
         request_id = table.free_id(len(saved)) if request_id is None else request_id
@@ -119,7 +113,7 @@ class Continuations:
         options: RequestOptions,
     ) -> tuple[list[int], SamplingParams, RequestOptions]:
         """The prompt, parameters and options with which to submit a fork."""
-        parts = self._state.saved.get(source) or self._known(source)
+        parts = self._table.kept.saved.get(source) or self._known(source)
         if not isinstance(index, int) or not 0 <= index < len(parts):
             raise InvalidRequestError(f"index is {index!r}, and {source!r} has {len(parts)} sequences")
         part, row = parts[index], parts[index].settings
@@ -140,15 +134,15 @@ class Continuations:
 
     def _known(self, request_id: str) -> KeptRequest:
         """The sequences of a live or kept request. Raises InvalidRequestError."""
-        if not self._state.table.taken(request_id):
+        if not self._table.taken(request_id):
             return self._kept(request_id)
-        return self._state.table.parts(request_id)
+        return self._table.parts(request_id)
 
     def _kept(self, request_id: str) -> KeptRequest:
         """A kept request that can continue. Raises InvalidRequestError."""
-        if (kept := self._state.table.kept) is None:
+        if not (kept := self._table.kept).most:
             raise InvalidRequestError("this engine does not keep finished requests: set keep_finished")
-        if self._state.table.taken(request_id):
+        if self._table.taken(request_id):
             raise InvalidRequestError(
                 f"request {request_id!r} is still running; extend it when it has finished"
             )
@@ -158,7 +152,7 @@ class Continuations:
                 f"error, or it was dropped, because only the last {kept.most} are kept (keep_finished); submit it "
                 f"again"
             )
-        self._state.table.check_free(request_id, len(found))
+        self._table.check_free(request_id, len(found))
         return found
 
     def _check_options(self, options: RequestOptions) -> None:
@@ -200,13 +194,13 @@ class Continuations:
     def _queue_again(self, request_id: str, parts: Sequence[LiveSequence]) -> None:
         running, scheduler = sum(not part.finished for part in parts), self._state.scheduler
         self._validator.check_queue(running, scheduler.num_waiting, scheduler.num_free)
-        self._intake.queue(request_id, self._state.table.enter(request_id, tuple(parts)), self._go_on)
+        self._intake.queue(request_id, self._table.enter(request_id, tuple(parts)), self._go_on)
         for part in parts:
             if part.constrained:
                 self._state.masks.add(part)
 
     def _go_on(self, request: Request) -> None:
-        part = self._state.table[request.request_id]
+        part = self._table[request.request_id]
         if go_on(self._state.scheduler, request, part.received):
             part.rewind()
 

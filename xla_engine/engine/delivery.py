@@ -138,9 +138,6 @@ class Delivery:
         if state.speculator is not None:
             state.speculator.end(name)
         reason = table.end(name, reason, state.clock(), error)
-        if table.kept is not None:
-            for forgotten in table.kept.take_forgotten():
-                state.scheduler.ended.pop(forgotten, None)
         if state.shadow is not None:
             state.shadow.ended(sequence, reason)
         state.runner.discard(name)

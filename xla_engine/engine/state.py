@@ -4,12 +4,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from threading import Condition, Event
 from typing import Any
 
 from xla_engine.engine.requests.masks import MaskMaker
-from xla_engine.engine.requests.request_table import KeptRequest, RequestTable
+from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.shadow import ShadowProbe
 from xla_engine.engine.speculation.speculator import Speculator
 from xla_engine.engine.stored_prefixes import StoredPrefixes
@@ -66,7 +65,7 @@ class TurnState:
 class EngineState:
     """Read and changed only with `lock` held; the parts assume that their caller holds it.
 
-    table: the live requests. saved: saved requests, by name.
+    table: the live requests, and those that are kept.
     masks: computes the masks of constrained rows. speculator: None without speculation.
     prefixes: prefixes in files; None without `prefix_cache_dir`.
     lock: notified at the end of each turn.
@@ -92,7 +91,6 @@ class EngineState:
     shadow: ShadowProbe | None = None
     timer: PhaseTimer | None = None
     masks: MaskMaker = field(default_factory=MaskMaker)
-    saved: dict[str, KeptRequest] = field(default_factory=dict)
     observers: Observers = field(default_factory=Observers)
     work: WorkCounters = field(default_factory=WorkCounters)
     lock: Condition = field(default_factory=Condition)
@@ -160,6 +158,5 @@ class EngineState:
 
     def adapter_slots(self) -> set[int]:
         """The adapter slots of all sequences that are live, pending, kept or saved."""
-        kept = () if self.table.kept is None else self.table.kept.sequences()
-        rows = [*self.table.settings.values(), *(part.settings for part in chain(kept, *self.saved.values()))]
+        rows = (*self.table.settings.values(), *(part.settings for part in self.table.kept.sequences()))
         return {row.adapter for row in rows} | {one.adapter for one in self.table.pending.values()}

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from xla_engine.config import KEPT, EngineConfig
-from xla_engine.engine.continuations import Continuations
 from xla_engine.engine.state import EngineState
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint, check_leaves, given_weights
@@ -27,12 +26,10 @@ class WeightUpdates:
         state: EngineState,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        continuations: Continuations,
     ) -> None:
         self.checkpoint = checkpoint
         self._state = state
         self._config = config
-        self._continuations = continuations
 
     def update(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """As `XlaBatchEngine.update_weights`; no step may be in flight."""
@@ -73,7 +70,7 @@ class WeightUpdates:
             raise CheckpointError(f"no memory for old and new weights together: {error}") from error
         state.scheduler.reset_prefix_cache()
         forget_slots(state.scheduler)
-        self._continuations.forget_all()
+        state.table.kept.clear()
         if state.shadow is not None:
             state.shadow.forget_all()
         identity = hashlib.sha256(f"{self.checkpoint.fingerprint}\0{digest}".encode()).hexdigest()

@@ -52,29 +52,32 @@ class PendingRequest:
 
 
 class KeptRequests:
-    """The latest `most` finished requests that can be extended, by id; the oldest is evicted first.
+    """The latest `most` finished requests that can be extended, by id; the oldest is evicted first. 0: none is kept.
 
     Memory: at most `max_model_len` tokens for each sequence, with log-probabilities if they were requested.
+
+    saved: saved requests, by name; also at most `most`.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 0, forget: Callable[[str], object] = lambda name: None) -> None:
+        """forget: called with the id of each sequence that is no longer kept."""
         self.most = most
+        self.saved: dict[str, KeptRequest] = {}
+        self._forget = forget
         self._requests: dict[str, KeptRequest] = {}  # oldest first
-        self._forgotten: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def put(self, request_id: str, request: KeptRequest) -> None:
         """Keep a request that has ended if it can be extended, and evict the oldest beyond `most`."""
-        self.forget(request_id)
-        self._requests[request_id] = request
         own = {part.request_id for part in request}
-        self._forgotten = [name for name in self._forgotten if name not in own]
-        if not any(part.can_go_on for part in request):
-            self.forget(request_id)
+        gone = {part.request_id for part in self._requests.pop(request_id, ())} - own
+        if any(part.can_go_on for part in request):
+            self._requests[request_id] = request
+        else:
+            gone |= own
         while len(self._requests) > self.most:
-            self.forget(next(iter(self._requests)))
+            gone.update(part.request_id for part in self._requests.pop(next(iter(self._requests))))
+        for name in gone:
+            self._forget(name)
 
     def get(self, request_id: str) -> KeptRequest | None:
         """The kept request of this id; None if there is none."""
@@ -84,38 +87,36 @@ class KeptRequests:
         """Remove a request that is being extended."""
         del self._requests[request_id]
 
-    def forget(self, request_id: str) -> None:
-        """Remove a request, if it is kept, and note its sequences for `take_forgotten`."""
-        if (request := self._requests.pop(request_id, None)) is not None:
-            self._forgotten += (part.request_id for part in request)
-
     def clear(self) -> None:
-        for name in list(self._requests):
-            self.forget(name)
+        """Forget all kept and all saved requests."""
+        for part in chain.from_iterable(self._requests.values()):
+            self._forget(part.request_id)
+        self._requests.clear()
+        self.saved.clear()
 
     def sequences(self) -> Iterator[LiveSequence]:
-        """All kept sequences."""
-        return chain.from_iterable(self._requests.values())
-
-    def take_forgotten(self) -> list[str]:
-        """The ids of the sequences forgotten since the last call."""
-        names, self._forgotten = self._forgotten, []
-        return names
+        """Those of all kept and saved requests."""
+        return chain.from_iterable((*self._requests.values(), *self.saved.values()))
 
 
 class RequestTable:
     """Live sequences by id; if n is 1, the id is the request's. Each is opened once and ended once.
 
     settings: row settings by sequence, for the runner. token_buffer: from which sequences take their tokens.
-    kept: finished requests that can be extended; None if `keep_finished` is 0.
+    kept: finished requests that can be extended, and saved ones.
     submitted: requests since start-up. finished: sequences since start-up, by reason.
     pending: requests that wait for their constraint, by id.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, keep: int = 0, pooler: PoolingForm | None = None) -> None:
-        """keep: how many finished requests to keep. pooler: how requests pool; None if they generate."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        kept: KeptRequests | None = None,
+        pooler: PoolingForm | None = None,
+    ) -> None:
+        """kept: None keeps none. pooler: how requests pool; None if they generate."""
         self._pooler = pooler
-        self.kept = KeptRequests(keep) if keep else None
+        self.kept = KeptRequests() if kept is None else kept
         self.settings: dict[str, RowSettings] = {}
         self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
         self.submitted = 0
@@ -155,7 +156,7 @@ class RequestTable:
         """
         group = self._groups.get(request_id)
         parts = (self._live[request_id],) if group is None else group.parts
-        if self.kept is None and any(part.finished for part in parts):
+        if not self.kept.most and any(part.finished for part in parts):
             raise InvalidRequestError(
                 f"sequences of request {request_id!r} have ended and are not kept: set keep_finished"
             )
@@ -299,7 +300,7 @@ class RequestTable:
         self.finished[reason] += 1
         if reader.finished:
             group = self._groups.pop(reader.request_id, None)
-            if self.kept is not None:
+            if self.kept.most:
                 self.kept.put(reader.request_id, (request,) if group is None else group.parts)
         return reason
 
