@@ -53,7 +53,6 @@ class Chunk(NamedTuple):
     `cut_invariant`, if all but the last token is cached, that token is a chunk of its own.)
     The program that runs the last chunk also samples the request's next token.
 
-    is_first: this is the first chunk in this occupancy; positions before `start` come from the prefix cache.
     generated: how many tokens at the end of the context the request itself had sampled before it was preempted.
     features: where pictures' features take the place of tokens.
     """
@@ -63,7 +62,6 @@ class Chunk(NamedTuple):
     start: int
     tokens: Sequence[int]
     is_last: bool
-    is_first: bool = False
     generated: int = 0
     features: tuple[FeatureSpan, ...] = ()
 

@@ -100,10 +100,9 @@ class Prefilling:
                 granted = policy.unsplit(granted, stops, groups, first=not chunks)
             if granted:
                 served.append((state, start.length))
-                begins = not state.prefilled
-                if begins:
+                if not state.prefilled:
                     reuses.extend(self._begin(state, start))
-                chunks.extend(self._cut(state, granted, is_first=begins))
+                chunks.extend(self._cut(state, granted))
                 if self._cache is not None:
                     coming.update(self._cache.written(state))
                 if self._saved is not None:
@@ -186,15 +185,14 @@ class Prefilling:
             )
         return state.decide("prefill" if granted else "hold", reason)
 
-    def _cut(self, state: RequestState, count: int, *, is_first: bool) -> list[Chunk]:
+    def _cut(self, state: RequestState, count: int) -> list[Chunk]:
         """The next `count` chunks of a context; counts them as planned."""
-        context, begun = state.context, state.prefilled
+        context = state.context
         slot, name, end, generated = state.slot, state.request_id, len(context), state.base
-        cuts = self._cuts(state, begun, count)
+        cuts = self._cuts(state, state.prefilled, count)
         state.prefilled = cuts[-1][1]
         chunks = [
-            Chunk(slot, name, start, context[start:stop], stop == end, is_first and start == begun, generated)
-            for start, stop in cuts
+            Chunk(slot, name, start, context[start:stop], stop == end, generated) for start, stop in cuts
         ]
         if self._features is None or not state.request.images:
             return chunks

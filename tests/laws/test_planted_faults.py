@@ -173,14 +173,14 @@ def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extent
 def cut_shorter_under_load(original: Callable[..., Iterator[Chunk]]) -> Callable[..., Iterator[Chunk]]:
     """Chunks are halved while another prompt waits for lanes."""
 
-    def cut(self: Prefilling, state: RequestState, count: int, *, is_first: bool) -> Iterator[Chunk]:
-        for chunk in original(self, state, count, is_first=is_first):
+    def cut(self: Prefilling, state: RequestState, count: int) -> Iterator[Chunk]:
+        for chunk in original(self, state, count):
             half = self._chunk_size // 2
             if len(self) == 1 or len(chunk.tokens) <= half:
                 yield chunk
             else:
                 yield chunk._replace(tokens=chunk.tokens[:half], is_last=False)
-                yield chunk._replace(start=chunk.start + half, tokens=chunk.tokens[half:], is_first=False)
+                yield chunk._replace(start=chunk.start + half, tokens=chunk.tokens[half:])
 
     return cut
 

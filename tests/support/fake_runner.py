@@ -267,17 +267,18 @@ class FakeRunner:
         return [*request.prompt_token_ids, *(found.token_id for found in expected(request)[0])]
 
     def _prefill(self, chunk: Chunk) -> Sample | None:
-        if chunk.is_first and chunk.start == 0:
+        if chunk.start == 0:
             self._take_over(chunk.slot, chunk.request_id)
         row = self.rows[chunk.slot.index]
-        if chunk.is_first:
+        is_first = not row.prompt
+        if is_first:
             request = self.requests[chunk.request_id]
             size = len(request.prompt_token_ids) + chunk.generated
             row.prompt = tuple(self._context(chunk.request_id)[:size])
         assert (row.slot, row.request_id) == (chunk.slot, chunk.request_id), f"{chunk} is not for {row}"
         end = chunk.start + len(chunk.tokens)
         assert chunk.start == len(row.kv), f"{chunk} leaves a gap or goes back in {row}"
-        alone = self.config.cut_invariant and chunk.is_first and end == len(row.prompt) == chunk.start + 1
+        alone = self.config.cut_invariant and is_first and end == len(row.prompt) == chunk.start + 1
         most = self.requests[chunk.request_id].max_cached_tokens if self.config.cut_invariant else None
         # behind what may be cached at most
         grids = {start % self.config.chunk_size for start in (0, most or 0)}

@@ -133,7 +133,6 @@ class ShadowProbe:
                 start=start,
                 tokens=case.prompt[start : start + size],
                 is_last=start + size >= length,
-                is_first=start == 0,
             )
             for start in range(0, length, size)
         ]
