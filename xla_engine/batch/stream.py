@@ -22,6 +22,8 @@ string, a delta with `text_from` replaces the text sent from that position on.
 When the input ends, live requests finish, and `{"event": "end"}` follows.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import queue
@@ -29,7 +31,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
@@ -37,10 +39,12 @@ from xla_engine.batch.stream_controls import Controls, Names, Sent
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
-from xla_engine.open_engine import EngineClient
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
 from xla_engine.utils.json_line import dump_line
+
+if TYPE_CHECKING:
+    from xla_engine.open_engine import EngineClient
 
 MAX_UNFINISHED = 10_000  # live requests; further lines stay in the pipe
 MAX_UNSENT = 16 * 2**20  # bytes of unread events at which no further request is started

@@ -1,15 +1,19 @@
 """The requests of a stream by their names, and its control lines, with the events that answer these."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.submit import whole_request
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.open_engine import EngineClient
 from xla_engine.scheduler import Row, VerifyRow
+
+if TYPE_CHECKING:
+    from xla_engine.open_engine import EngineClient
 
 OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
 
