@@ -54,7 +54,7 @@ RULES = st.sampled_from([*GRAMMAR.split(), "\n"])
 
 
 def follows_or_refuses(engine: XlaBatchEngine, constraint: dict[str, Any]) -> None:
-    grammars = engine.validator._grammars()
+    grammars = engine.validator._grammars
     try:
         matcher = grammars.matcher(StructuredOutputsParams.from_mapping(constraint))
         for _ in range(6):

@@ -5,7 +5,8 @@ An engine calls it before it queues a request; a dry run calls it without an eng
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ class ImageForm(NamedTuple):
     places: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestValidator:
     """The limits of one model in one engine.
 
@@ -104,7 +105,6 @@ class RequestValidator:
     pictures: "PictureReader | None" = None
     never_fits: Callable[[int, int], str | None] = lambda prompt_tokens, max_tokens: None
     images: ImageForm | str = NO_PICTURES
-    _compiler: list[Grammars] = field(default_factory=list, init=False, repr=False)  # made when first needed
 
     @property
     def labels(self) -> tuple[str | None, ...]:
@@ -353,19 +353,19 @@ class RequestValidator:
             bad_words=self._bad_words(params.bad_words),
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
-            matcher=None if constraint is None else self._grammars().matcher(constraint),
+            matcher=None if constraint is None else self._grammars.matcher(constraint),
         )
 
     def try_constraint(self, params: SamplingParams) -> None:
         """Compile the constraint of a request, unless it is cached. Raises InvalidRequestError if it is invalid."""
         if params.structured_outputs is not None:
-            self._grammars().matcher(params.structured_outputs)
+            self._grammars.matcher(params.structured_outputs)
 
     def knows_constraint(self, params: SamplingParams) -> bool:
         """Whether `token_mask` need not compile a constraint, which may take a second. Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return True
-        return bool(self._compiler) and self._grammars().knows(params.structured_outputs)
+        return "_grammars" in vars(self) and self._grammars.knows(params.structured_outputs)
 
     def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that break a sequence for DRY. Raises InvalidRequestError, also if DRY is not enabled."""
@@ -388,14 +388,13 @@ class RequestValidator:
             found.append(each)
         return tuple(dict.fromkeys(found))
 
+    @cached_property
     def _grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "the model has no tokenizer.json, so structured_outputs cannot be followed; use allowed_token_ids"
             )
-        if not self._compiler:
-            self._compiler.append(Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids))
-        return self._compiler[0]
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The tokens of each word, both with a space before it and without."""
