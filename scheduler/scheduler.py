@@ -241,9 +241,12 @@ class Scheduler:
         return () if self._kv.blocks is None else self._kv.blocks.full_blocks(request)
 
     def missing_blocks(self, request_id: str) -> list[StoredBlock]:
-        """Those of a waiting request's `stored_blocks` that the pool lacks, from the first such on."""
-        request, blocks = self._states[request_id].request, self._kv.blocks
-        return [] if blocks is None else blocks.missing_blocks(request, request.stored_blocks)
+        """Those of a waiting request's `stored_blocks` that the pool lacks, from the first such on; none if it has
+        ended."""
+        state, blocks = self._states.get(request_id), self._kv.blocks
+        if state is None or blocks is None:
+            return []
+        return blocks.missing_blocks(state.request, state.request.stored_blocks)
 
     def has_block(self, key: bytes) -> bool:
         """Whether the block pool has the block with this key."""

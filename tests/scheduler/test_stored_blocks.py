@@ -81,6 +81,14 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
     assert scheduler.awaits_blocks is None
 
 
+def test_a_request_that_has_ended_waits_for_no_blocks() -> None:
+    scheduler = stored().scheduler
+    scheduler.submit(request("c", (*STEM, 3), stored_blocks=4))
+    assert scheduler.plan().is_empty and scheduler.awaits_blocks == "c" and scheduler.missing_blocks("c")
+    scheduler.abort("c")
+    assert scheduler.missing_blocks("c") == []
+
+
 def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
     loop = Loop(replace(CONFIG, num_blocks=6))
     for name in "ab":
