@@ -14,6 +14,7 @@ from tests.cli.conftest import engine
 from tests.support.batch_lines import interrupt_at
 from tests.support.command_line import invoke, records_of
 from tests.support.fake_engine import FakeEngine
+from tests.support.tiers import default
 from xla_engine.batch.datasets import files
 from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
 from xla_engine.batch.lines import LineReader
@@ -109,7 +110,7 @@ def written(target: str, data: bytes | None = None) -> bytes:
         return file.read()
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--retry-failed", ""])
+@pytest.mark.parametrize("flag", default(["--resume", "--retry-failed", ""]))
 @pytest.mark.parametrize("name", OUTPUTS + LINES)
 def test_a_file_that_no_run_wrote_is_no_output(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str, flag: str

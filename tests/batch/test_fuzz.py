@@ -109,6 +109,7 @@ def _load(raw: bytes) -> Any:
         return None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [80, pytest.param(250, marks=pytest.mark.full)])
 def test_hostile_model_files_are_loaded_or_refused(count: int) -> None:
     report = fuzz_checkpoints.fuzz(count, seed=1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import BOTH_LANES, TINY_ENGINE
+from tests.support.tiers import default
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
@@ -53,7 +54,7 @@ def held(engine: XlaBatchEngine) -> set[str]:
 # -- cancel ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", default([1, 0, 2]))
 @pytest.mark.parametrize("state", ["queued", "prefilling", "running", "all planned", "finished", "unknown"])
 def test_abort_in_every_state_frees_the_slot_and_gives_one_result(
     tiny: XlaBatchEngine, state: str, lag: int

@@ -205,6 +205,7 @@ def test_packages_extend_no_path() -> None:
     assert [place(path) for path in host_modules() if changed.search(path.read_text())] == []
 
 
+@pytest.mark.full
 def test_nothing_imports_the_folders_by_their_bare_names() -> None:
     """In a checkout's root `import graphs` would succeed and load every module a second time."""
     everywhere = [*(path for name in (*PACKAGES, "tests", "examples") for path in modules(name))]

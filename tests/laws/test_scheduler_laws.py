@@ -148,6 +148,7 @@ def test_lag_and_peers_change_no_token(data: st.DataObject, config: SchedulerCon
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.full
 @settings(QUICK, max_examples=60)
 @given(data=st.data(), config=configs)
 def test_prompt_in_a_slot_is_planned_within_its_own_and_all_older_chunks(

@@ -16,6 +16,7 @@ from tests.support.coded_blocks import dequantised_rows
 from tests.support.instruction_sets import NAMES
 from tests.support.models import TINY_ENGINE
 from tests.support.quantised import CONFIG, FORMS, packed_words, write_plain, write_quantised
+from tests.support.tiers import default
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.config import STORED_AS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -51,7 +52,7 @@ def assert_same_bits(quantised: Path, dequantised: Path, dtype: str = "bfloat16"
             np.testing.assert_array_equal(*(each.view(np.uint8) for each in rows), err_msg=leaf)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", default(FORMS, 6))
 def test_weights_have_the_bits_of_the_plain_rule(form: str, plain: Path, tmp_path: Path) -> None:
     quantised, dequantised = write_quantised(plain, tmp_path, form)
     assert_same_bits(quantised, dequantised)
@@ -62,7 +63,7 @@ def test_weights_have_the_bits_of_the_plain_rule(form: str, plain: Path, tmp_pat
     assert any(line.startswith("quantised") and name in line for line in report_lines(report))
 
 
-@pytest.mark.parametrize("family", sorted(path.name for path in FAMILIES.iterdir()))
+@pytest.mark.parametrize("family", default(sorted(path.name for path in FAMILIES.iterdir()), 10))
 def test_every_family_takes_quantised_weights(family: str, tmp_path: Path) -> None:
     if family == "gpt_oss_mxfp4":
         pytest.skip("is quantised")
@@ -94,7 +95,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", default(FORMS, 6))
 def test_packed_blocks_mean_the_same_numbers(form: str, plain: Path, tmp_path: Path) -> None:
     weights = load_checkpoint(write_quantised(plain, tmp_path, form)[0]).weights
     assert isinstance(weights, StoredWeights)

@@ -78,6 +78,7 @@ def test_429_is_obeyed() -> None:
         assert server.liar.fired > 0 and report.exit_status == 0, report.text()
 
 
+@pytest.mark.full
 def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sesame-123")
     with serving("tells the key") as server:

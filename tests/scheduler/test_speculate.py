@@ -118,6 +118,7 @@ TestSpeculatingMachine = SpeculatingMachine.TestCase
 TestSpeculatingMachine.settings = settings(QUICK, max_examples=80, stateful_step_count=40)
 
 
+@pytest.mark.full
 @settings(QUICK, max_examples=40)
 @given(data=st.data(), config=configs(), count=st.integers(1, 6), lag=st.integers(0, 3))
 def test_speculation_brings_the_same_tokens_in_fewer_steps(

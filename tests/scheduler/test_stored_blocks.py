@@ -106,6 +106,7 @@ def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
     assert blocks.pool.num_free == free
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 1600), marks=pytest.mark.full)])
 def test_every_request_gets_what_it_gets_alone(seeds: range) -> None:
     loaded = stores = 0

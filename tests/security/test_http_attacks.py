@@ -355,6 +355,7 @@ def floods() -> dict[str, tuple[bytes, bytes]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
     [

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.tiers import default
+
 PATHS = [
     "/v1/completions",
     "/v1/chat/completions",
@@ -76,7 +78,7 @@ values = st.sampled_from(GOOD) | st.recursive(
 bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", default(PATHS, 4))
 @given(body=bodies, max_tokens=st.integers(1, 4))
 @settings(
     max_examples=60,

@@ -152,6 +152,7 @@ def test_a_chat_of_too_many_messages_is_refused(
     assert not calls
 
 
+@pytest.mark.full
 def test_a_chat_does_not_wait_for_the_large_chats_of_others(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_server_error_is_found(rounds: Rounds, monkeypatch: pytest.MonkeyPatch
     assert any(": a client that " in problem and "is answered 500" in problem for problem in problems)
 
 
+@pytest.mark.full
 def test_what_is_left_of_a_client_is_found(
     rounds: Rounds, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from tests.server.bodies import TEXT
 from tests.server.conftest import Running
 from tests.server.test_clients import raw
 from tests.support.bomb import Bomb
+from tests.support.tiers import default
 from xla_engine import cli
 from xla_engine.server.app import make_app
 from xla_engine.server.middleware import OPEN_PATHS
@@ -100,29 +101,32 @@ def test_fan_out_is_refused_before_any_work(
 
 @pytest.mark.parametrize(
     "body",
-    [
-        {"prompt": ""},
-        {"prompt": [10**400]},
-        {"prompt": [-1]},
-        {"prompt": "\ud800"},
-        {"prompt": "x", "logprob_token_ids": [10**9]},
-        {"prompt": "x", "logit_bias": {"9" * 5000: 1}},
-        {"prompt": "x", "seed": 10**400},
-        {"prompt": "x", "temperature": 1e400},
-        {"prompt": "x", "stop_token_ids": [2**70]},
-        {"prompt": "x", "cache_salt": [1]},
-        {"prompt": "x", "repetition_penalty": -1e308},
-        {"prompt_embeds": "gAN9cQAu"},
-        {"prompt": {"prompt_embeds": [[0.0]]}},
-        {"prompt": "x", "kv_transfer_params": {"remote_host": "127.0.0.1"}},
-        {
-            "prompt": "x",
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": -(2**63)}}},
-        },
-        {"prompt": "x", "structured_outputs": {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}},
-        {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": 2**31}}},
-        {"prompt": "x", "structured_outputs": {"regex": "((a{0,9999}){0,9999}){0,9999}"}},
-    ],
+    default(
+        [
+            {"prompt": ""},
+            {"prompt": [10**400]},
+            {"prompt": [-1]},
+            {"prompt": "\ud800"},
+            {"prompt": "x", "logprob_token_ids": [10**9]},
+            {"prompt": "x", "logit_bias": {"9" * 5000: 1}},
+            {"prompt": "x", "seed": 10**400},
+            {"prompt": "x", "temperature": 1e400},
+            {"prompt": "x", "stop_token_ids": [2**70]},
+            {"prompt": "x", "cache_salt": [1]},
+            {"prompt": "x", "repetition_penalty": -1e308},
+            {"prompt_embeds": "gAN9cQAu"},
+            {"prompt": {"prompt_embeds": [[0.0]]}},
+            {"prompt": "x", "kv_transfer_params": {"remote_host": "127.0.0.1"}},
+            {
+                "prompt": "x",
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": -(2**63)}}},
+            },
+            {"prompt": "x", "structured_outputs": {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}},
+            {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": 2**31}}},
+            {"prompt": "x", "structured_outputs": {"regex": "((a{0,9999}){0,9999}){0,9999}"}},
+        ],
+        6,
+    ),
     ids=lambda body: json.dumps(body)[:60],
 )
 def test_one_body_harms_nobody(post: Any, body: dict[str, Any]) -> None:
@@ -179,12 +183,14 @@ def test_an_id_cannot_forge_a_header_or_a_line_of_the_log(server: Running) -> No
 
 @pytest.mark.parametrize(
     "part",
-    [
-        {"type": "image_url", "image_url": {"url": "URL"}},
-        {"type": "input_audio", "input_audio": {"data": "URL", "format": "wav"}},
-        {"type": "video_url", "video_url": {"url": "URL"}},
-        {"type": "file", "file": {"file_id": "URL"}},
-    ],
+    default(
+        [
+            {"type": "image_url", "image_url": {"url": "URL"}},
+            {"type": "input_audio", "input_audio": {"data": "URL", "format": "wav"}},
+            {"type": "video_url", "video_url": {"url": "URL"}},
+            {"type": "file", "file": {"file_id": "URL"}},
+        ]
+    ),
 )
 def test_no_address_of_a_request_is_asked(post: Any, part: dict[str, Any]) -> None:
     """G: CVE-2025-6242 (SSRF), CVE-2026-22778 (a video's URL): no connection is made, and nothing is read."""

@@ -11,11 +11,12 @@ from tokenizers import decoders, pre_tokenizers
 
 from tests.support.odd_tokenizers import HELD_BACK, STREAMING, made, stream
 from tests.support.profiles import examples
+from tests.support.tiers import default
 from tests.support.tokenizers import byte_level
 from xla_engine.text.detokenizer import _byte_alphabet
 
 
-@pytest.mark.parametrize("name", [*STREAMING, *HELD_BACK])
+@pytest.mark.parametrize("name", default([*STREAMING, *HELD_BACK], 8))
 @settings(max_examples=examples(40, 120), deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_add_up_to_decode_for_any_ids(name: str, data: st.DataObject) -> None:
@@ -61,7 +62,7 @@ def test_encode_then_decode_is_the_text(name: str, text: str) -> None:
     assert whole == (text if name == "byte_level" or not text else " " + text)
 
 
-@pytest.mark.parametrize("name", [*STREAMING, *HELD_BACK])
+@pytest.mark.parametrize("name", default([*STREAMING, *HELD_BACK], 8))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pushed_text_and_a_peek_are_decode_so_far(name: str, data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def test_a_tokenizer_that_would_grow_texts_for_ever_is_refused(
         Tokenizer.from_pretrained(written(tmp_path, **fields))
 
 
+@pytest.mark.full
 def test_what_the_size_does_not_show_a_trial_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the bound, the trial runs the forty normalisers, and exhausts its memory or processor time."""
     monkeypatch.setattr(tokenizer_json, "MAX_GROWTH", 2**50)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.requests import comparable
+from tests.support.tiers import default
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ def submit(engine: XlaBatchEngine, constraint: dict[str, Any]) -> None:
     engine.submit("x", SamplingParams(max_tokens=8, structured_outputs=constraint))
 
 
-@pytest.mark.parametrize(("constraint", "why"), KILLERS)
+@pytest.mark.parametrize(("constraint", "why"), default(KILLERS, 3))
 def test_a_constraint_that_kills_or_holds_is_refused(
     embedded: XlaBatchEngine, constraint: dict[str, Any], why: str
 ) -> None:

@@ -23,6 +23,8 @@ from xla_engine.tools.bench.card import card
 from xla_engine.tools.bench.models import BenchModel
 from xla_engine.tools.bench.peers import PeerFailed, Process, parse_peers
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 FAKE = '''
 class Engine:

@@ -304,6 +304,7 @@ def test_short_record_gives_no_model(simulated: Path) -> None:
         fit(log)
 
 
+@pytest.mark.full
 def test_command_compares_widths_and_records(simulated: Path, tmp_path: Path) -> None:
     figures, again = tmp_path / "f.json", tmp_path / "again.jsonl"
     ran = CliRunner().invoke(main, ["simulate", str(simulated)])
