@@ -31,7 +31,7 @@ from xla_engine.utils.progress import counting
 @click.option(
     "--http/--no-http",
     default=True,
-    help="Also serve the model over HTTP, to honest and hostile clients. Needs the extra server.",
+    help="Also serve the model over HTTP, to honest and hostile clients. Needs the extra test.",
 )
 @click.option("--verbose", "-v", is_flag=True, help="Report after each engine.")
 @click.option("--seed", type=int, default=0, help="Seed of all requests, faults and times.")
@@ -100,14 +100,17 @@ def soak(
         from xla_engine.model_loader.checkpoint import load_checkpoint
         from xla_engine.model_loader.model_files import open_model
         from xla_engine.tools.soak.faults import FaultyTokenizer
-        from xla_engine.tools.soak.http_rounds import serving
         from xla_engine.tools.soak.report import SoakReport
         from xla_engine.tools.soak.soak import soak as run
         from xla_engine.tools.soak.soak import tiny_model
 
         config = EngineConfig(**options)
         report = SoakReport(seed, first_life)
-        server = stack.enter_context(serving(model, options, report)) if http and _can_serve() else None
+        server = None
+        if http and _can_serve():
+            from xla_engine.tools.soak.http_rounds import serving
+
+            server = stack.enter_context(serving(model, options, report))
         files = open_model(embedded_model_directory() if model is None else model)
         count = stack.enter_context(counting("rounds", sys.stderr))
         checkpoint = load_checkpoint(files, dtype=config.dtype)
@@ -131,7 +134,10 @@ def soak(
 
 
 def _can_serve() -> bool:
-    if all(find_spec(name) for name in ("httptools", "msgspec", "python_multipart", "starlette", "uvicorn")):
+    if all(
+        find_spec(name)
+        for name in ("httptools", "httpx", "msgspec", "python_multipart", "starlette", "uvicorn")
+    ):
         return True
-    click.echo(f"the soak runs without HTTP: {install('server')}", err=True)
+    click.echo(f"the soak runs without HTTP: {install('test')}", err=True)
     return False

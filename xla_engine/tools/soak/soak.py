@@ -1,12 +1,14 @@
 """Lives of an engine, one after another, until the time is over."""
 
+from __future__ import annotations
+
 import itertools
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
@@ -15,9 +17,11 @@ from xla_engine.model_loader.checkpoint import Checkpoint, random_checkpoint
 from xla_engine.scheduler.policy import POLICIES
 from xla_engine.tools.soak import memory
 from xla_engine.tools.soak.faults import STEP_TIMEOUT_S, FaultyTokenizer
-from xla_engine.tools.soak.http_rounds import HttpRounds
 from xla_engine.tools.soak.life import ENDS, REQUESTS, Life
 from xla_engine.tools.soak.report import SoakReport
+
+if TYPE_CHECKING:
+    from xla_engine.tools.soak.http_rounds import HttpRounds
 
 ROUNDS = 40  # of a life
 EVERY = 3  # one in this many lives uses `AsyncLLM`
