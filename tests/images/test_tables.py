@@ -14,6 +14,7 @@ from tests.images.test_pictures import reader
 from tests.support.batch_lines import interrupt_at
 from tests.support.command_line import invoke
 from tests.support.fake_engine import FakeEngine, FakeRequest
+from tests.support.tiers import default
 from xla_engine.batch.datasets.output import kept_columns
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.errors import ConfigError
@@ -27,7 +28,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 __all__ = ["engine", "model", "reader"]
 
 
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("name", default(["out.parquet", "out.jsonl"]))
 def test_a_table_of_pictures_goes_on_to_the_same_bytes(
     tmp_path: Path, engine: FakeEngine, reader: PictureReader, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.gguf_checks import GOLDEN, assert_refused, embedded_tokenizer
 from tests.support.gguf_files import rewrite_gguf, write_gguf
+from tests.support.tiers import default
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.model_files import open_model
@@ -64,7 +65,7 @@ def test_metadata_of_other_types_are_refused(key: str, value: Any, tmp_path: Pat
     assert_refused(path, key.split(".")[-1] if isinstance(value, str | bool | list) else "")
 
 
-@pytest.mark.parametrize("value", [3, 0.5, "text", [1, 2], [""]], ids=str)
+@pytest.mark.parametrize("value", default([3, 0.5, "text", [1, 2], [""]], 2), ids=str)
 def test_tokens_of_other_types_are_refused_or_left_out(value: Any, tmp_path: Path) -> None:
     path = write_gguf(GOLDEN / "gqa_tied", tmp_path / "m.gguf", tokenizer=embedded_tokenizer)
     rewrite_gguf(path, lambda fields: fields.update({"tokenizer.ggml.tokens": value}))

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.faults import attend_decode, attend_prefill, top_k_of_the_batch
 from tests.support.models import BOTH_LANES, TINY, TINY_ENGINE
+from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -148,7 +149,7 @@ def test_the_largest_graphs_take_over_where_sizes_change_bits(
     assert not verify(engine, requests=40, schedules=2, seed=8).ok
 
 
-@pytest.mark.parametrize("fault", [slot_changes_logits, top_k_of_the_batch])
+@pytest.mark.parametrize("fault", default([slot_changes_logits, top_k_of_the_batch]))
 def test_rows_that_differ_are_beyond_help_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make_engine: MakeEngine, fault: Any
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_planted_fault_happens_and_is_named(fault: str, where: str, words: str
         assert report.causes == {"rounding"}
 
 
-@pytest.mark.parametrize(("fault", "where", "words"), default(OF_HTTP), ids=[each[0] for each in OF_HTTP])
+@pytest.mark.parametrize(("fault", "where", "words"), default(OF_HTTP, 0), ids=[each[0] for each in OF_HTTP])
 def test_a_fault_of_a_server_happens_and_is_named(fault: str, where: str, words: str) -> None:
     with serving(fault) as server:
         report = check(HttpTarget(server.url), requests=4, among=[8])

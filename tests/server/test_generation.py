@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.bodies import BODIES, CHAT, TEXT
 from tests.server.conftest import Running
+from tests.support.tiers import default
 from xla_engine.observability.metrics import CACHE_CONFIG, METRICS
 from xla_engine.server.info import server_metrics
 
@@ -79,7 +80,7 @@ def test_streamed_pieces_join_to_the_whole_answer(
     assert joined(events(http, url, body)) == plain(expected[number])
 
 
-@pytest.mark.parametrize("clients", [8, 64])
+@pytest.mark.parametrize("clients", default([8, 64]))
 def test_among_other_clients_requests_no_bit_changes(
     http: httpx.Client, expected: list[dict[str, Any]], clients: int
 ) -> None:
