@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.fake_loop import Life
 from tests.support.fake_runner import expected
 from tests.support.policy_loop import PolicyLoop
+from tests.support.profiles import examples
 from tests.support.scheduler_calls import ask, make, step
 from xla_engine.scheduler import (
     FinishReason,
@@ -52,7 +53,7 @@ class ContinuingLoop(PolicyLoop):
         self.ended.remove(old)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 150), deadline=None)
 @given(st.sampled_from(FORMS), st.integers(0, 2), st.booleans(), st.data())
 def test_pieces_add_up_to_the_longer_request(
     form: dict[str, object], lag: int, speculates: bool, data: st.DataObject

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.fake_runner import VOCABULARY
 from tests.support.policy_loop import PolicyLoop
+from tests.support.profiles import examples
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
@@ -151,7 +152,7 @@ def test_longest_prefix_takes_who_has_most_in_the_cache() -> None:
     assert line(1)[:3] == ["first", "most", "other"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 @given(st.sampled_from(sorted(policy.UNBOUNDED)), st.integers(1, 4), st.data())
 def test_nobody_is_passed_by_more_than_the_bound(name: str, aging: int, data: st.DataObject) -> None:
     """A request with k before it in the queue gets a slot within (k + 1) * (aging + 1) admissions."""
