@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.pixel_values import UNIT_TABLE
 from tests.support.requests import answers
 from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
-from xla_engine.images.processor import ImageProcessor, value_table
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.prompts import PicturedPrompt
@@ -27,17 +27,6 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import FeatureSpan, PromptImage, Request
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
-TABLE = value_table(
-    ImageProcessor(
-        longest_edge=24,
-        tile=24,
-        do_image_splitting=False,
-        resample=1,
-        rescale_factor=1 / 255,
-        image_mean=(0.5, 0.5, 0.5),
-        image_std=(0.5, 0.5, 0.5),
-    )
-)
 IMAGE = 198  # the id of <image>
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=8, logprobs=0, ignore_eos=True)
 SMALL = EngineConfig(
@@ -54,7 +43,7 @@ FULL = pytest.mark.full
 def engine_of(config: EngineConfig, name: str = "idefics3") -> XlaBatchEngine:
     checkpoint = load_checkpoint(FAMILIES / name, dtype=config.dtype)
     vision = load_vision(FAMILIES / name, dtype=config.dtype)
-    tower = VisionTower(vision.config, vision.dtype, vision.weights, TABLE)
+    tower = VisionTower(vision.config, vision.dtype, vision.weights, UNIT_TABLE)
     return XlaBatchEngine(checkpoint, config=config, tower=tower)
 
 

@@ -16,31 +16,20 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.images.conftest import GOLDEN
+from tests.support.pixel_values import UNIT_TABLE
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.graphs.vision.config import VisionConfig
 from xla_engine.images.encoder import ImageEncoder
-from xla_engine.images.processor import ImageProcessor, value_table
 from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.runner.vision_tower import VisionTower
 
 CASES = ("idefics3", "smolvlm", "gemma3_vision")
-TABLE = value_table(  # of values from -1 to 1, as the golden files have them
-    ImageProcessor(
-        longest_edge=24,
-        tile=24,
-        do_image_splitting=False,
-        resample=1,
-        rescale_factor=1 / 255,
-        image_mean=(0.5, 0.5, 0.5),
-        image_std=(0.5, 0.5, 0.5),
-    )
-)
 
 
 def tower_of(name: str, dtype: str) -> VisionTower:
     found = load_vision(GOLDEN / "families" / name, dtype=dtype)
-    return VisionTower(found.config, found.dtype, found.weights, TABLE)
+    return VisionTower(found.config, found.dtype, found.weights, UNIT_TABLE)
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> float:

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.engine.test_images import TABLE
 from tests.images.test_features import difference
+from tests.support.pixel_values import UNIT_TABLE
 from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
@@ -54,7 +54,7 @@ def tower_of(config: Config, dtype: str, limit: float | None) -> VisionTower:
         for name, shape in leaf_shapes(config).items()
     }
     slices = TowerSlices(config, 256 if isinstance(config, PatchConfig) else None, limit)
-    return VisionTower(config, dtype, weights, TABLE, slices=slices)
+    return VisionTower(config, dtype, weights, UNIT_TABLE, slices=slices)
 
 
 def pictures(config: Config) -> list[np.ndarray[Any, Any]]:
