@@ -6,22 +6,28 @@ The sources are the `.py` files of this folder, in which `# %%` begins a cell; t
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-NOTEBOOKS = ("first_minute", "first_batch", "slots", "equivalence", "what_if", "grpo", "captions")
+NOTEBOOKS = ("first_minute", "first_batch", "slots", "equivalence", "what_if", "grpo", "captions", "audit")
 
 
 def executed(name: str) -> Any:
     """The notebook of a source, run from its first cell to its last. Raises where a cell does."""
     import jupytext
     from nbclient import NotebookClient
+    from traitlets.config import Config
 
     notebook = jupytext.read(FOLDER / f"{name}.py", fmt="py:percent")
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # the same at every build
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    with tempfile.TemporaryDirectory() as folder:
+        # Sockets in the file system: a TCP port that was free when chosen may be taken when the kernel binds it.
+        sockets = Config({"KernelManager": {"transport": "ipc", "ip": f"{folder}/kernel"}})
+        resources = {"metadata": {"path": str(FOLDER)}}
+        NotebookClient(notebook, timeout=240, resources=resources, config=sockets).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
         for output in cell.get("outputs", ()):

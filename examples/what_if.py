@@ -55,7 +55,7 @@ print("\n".join(compare(log, cost).lines()))
 
 # %%
 from xla_engine.scheduler import SchedulerConfig
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.cost import machine_of
 from xla_engine.tools.simulator.report import table
 from xla_engine.tools.simulator.simulate import Simulation
@@ -69,6 +69,6 @@ for policy in ("fcfs", "shortest_prompt", "round_robin"):
         config = replace(
             recorded, scheduling_policy=policy, max_num_seqs=width, max_num_batched_tokens=width + spare
         )
-        simulation = Simulation(config, replace(machine_of(log), rows=width), Clock(cost))
+        simulation = Simulation(config, replace(machine_of(log), rows=width), SimulatedClock(cost))
         reports[f"{policy}, {width} slots"] = simulation.run(heavy_tailed(2000, rate=40, seed=0))
 print("\n".join(table(reports)))

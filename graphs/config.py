@@ -11,8 +11,8 @@ FULL, SLIDING, LINEAR = (
     "sliding_attention",
     "linear_attention",
 )  # layer types of Hugging Face
-LAST, MEAN = "LAST", "MEAN"  # vLLM's pooling types
-POOLING_TYPES = (LAST, MEAN)
+LAST, MEAN, CLS = "LAST", "MEAN", "CLS"  # vLLM's pooling types
+POOLING_TYPES = (LAST, MEAN, CLS)
 KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/kv_cache.md)
 
 
@@ -146,8 +146,24 @@ class DeltaForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderForm:
+    """What makes a model an encoder: every token attends to all others, and norms come after each sublayer (BERT,
+    Devlin et al. 2019).
+
+    positions: rows of the table of learned positions. position_offset: the row of a text's first token.
+    token_types: rows of the table of token types, which tell the two texts of a pair apart.
+    activation: of the MLP; "gelu" is exact, by the error function.
+    """
+
+    positions: int
+    position_offset: int = 0
+    token_types: int = 1
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and flags of a decoder. Field names are those of config.json if it has the field.
+    """Shape and flags of a decoder or encoder. Field names are those of config.json if it has the field.
 
     vocab_size: token ids.
     hidden_size: features of the residual stream.
@@ -187,6 +203,7 @@ class ModelConfig:
     embedding_multiplier: factor of the embeddings.
     residual_multiplier: factor of the outputs of attention and MLP.
     logit_scale: factor of the logits.
+    encoder: what makes the model an encoder; None: it is a decoder.
     """
 
     vocab_size: int
@@ -227,6 +244,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
+    encoder: EncoderForm | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

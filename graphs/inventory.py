@@ -5,18 +5,23 @@ interpreter lock anyway) and compiled in threads. A call goes to the compiled ex
 error that names the program, never a silent compile.
 """
 
+from __future__ import annotations
+
 import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-from jax.extend.core import Jaxpr
 
 from xla_engine.graphs.joined import joined
+from xla_engine.graphs.target import platform
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 # XLA's rsqrt refines the processor's estimate, once on AMD and twice on Intel. With this option off it divides by a
 # square root, and its bits are IEEE's on both (findings/same_bits.md).
@@ -30,11 +35,13 @@ def _silent(doing: str, ready: int) -> None:
     """Show nothing."""
 
 
-@cache
 def compiler_options() -> dict[str, bool] | None:
     """The options that every program is compiled with; None on other devices, and if XLA does not know the option."""
-    if jax.default_backend() != "cpu":
-        return None
+    return _cpu_options() if platform() == "cpu" else None
+
+
+@cache
+def _cpu_options() -> dict[str, bool] | None:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=_OPTIONS)
     except (RuntimeError, ValueError):
@@ -85,7 +92,7 @@ class GraphReport:
     argument_bytes: int
 
 
-class Store(Protocol):
+class ProgramCache(Protocol):
     """Keeps compiled programs between processes.
 
     token: a part of the names under which its programs are compiled.
@@ -107,7 +114,9 @@ class Store(Protocol):
 class Inventory:
     """Compiled programs by name."""
 
-    def __init__(self, audit: Callable[[str, Jaxpr], None] | None = None, store: Store | None = None) -> None:
+    def __init__(
+        self, audit: Callable[[str, Jaxpr], None] | None = None, store: ProgramCache | None = None
+    ) -> None:
         """audit: called with the name of each program and what was traced; an error keeps it from being compiled.
         store: of programs that passed the same audit; None: every program is compiled."""
         self._audit = audit

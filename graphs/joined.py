@@ -8,19 +8,28 @@ Results that only joined calls read get no buffers from XLA. They share one, in 
 same time may overlap.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, Literal
 
 JOINED = "xla_engine_joined"
 _PREFIX, _CALL, _LINE = "xla_engine_", "ffi_call", 64
 # As XLA's foreign-function interface numbers them.
 _TYPES = {"bool": 1, "int8": 2, "int32": 4, "int64": 5, "uint8": 6, "uint32": 8}
 _TYPES |= {"float32": 11, "bfloat16": 16}
+
+
+def is_literal(value: Any) -> TypeGuard[Literal]:
+    """Whether an operand in a jaxpr is a constant, and not a variable."""
+    return hasattr(value, "val")
 
 
 def number(target: str) -> int:
@@ -183,7 +192,7 @@ def _run_alone(equation: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _variables(values: Iterable[Any]) -> Iterator[Any]:
-    return (each for each in values if not isinstance(each, Literal))
+    return (each for each in values if not is_literal(each))
 
 
 def _key(value: Any) -> Any:
@@ -191,10 +200,10 @@ def _key(value: Any) -> Any:
     aval = value.aval
     if not aval.size:
         return aval.dtype.name, aval.shape
-    if isinstance(value, Literal):
+    if is_literal(value):
         return aval.dtype.name, aval.shape, np.asarray(value.val).tobytes()
     return value
 
 
 def _value(value: Any, known: Mapping[Any, Any]) -> Any:
-    return value.val if isinstance(value, Literal) else known[value]
+    return value.val if is_literal(value) else known[value]

@@ -6,20 +6,25 @@ processor can. Data movement, comparisons, and single additions, subtractions an
 A product that is exact in float32 may be fused: of two numbers with eight significant bits, or by a power of two.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, Literal
 
 from xla_engine.graphs.attention.native import TARGET, ZEROS
+from xla_engine.graphs.joined import is_literal
 from xla_engine.graphs.linear.native import GATED_LINEAR, HEAD, LINEAR
 from xla_engine.graphs.sampling.native import LOGPROBS, SAMPLE
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 ARITHMETIC = "portable-1"  # a change of any bit needs another name
 ISAS = ("avx512_bf16", "avx512", "avx2", "neon")  # best first; tiles and bfdot add in orders of their own
@@ -66,7 +71,7 @@ def _walk(jaxpr: Jaxpr, given: Sequence[str | None], found: dict[str, None]) -> 
     kinds = dict(zip(jaxpr.invars, given, strict=True))
 
     def kind_of(value: Any) -> str | None:
-        return kinds.get(value) if not isinstance(value, Literal) else None
+        return kinds.get(value) if not is_literal(value) else None
 
     for equation in jaxpr.eqns:
         name, taken = equation.primitive.name, [kind_of(each) for each in equation.invars]
@@ -105,9 +110,8 @@ def _walk(jaxpr: Jaxpr, given: Sequence[str | None], found: dict[str, None]) -> 
         elif name not in _COMPARES:
             found[f"{name!r} of floats outside of the C++ kernels"] = None
         if name in ("mul", *_SUMS) and _dtype(equation.outvars[0]) != jnp.float32:
-            found[f"{name!r} of {_dtype(equation.outvars[0])}"] = (
-                None  # XLA widens these, and rounds when it likes
-            )
+            # XLA widens these, and rounds when it likes.
+            found[f"{name!r} of {_dtype(equation.outvars[0])}"] = None
         kinds.update(dict.fromkeys(equation.outvars, made))
     return [kind_of(each) for each in jaxpr.outvars]
 
@@ -116,7 +120,7 @@ def _is_exact(equation: Any, taken: Sequence[str | None]) -> bool:
     """Whether a product needs no rounding: of two short numbers, or by a power of two."""
     if taken == [_SHORT, _SHORT]:
         return True
-    scales = [each.val for each in equation.invars if isinstance(each, Literal)]
+    scales = [each.val for each in equation.invars if is_literal(each)]
     return any(abs(math.frexp(float(each))[0]) == 0.5 for each in scales if np.ndim(each) == 0)
 
 
@@ -131,8 +135,8 @@ def _parts(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs inside an equation."""
     for value in parameters.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(each, "jaxpr", each)  # of a closed one
-            if isinstance(inner, Jaxpr):
+            inner: Any = getattr(each, "jaxpr", each)  # of a closed one
+            if hasattr(inner, "eqns"):
                 yield inner
 
 

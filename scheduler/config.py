@@ -12,7 +12,7 @@ from xla_engine.scheduler.user_policy import find_policy
 class SchedulerConfig(Immutable):
     """Limits of a scheduler. Raises ValueError, naming the field, if a limit is below 1.
 
-    max_num_seqs: number of slots.
+    max_num_seqs: number of slots, B_max: the width of the decode program.
     chunk_size: prompt tokens of one prefill lane.
     max_num_batched_tokens: tokens of one step; a decode row counts 1, a chunk its padded width `chunk_size`. Every
         live row decodes and at least one chunk runs even if that exceeds this limit.

@@ -13,7 +13,7 @@ from xla_engine.scheduler.queue import COMPARED
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.scheduler import Scheduler
-from xla_engine.scheduler.snapshot import RequestView, Snapshot
+from xla_engine.scheduler.snapshot import RequestView, Snapshot, wait_behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,16 @@ class Peek:
         parts: tuple[Chunk | Row | VerifyRow | Swap, ...]
         parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.resumes)
         busy = {part.request_id for part in parts}
-        held = [view.request for view in self.then.slots if view.request is not None]
-        views = (*held, *self.then.draining, *self.then.waiting)
+        with_slots = [view.request for view in self.then.slots if view.request is not None]
+        told = {decision.request_id: decision.reason for decision in plan.decisions}
+        reasons = {view.request_id: _reason(view) for view in (*with_slots, *self.then.draining)}
+        for ahead, view in enumerate(self.then.waiting):
+            behind = wait_behind(view.request_id, ahead) if ahead else view.decision
+            reasons[view.request_id] = told.get(view.request_id) or ("" if behind is None else behind.reason)
         return {
-            view.request_id: MASK if view.request_id in plan.held else _reason(view)
-            for view in views
-            if view.request_id not in busy
+            name: MASK if name in plan.blocked else reason
+            for name, reason in reasons.items()
+            if name not in busy
         }
 
     def _repr_html_(self) -> str:
@@ -59,7 +63,7 @@ def peek(
     scheduler: Scheduler,
     speculation: Speculation | None = None,
     *,
-    held: Collection[str] = (),
+    blocked: Collection[str] = (),
     now: float | None = None,
 ) -> Peek:
     """What `Scheduler.plan` would return, after `expire(now)` if `now` is given. The scheduler does not change.
@@ -71,7 +75,7 @@ def peek(
     far = [state for state in scheduler._states.values() if id(state) not in near]
     twin = copy.deepcopy(scheduler, {id(state): state for state in far})
     expired = () if now is None else tuple(twin.expire(now))
-    plan = twin.plan(speculation, held)
+    plan = twin.plan(speculation, blocked)
     return Peek(plan=plan, then=twin.snapshot(), expired=expired)
 
 

@@ -20,7 +20,8 @@ class StepPipeline(Generic[S]):
     earlier one.
 
     scheduler: replaced by `restart`.
-    lag: how many started steps may be unread; may be changed between turns.
+    lag: how many started steps may be unread; may be changed between turns. While most rows are constrained, none may
+        (`depth`).
     in_flight: the started steps, oldest first.
     """
 
@@ -35,13 +36,22 @@ class StepPipeline(Generic[S]):
         return None if plan.is_empty else plan
 
     @property
+    def depth(self) -> int:
+        """How many started steps may be unread now.
+
+        A constrained row decodes only after its last token was read, so ahead of that it would skip every other step.
+        If most rows are constrained, it is faster to read each step before the next one starts.
+        """
+        return 0 if self.scheduler.most_are_constrained else self.lag
+
+    @property
     def is_full(self) -> bool:
-        """Whether a step must be read before the next one starts; true only after `lag` was lowered."""
-        return len(self.in_flight) > self.lag
+        """Whether a step must be read before the next one starts; true only after `depth` has become smaller."""
+        return len(self.in_flight) > self.depth
 
     def is_due(self, *, started: bool) -> bool:
         """Whether to read a step now. started: this turn has started one; otherwise all steps in flight are read."""
-        return len(self.in_flight) > (self.lag if started else 0)
+        return len(self.in_flight) > (self.depth if started else 0)
 
     def due(self, *, started: bool) -> S | None:
         """Remove and return the step to read now; None if there is none."""

@@ -15,15 +15,18 @@ class ResultMismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Immutable):
-    """One occupancy of a slot: device row `index`, occupied for the `epoch`-th time. No two occupancies are equal."""
+    """One stay in a slot: device row `index`, for the `epoch`-th time; from the second on, a recycled one."""
 
     index: int
     epoch: int
 
 
 class FeatureSpan(NamedTuple):
-    """`length` positions of a chunk, from its position `at` on, read features instead of embeddings of their tokens:
-    those at `place` of the feature buffer, from its row `row` on."""
+    """Positions of a chunk that read features of a picture instead of the embeddings of their tokens.
+
+    at: the first of these positions, counted from the start of the chunk. length: how many there are.
+    place, row: where the first of their features is in the feature buffer.
+    """
 
     at: int
     place: int
@@ -32,10 +35,11 @@ class FeatureSpan(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """Stages `begin` to `end` of the vision tower for one tile; after the last, its features are at `places` of the
-    feature buffer, in this order. Only one tile is encoded at a time; stages of another may follow at 0 only.
+    """Runs stages `begin` to `end` of the vision tower for one tile.
 
-    tile: uint8 `[height, width, 3]`.
+    Only one tile is encoded at a time: an Encode of another tile begins at stage 0, after the last stage of this one.
+
+    tile: uint8 `[height, width, 3]`. places: where the last stage writes the features in the feature buffer, in order.
     """
 
     request_id: str
@@ -49,8 +53,9 @@ class Chunk(NamedTuple):
     """A piece of a prompt for one prefill lane; `tokens` go to positions `start`, `start + 1`, ...
 
     Starts are multiples of the chunk size and only the last chunk may be shorter, so the cut depends on the prompt
-    alone. (With `SchedulerConfig.whole_tiles`, each tile begins a chunk, and multiples count from there. With
-    `cut_invariant`, if all but the last token is cached, that token is a chunk of its own.)
+    alone. There are two exceptions. With `SchedulerConfig.whole_tiles`, each tile begins a chunk, and multiples count
+    from there. With `cut_invariant`, if all tokens but the last are cached, the last one is a chunk of its own.
+
     The program that runs the last chunk also samples the request's next token.
 
     generated: how many tokens at the end of the context the request itself had sampled before it was preempted.
@@ -84,7 +89,7 @@ class VerifyRow:
 
 
 class Speculation(NamedTuple):
-    """Allows a verify step: rows may sample up to `width` tokens each if there are at most `lanes`; otherwise one."""
+    """Allows a verify step: if there are at most `lanes` rows, each may sample up to `width` tokens; otherwise one."""
 
     width: int
     lanes: int
@@ -155,8 +160,11 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """A full block whose content lies outside of the pool too, or shall: its key, that of the block before it (or the
-    root of the chain), and its tokens. block: its place in the pool; -1: none yet."""
+    """A full block whose content is also stored outside of the pool, or will be.
+
+    block: its place in the pool; -1 if it has none yet. key: its own. parent: the key of the block before it, or the
+    root of the chain.
+    """
 
     block: int = -1
     key: bytes
@@ -226,9 +234,10 @@ class Plan:
         `decode`. 0: the same, and requests that begin to decode in this plan join `decode`.
     to_decode: rows that move from `verify` to `decode` for this and the following steps.
     to_speculate: ids of the requests that move from `decode` to `verify`.
-    held: ids of constrained requests that skip this step because their mask is not ready.
+    blocked: ids of constrained requests that skip this step because their mask is not ready.
     encodes: work of the vision tower; it runs before the chunks.
-    is_late: since the last non-empty plan, a plan was empty while requests were held.
+    is_late: masks delayed this step: the plans since the last non-empty one were empty, and at least one of them had
+        blocked requests.
     """
 
     step: int
@@ -250,7 +259,7 @@ class Plan:
     to_decode: tuple[Row, ...] = ()
     to_speculate: tuple[str, ...] = ()
     continues: tuple[Continuation, ...] = ()
-    held: frozenset[str] = frozenset()
+    blocked: frozenset[str] = frozenset()
     encodes: tuple[Encode, ...] = ()
     is_late: bool = False
 
@@ -281,7 +290,7 @@ class Plan:
 
 
 ENCODING = "its pictures are being encoded"  # why a request waits
-MASK = "its mask is being computed"  # why a request is held
+MASK = "its mask is being computed"  # why a request is blocked
 LOADING = "its cached prefix is being loaded"  # why a request waits
 
 # Values in place of a token id:

@@ -129,10 +129,10 @@ def unsplit(count: int, stops: Sequence[int], groups: Groups, *, first: bool) ->
     def whole(chunks: int) -> bool:
         return not chunks or not any(start < stops[chunks - 1] < start + length for start, length in groups)
 
-    fewer = next(each for each in range(count, -1, -1) if whole(each))
+    fewer = next(size for size in range(count, -1, -1) if whole(size))
     if fewer or not first:
         return fewer
-    return next(each for each in range(1, len(stops) + 1) if whole(each))
+    return next(size for size in range(1, len(stops) + 1) if whole(size))
 
 
 def last_cut(position: int, chunk_size: int, groups: Groups = ()) -> int:

@@ -58,7 +58,7 @@ class WaitingQueue:
         # scans all keys deleted before it.
         self._places: OrderedDict[str, tuple[Place, RequestState]] = OrderedDict()
         self._only = only
-        self._held: dict[str, RequestState] = {}  # held back, oldest first
+        self._left_out: dict[str, RequestState] = {}  # not in `only`, oldest first
 
     def __deepcopy__(self, memo: dict[int, object]) -> WaitingQueue:
         """A queue with copies of the requests, except those that `memo` shares. New requests get later numbers."""
@@ -68,11 +68,11 @@ class WaitingQueue:
         twin._places = OrderedDict(
             (name, (place, copy.deepcopy(state, memo))) for name, (place, state) in self._places.items()
         )
-        twin._held = {name: copy.deepcopy(state, memo) for name, state in self._held.items()}
+        twin._left_out = {name: copy.deepcopy(state, memo) for name, state in self._left_out.items()}
         return twin
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._held)
+        return len(self._places) + len(self._left_out)
 
     def __bool__(self) -> bool:
         """Whether there is a next in line."""
@@ -80,7 +80,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[RequestState]:
         yield from (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
-        yield from self._held.values()
+        yield from self._left_out.values()
 
     def place(self, state: RequestState) -> Place:
         """A request's place in line, the same whether it waits or runs; the lowest goes first."""
@@ -157,7 +157,7 @@ class WaitingQueue:
     def _put(self, state: RequestState, place: Place, *, to_back: bool) -> None:
         assert state.request_id not in self._places, f"request {state.request_id!r} waits already"
         if self._only is not None and state.request_id not in self._only:
-            self._held[state.request_id] = state
+            self._left_out[state.request_id] = state
             return
         self._places[state.request_id] = place, state
         if not to_back:
@@ -173,7 +173,7 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Remove a request from anywhere in the queue. Raises KeyError if it does not wait."""
-        if self._held.pop(state.request_id, None) is not None:
+        if self._left_out.pop(state.request_id, None) is not None:
             return
         if state is self.oldest:
             self._passed = 0
@@ -185,7 +185,7 @@ class WaitingQueue:
     def check(self) -> None:
         """Raise AssertionError unless heap and places agree and every request waits."""
         waiting = {entry[2].request_id: entry[::2] for entry in self._heap if self._waits(entry)}
-        if waiting != self._places or waiting.keys() & self._held.keys():
+        if waiting != self._places or waiting.keys() & self._left_out.keys():
             raise AssertionError(f"the heap has {waiting}, not {self._places}")
         for state in self:
             if state.status not in (Status.WAITING, Status.PARKED):

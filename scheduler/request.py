@@ -113,13 +113,13 @@ class Request(Immutable):
         """
         if not self.images:
             return self.prompt_token_ids
-        found = list(self.prompt_token_ids)
+        content = list(self.prompt_token_ids)
         for image in self.images:
             picture = int(image.digest, 16)
             for tile, (start, length) in enumerate(image.spans):
                 for at in range(length):
-                    found[start + at] = -1 - (((picture << 32) + tile << 32) + at)
-        return tuple(found)
+                    content[start + at] = -1 - (((picture << 32) + tile << 32) + at)
+        return tuple(content)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

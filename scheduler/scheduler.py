@@ -1,15 +1,15 @@
-"""The scheduler: `plan()` decides a step, `commit()` credits its tokens."""
+"""The scheduler: `plan()` decides who gets which of B_max slots and which rows are active; `commit()` credits."""
 
 from collections.abc import Callable, Collection, Iterable
 
-from xla_engine.scheduler import snapshot
+from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
+from xla_engine.scheduler.kv.readiness import unready
 from xla_engine.scheduler.plan import (
     ENCODING,
     LOADING,
-    MASK,
     Admitted,
     Decision,
     Encode,
@@ -125,17 +125,17 @@ class Scheduler:
             expired.append((state.request_id, reason))
         return expired
 
-    def plan(self, speculation: Speculation | None = None, held: Collection[str] = frozenset()) -> Plan:
+    def plan(self, speculation: Speculation | None = None, blocked: Collection[str] = frozenset()) -> Plan:
         """Decide the next step, and count it as started.
 
         Fills free slots from the head of the queue, decodes every live row, and spends the rest of the token budget on
         prompt chunks.
 
         speculation: lets rows sample several tokens; may differ from plan to plan.
-        held: ids of requests whose mask is not ready. Those of them that are constrained get no row.
+        blocked: ids of requests whose mask is not ready. Those of them that are constrained get no row.
         """
         decisions: list[Decision] = []
-        self._constrained.held = held
+        self._constrained.blocked = blocked
         self.untold.clear()
         to_speculate, to_decode = self._running.change_part(speculation is not None, self._next_step)
         if self._round_robin:
@@ -193,11 +193,11 @@ class Scheduler:
             to_decode=to_decode,
             to_speculate=to_speculate,
             continues=continues,
-            held=self._gated(held) if held else frozenset(),
+            blocked=self._gated(blocked) if blocked else frozenset(),
             encodes=tuple(encodes),
             is_late=self._is_late,
         )
-        self._is_late = is_empty and (self._is_late or bool(held))
+        self._is_late = is_empty and (self._is_late or bool(blocked))
         for reuse in plan.reuses:
             self._cached_tokens += reuse.length
             self._kv.used(reuse.source, self._next_step)
@@ -275,22 +275,11 @@ class Scheduler:
             self._hand_over(state)
         return events
 
-    def _encode(self, state: RequestState) -> tuple[Encode, ...] | None:
-        """Work of the vision tower for a request that needs features to get a slot, or none; None if it needs none.
-
-        A prompt whose keys and values are cached needs them, too: the cache may have lost them when it is prefilled.
-        """
+    def _encode(self, state: RequestState) -> tuple[Encode, ...]:
+        """Work of the vision tower for a request whose features are missing; none if they have no places yet."""
         features = self._kv.features
-        if (
-            features is None
-            or not state.request.images
-            or state.goes_on
-            or state.status is not Status.WAITING
-        ):
-            return None
-        if features.has_all(state.request):
-            return None
-        readers = (each.request for each in self._prefilling)
+        assert features is not None
+        readers = (state.request for state in self._prefilling)
         shares = bool(len(self._decoding) or len(self._constrained) or len(self._speculating))
         encode = features.encode(state.request, readers, shares=shares)
         return () if encode is None else (encode,)
@@ -301,19 +290,12 @@ class Scheduler:
         self.awaits_blocks = None
         while self._waiting:
             state = self._waiting.next_in_line(self._kv.cached_tokens)
-            if state.credited < state.planned_before:
-                decisions.append(state.decide("wait", "tokens of it are in flight"))
-                break
-            if state.request_id in self._constrained.held and state.awaits_mask:
-                decisions.append(state.decide("wait", MASK))
-                break
-            if state.awaits_blocks and self.missing_blocks(state.request_id):
-                self.awaits_blocks = state.request_id
-                decisions.append(state.decide("wait", LOADING))
-                break
-            if (encode := self._encode(state)) is not None:
-                encodes.extend(encode)
-                decisions.append(state.decide("wait", ENCODING))
+            if (reason := unready(state, self._kv, self._constrained.blocked, uses=True)) is not None:
+                if reason == LOADING:
+                    self.awaits_blocks = state.request_id
+                if reason == ENCODING:
+                    encodes.extend(self._encode(state))
+                decisions.append(state.decide("wait", reason))
                 break
             if state.goes_on and not self._kv.still_holds(state):
                 state.goes_on, state.occupancy = False, None
@@ -406,37 +388,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant of a part or between parts is broken, and say which."""
         self._settle()
-        slots, states, counters = self._kv.slots, self._states, self.counters()
-        rows, gated, drafting = len(self._decoding), len(self._constrained), len(self._speculating)
-        self._waiting.check()
-        self._decoding.check(self._next_step)
-        self._constrained.check()
-        self._speculating.check()
-        ended = sum(counters.finished.values())
-        _require(counters.steps_committed <= self._next_step, "commits ran ahead of plans", counters)
-        _require(counters.submitted == len(states) + ended, "a request is lost", counters)
-        for request_id, state in states.items():
-            _require(state.request_id == request_id, f"filed as {request_id!r}", state)
-            _check_progress(state, self._next_step, self.config)
-
-        def same(part: Iterable[RequestState], *statuses: Status) -> bool:
-            return set(map(id, part)) == {id(state) for state in states.values() if state.status in statuses}
-
-        holders = [state for state in states.values() if state.holds_slot]
-        running = [state for state in holders if state.status is Status.RUNNING]
-        waits = same(self._waiting, Status.WAITING, Status.PARKED)
-        _require(waits, "the queue is not the requests that wait", states)
-        parked, counted = sum(state.parked for state in states.values()), self._preemption.parked_tokens
-        _require(parked == counted, f"{counted} tokens are counted as parked, not {parked}", states)
-        prefills = same(self._prefilling, Status.PREFILLING)
-        _require(prefills, "the prompts are not the requests that prefill", states)
-        decode = f"{rows} rows, {gated} and {drafting} decode"
-        _require(len(running) == rows + gated + drafting, decode, running)
-        _require(all(slots.holds(state.slot) for state in holders), "an occupancy is over", holders)
-        _require(len({state.slot.index for state in holders}) == len(holders), "a slot is shared", holders)
-        free = f"{slots.num_free} slots free, others held"
-        _require(len(holders) + slots.num_free == len(slots), free, holders)
-        self._kv.check(states.values(), self._next_step)
+        parked = self._preemption.parked_tokens
+        invariants.check(
+            self.config, self._states, self._waiting, self._running, self._kv, self.counters(), parked
+        )
 
     def _settle(self) -> None:
         for state in self._states.values():
@@ -472,6 +427,15 @@ class Scheduler:
         return len(self._states) - len(self._waiting)
 
     @property
+    def most_are_constrained(self) -> bool:
+        """Whether at least half of the rows that decode are constrained, without those blocked in the latest plan."""
+        constrained = self._constrained
+        if not constrained:
+            return False
+        others = len(self._decoding) + len(self._speculating)
+        return constrained.num_unblocked >= max(others, 1)
+
+    @property
     def decoding(self) -> list[str]:
         """The ids of the requests that decode in the next plan, unless it preempts them."""
         running = self._running
@@ -485,8 +449,9 @@ class Scheduler:
             state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
         turns = self.config.scheduling_policy == "round_robin"
+        masked, counters = self._constrained.blocked, self.counters()
         return snapshot.take(
-            self._kv.slots, self._waiting, admitted, self.counters(), times, takes_turns=turns
+            self._kv, self._waiting, admitted, counters, times, takes_turns=turns, masked=masked
         )
 
     def counters(self) -> Counters:
@@ -501,38 +466,3 @@ class Scheduler:
             preemptions=self._preemption.count,
             cached_tokens=self._cached_tokens,
         )
-
-
-def _check_progress(state: RequestState, next_step: int, config: SchedulerConfig) -> None:
-    """Raise AssertionError unless the counts of a request agree with each other and with its status."""
-    planned, cap = state.planned(next_step), state.request.max_tokens
-    whole_prompt = state.prefilled == state.context_tokens
-    parked = state.status is Status.PARKED
-    _require(parked == (state.parked > 0), "parked, or has state on the host, but not both", state)
-    _require(0 <= state.credited <= planned <= cap, "credited, planned and cap are out of order", state)
-    _require(state.credited < cap, "at its cap, but live", state)
-    match state.status:
-        case Status.WAITING:
-            _require(not state.holds_slot, "waits with a slot", state)
-            _require(state.last_step is None, "waits, but is in the calendar", state)
-        case Status.PARKED:
-            _require(not state.holds_slot and whole_prompt, "parked with a slot, or before its time", state)
-        case Status.PREFILLING:
-            _require(state.holds_slot and planned == state.base, "a prompt without a slot", state)
-            _require(not whole_prompt, "wholly planned, but still a prompt", state)
-            size, groups, cut = config.chunk_size, config.groups(state.request), state.prefilled
-            starts = (0, state.request.max_cached_tokens or 0, *(start for start, _ in groups))
-            _require(cut % size in {start % size for start in starts}, "cut off the chunk grid", state)
-            split = any(start < cut < start + length for start, length in groups)
-            _require(not split, "cut inside a picture", state)
-        case Status.RUNNING:
-            _require(whole_prompt and planned > 0, "runs without its prompt", state)
-            _require(state.holds_slot == (planned < cap), "a slot is kept or given up too early", state)
-        case Status.FINISHED:
-            _require(False, "finished, but live", state)
-
-
-def _require(holds: bool, broken: str, about: object) -> None:
-    # Not `assert`, so that it also runs under `python -O`.
-    if not holds:
-        raise AssertionError(f"{broken}: {about}")

@@ -1,14 +1,18 @@
 """The scheduler's state as frozen records, for people and tests; does not touch the device."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
+from itertools import takewhile
 
-from xla_engine.scheduler.kv.allocator import Slots
-from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.kv.allocator import KVAllocator
+from xla_engine.scheduler.kv.readiness import unready
+from xla_engine.scheduler.plan import MASK, Decision, Slot
+from xla_engine.scheduler.queue import WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 
+NEXT = "next"  # the action of a request that gets a slot in the next plan
 SHOWN_WAITING = 8  # queued requests that the table in notebooks shows
 
 
@@ -34,7 +38,8 @@ class RequestView:
     prefilled: prompt tokens planned so far.
     planned: new tokens planned so far.
     credited: new tokens received.
-    decision: the latest about it; None if no plan was made since it arrived.
+    decision: what it does now, or what it waits for; None if no plan was made since it arrived. Its action may also be
+        "decode", or "next": it gets a slot in the next plan.
     quantum_left: steps until its quantum is over, 0 if it is; None without "round_robin", or if it does not run.
     times: None if the caller provides none.
     """
@@ -122,18 +127,19 @@ def _html_row(cells: Iterable[str]) -> str:
 
 
 def take(
-    slots: Slots,
-    waiting: Iterable[RequestState],
+    kv: KVAllocator,
+    queue: WaitingQueue,
     admitted: Iterable[RequestState],
     counters: Counters,
     times: Callable[[str], Times | None],
     *,
     takes_turns: bool,
+    masked: Collection[str],
 ) -> Snapshot:
     """Take a snapshot.
 
     admitted: every live request that has left the queue, oldest first. times: returns those of a request.
-    takes_turns: whether the policy is "round_robin".
+    takes_turns: whether the policy is "round_robin". masked: requests whose mask is not ready.
     """
 
     def view_of(state: RequestState, decision: Decision | None) -> RequestView:
@@ -156,8 +162,9 @@ def take(
     def free(index: int) -> SlotView:
         return SlotView(slot=slots.current(index), position=0, request=None)
 
-    step = counters.steps_planned
-    held: dict[int, SlotView] = {}
+    slots, step, waiting = kv.slots, counters.steps_planned, list(queue)
+    head, entering = _next_in_line(waiting, queue, kv, masked)
+    occupied: dict[int, SlotView] = {}
     draining = []
     oldest_prompt: RequestState | None = None
     for state in admitted:
@@ -166,17 +173,19 @@ def take(
             if oldest_prompt is not None:
                 decision = _hold_behind(state, oldest_prompt)
             oldest_prompt = oldest_prompt or state
+        else:
+            decision = _goes_on(state, masked)
         view = view_of(state, decision)
         if state.holds_slot:
-            held[state.slot.index] = SlotView(
+            occupied[state.slot.index] = SlotView(
                 slot=state.slot, position=state.position(step), request=view, blocks=state.blocks
             )
         else:
             draining.append(view)
     return Snapshot(
-        slots=tuple(held.get(index) or free(index) for index in range(len(slots))),
+        slots=tuple(occupied.get(index) or free(index) for index in range(len(slots))),
         waiting=tuple(
-            view_of(state, _wait_behind(state, ahead) if ahead else state.decision)
+            view_of(state, wait_behind(state.request_id, ahead, entering) if ahead else head)
             for ahead, state in enumerate(waiting)
         ),
         draining=tuple(draining),
@@ -185,14 +194,58 @@ def take(
 
 
 # A plan has decisions only about the head of the queue and the oldest prompts, so that its cost does not grow with the
-# queue. The decisions about the others are made here.
+# queue and with the rows. The decisions about the others are made here, and say what holds now.
 
 
-def _wait_behind(state: RequestState, ahead: int) -> Decision:
+def wait_behind(request_id: str, ahead: int, entering: int = 0) -> Decision:
+    """What a request waits for that `ahead` others go before; the first `entering` of the queue get slots."""
+    if ahead < entering:
+        return Decision(request_id=request_id, action=NEXT, reason="gets a slot in the next plan")
     reason = f"{ahead} {'goes' if ahead == 1 else 'go'} first"
-    return Decision(request_id=state.request_id, action="wait", reason=reason)
+    return Decision(request_id=request_id, action="wait", reason=reason)
+
+
+def _next_in_line(
+    line: list[RequestState], queue: WaitingQueue, kv: KVAllocator, masked: Collection[str]
+) -> tuple[Decision | None, int]:
+    """What the first of a line waits for, and how many of it get a slot in the next plan.
+
+    The next plan will find the same, unless something happens before. A request that is extended or recomputed, or
+    whose place in line depends on the cache, keeps its last decision.
+    """
+    if not line:
+        return None, 0
+    state, name = line[0], line[0].request_id
+    if not queue or state is not queue.next_in_line(kv.cached_tokens):
+        return state.decision, 0
+    if (reason := unready(state, kv, masked)) is not None:
+        return Decision(request_id=name, action="wait", reason=reason), 0
+    if state.goes_on or (state.status is Status.WAITING and state.base != state.credited):
+        return state.decision, 0
+    if (missing := kv.missing(state)) is not None:
+        return Decision(request_id=name, action="wait", reason=missing), 0
+    reason = f"gets slot {kv.next_slot(state)} in the next plan"
+    unless = "its mask is not ready" if state.awaits_mask else ""
+    unless = unless or ("rows that grow need the blocks" if kv.blocks is not None else "")
+    if unless:
+        return Decision(request_id=name, action="wait", reason=f"{reason}, unless {unless}"), 0
+    first = line[: kv.slots.num_free]
+    ready = takewhile(lambda state: unready(state, kv, masked) is None and not state.awaits_mask, first)
+    return Decision(request_id=name, action=NEXT, reason=reason), len(list(ready))
 
 
 def _hold_behind(state: RequestState, oldest: RequestState) -> Decision:
     reason = f"the prompt of {oldest.request_id!r} is older and goes first"
     return Decision(request_id=state.request_id, action="hold", reason=reason)
+
+
+def _goes_on(state: RequestState, masked: Collection[str]) -> Decision:
+    """What a request does whose prompt is wholly planned."""
+    left = state.request.max_tokens - state.credited
+    tokens = f"{left} token{'' if left == 1 else 's'}"
+    if not state.holds_slot:
+        reason = f"all its tokens are planned; {tokens} not read yet"
+        return Decision(request_id=state.request_id, action="hand over", reason=reason)
+    if state.request.constrained and state.request_id in masked:
+        return Decision(request_id=state.request_id, action="hold", reason=MASK)
+    return Decision(request_id=state.request_id, action="decode", reason=f"decodes; {tokens} left")

@@ -35,10 +35,10 @@ class UserPolicy:
         self._path = path
         module, _, name = path.partition(":")
         try:
-            found: Any = importlib.import_module(module)
+            named: Any = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
-            policy = found() if isinstance(found, type) else found
+                named = getattr(named, part)
+            policy = named() if isinstance(named, type) else named
         except (Exception, SystemExit) as error:
             raise ValueError(
                 f"scheduling_policy {path!r} cannot be loaded: {type(error).__name__}: {error}; write "

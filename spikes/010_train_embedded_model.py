@@ -1,4 +1,4 @@
-# Frozen: runs at commit 84bfb74.
+# Measured at commit 84bfb74; runs at HEAD.
 """Can two CPU cores train a useful small Llama checkpoint within an hour, from data that every Python has?
 
 Trains the embedded model: a byte-level BPE tokenizer and a 4.7 M parameter decoder, both learnt from the

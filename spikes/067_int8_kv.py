@@ -1,4 +1,4 @@
-# Frozen: runs at commit 8c43fb1.
+# Measured at commit 97b4d149; runs at HEAD.
 """How fast does a model of SmolLM2-135M's shape decode with keys and values in eight bits, beside bfloat16?
 
     python -m spikes.067_int8_kv [--rows 8] [--context 4000] [--rounds 4]

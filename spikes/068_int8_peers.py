@@ -1,4 +1,4 @@
-# Frozen: runs at commit 5b291c3.
+# Measured at commit 5b291c3; runs at HEAD.
 """What does llama.cpp lose on the tokens of a file of logits, from GGUF files of several types?
 
     python -m spikes.068_int8_peers quality MODEL.gguf BASE.logits [--bos ID]
@@ -7,9 +7,9 @@
 Needs `pip install cyllama==0.7.0`, a wheel with llama.cpp inside, beside the engine.
 """
 
+import argparse
 import json
 import os
-import sys
 
 import numpy as np
 
@@ -80,7 +80,13 @@ def rewrite(path, name, out):
 
 
 if __name__ == "__main__":
-    command, *words = sys.argv[1:]
-    if command == "quality":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("quality", "rewrite"))
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--bos", type=int)
+    given = parser.parse_args()
+    if given.command == "quality":
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what llama.cpp prints of each tensor
-    {"quality": quality, "rewrite": rewrite}[command](*[word for word in words if word != "--bos"])
+        quality(*given.files, given.bos)
+    else:
+        rewrite(*given.files)

@@ -1,4 +1,4 @@
-# Frozen: runs at commit f59c51d.
+# Measured at commit d9d3a8af; runs at HEAD.
 """What do peers lose on the tokens of a file of logits, in the forms that the benchmark times?
 
     python -m spikes.069_peer_quality BASE.logits PYTHON llama.cpp MODEL.gguf [WINDOWS]
@@ -7,6 +7,7 @@
 PYTHON is an interpreter with llama-cpp-python, or with openvino. BASE.logits: `xla-engine perplexity --save-logits`.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -119,7 +120,10 @@ def openvino_model(path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", help="as above")
+    first, *others = parser.parse_args().words
+    if first == "serve":
+        serve(*others)
     else:
-        main(*sys.argv[1:])
+        main(first, *others)

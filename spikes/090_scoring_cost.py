@@ -1,4 +1,4 @@
-# Frozen: runs at commit 9d92153.
+# Measured at commit b43e45bf; runs at HEAD.
 """What the trainer's log-probabilities cost beside a prefill of the same tokens: `python -m spikes.090_scoring_cost`.
 
 Interleaved: a prefill of N prompts by the engine, the same with their log-probabilities, `Policy.logps` of the same

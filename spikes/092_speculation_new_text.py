@@ -1,4 +1,4 @@
-# Frozen: runs at commit 3b70ea9.
+# Measured at commit 3b70ea9; runs at HEAD.
 """What do look-up, suffixes and draft models gain with a trained model on new text: code and free chat?
 
     python -m spikes.092_speculation_new_text --rounds 0      # compiles and caches the programs

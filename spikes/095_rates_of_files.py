@@ -1,4 +1,4 @@
-# Frozen: runs at commit 1e5b2cf.
+# Measured at commit c3560ea1; runs at HEAD.
 """How fast is a GGUF file in each form that an engine can keep it in? All engines in one process, in turns.
 
     python -m spikes.095_rates_of_files write qwen3-4b /tmp/four.gguf        # random Q4_0 of that shape, block by block

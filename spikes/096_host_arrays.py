@@ -1,9 +1,10 @@
-# Frozen: runs at commit 1e5b2cf.
+# Measured at commit c3560ea1; runs at HEAD.
 """What does a call of a compiled program cost that takes a small array of the host, copied to the device before or not?
 
 python -m spikes.096_host_arrays
 """
 
+import argparse
 import time
 
 import jax
@@ -24,6 +25,7 @@ def best(run):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     array = np.zeros((8, 160), np.uint32)  # about what a prefill call of 8 lanes is given
     program = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct(array.shape, array.dtype)).compile()
     placed = jax.device_put(array)

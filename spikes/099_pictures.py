@@ -1,4 +1,4 @@
-# Frozen: runs at commit bdf76f7.
+# Measured at commit edb0e570; runs at HEAD.
 """How many pictures a second does a model of SmolVLM-256M's shape take, here and elsewhere?
 
     python -m spikes.099_pictures prepare DIRECTORY           random weights as a Hugging Face directory (this package)

@@ -1,4 +1,4 @@
-# Frozen: runs at commit 71b5a29.
+# Measured at commit 2535926f; runs at HEAD.
 """What gpt-oss-20b's weights take packed, and what a layer of routed experts costs by the form of its weights.
 
     python -m spikes.102_packed_experts sizes
@@ -8,7 +8,7 @@ Rates are those of Qwen3-30B-A3B's layer (2,048 wide, experts of 768, eight for 
 take turns; the best of the rounds counts. Rows in bf16 must have the bits of the dequantised weights.
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from math import prod
@@ -19,12 +19,12 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.coded_blocks import dequantised_rows, random_rows
+from tests.support.packing import coded_blocks
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.experts.routing import Experts, Route
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.coded import Coded, Order, coded_form
-from xla_engine.model_loader.gguf.coding import coded_blocks
 from xla_engine.runner.native_library.build import register
 
 EXPERTS, WIDTH, INNER, CHOSEN = 16, 2048, 768, 8
@@ -141,4 +141,6 @@ def rates() -> None:
 
 
 if __name__ == "__main__":
-    {"sizes": sizes, "rates": rates}[sys.argv[1]]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sizes", "rates"))
+    {"sizes": sizes, "rates": rates}[parser.parse_args().what]()

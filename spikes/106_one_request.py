@@ -1,15 +1,15 @@
-# Frozen: runs at commit 8380f7c.
+# Measured at commit e6952c79; runs at HEAD.
 """Decode tokens per second of one process and one request, and what each of its threads does in a step.
 
-    python -m spikes.106_one_request FILE.gguf bf16|gguf|gguf-int8 [NEW] [TURNS] [BATCH]
+    python -m spikes.106_one_request FILE.gguf {bf16,gguf,gguf-int8} [NEW] [TURNS] [BATCH]
 
 For each thread: milliseconds on a core, milliseconds ready without one, and voluntary and other switches, a step.
 `perf record -F 2500 -e cpu-clock -p PID` beside it gives the functions.
 """
 
+import argparse
 import importlib
 import os
-import sys
 import time
 
 import numpy as np
@@ -31,8 +31,13 @@ def threads():
 
 
 def main():
-    path, form = sys.argv[1:3]
-    new, turns, batch = (int(each) for each in (*sys.argv[3:], *("150", "3", "1")[len(sys.argv) - 3 :]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path")
+    parser.add_argument("form", choices=("bf16", "gguf", "gguf-int8"))
+    for name, default in (("new", 150), ("turns", 3), ("batch", 1)):
+        parser.add_argument(name, type=int, nargs="?", default=default)
+    given = parser.parse_args()
+    path, form, new, turns, batch = given.path, given.form, given.new, given.turns, given.batch
     config = EngineConfig(
         max_num_seqs=batch,
         max_model_len=512,

@@ -1,4 +1,4 @@
-# Frozen: runs at commit 057f88d0.
+# Measured at commit cece9129; runs at HEAD.
 # ruff: noqa: B008, E402, E501, PT008
 """Does an NVIDIA GPU give prefill the bits of decode, and what is the engine's rate when kernels start early?
 
@@ -109,7 +109,8 @@ from xla_engine.graphs.ops import gpu_call
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Extents, make_rows, make_tables
 from xla_engine.graphs.steps.decode import decode_few_rows, decode_step
-from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
+from xla_engine.graphs.steps.prefill import Lanes, PrefillForm, prefill_chunk
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.model_loader.checkpoint import random_checkpoint
 from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
@@ -558,10 +559,19 @@ def started_late(function: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def on_state(step: Any, form: Any) -> Any:
+    """A step as a function of the parts of its state."""
+
+    def run(weights: Any, rope: Any, cache: Any, rows: Any, work: Any, tables: Any) -> Any:
+        return step(form, StepState(weights, rope, cache, rows, tables), work)
+
+    return run
+
+
 def steps() -> None:
     """The whole decode step against reading weights and keys once."""
     spec = spec_of(MODEL)
-    plain = functools.partial(decode_step, spec, POSITIONS)
+    plain = on_state(decode_step, StepForm(spec, POSITIONS))
     forms = {"early": plain, "late": started_late(plain)}
     sizes = ((8, (1, 8)),) if REHEARSAL else ((8, (1, 8)), (32, (32,)), (64, (64,)))
     made = {}
@@ -666,7 +676,7 @@ def prefill() -> None:
         rope = jax.device_put(rope_tables(model, POSITIONS))
         for lanes, tokens in shapes:
             cache = jax.eval_shape(functools.partial(make_cache, spec, lanes, POSITIONS))
-            function = functools.partial(prefill_chunk, spec, POSITIONS, max(8, lanes))
+            function = on_state(prefill_chunk, PrefillForm(StepForm(spec, POSITIONS), max(8, lanes)))
             given = (abstract_weights(spec), rope, cache, *work_of(model, lanes, tokens, 0))
             lowered = jax.jit(function, donate_argnums=(2,)).lower(*given)
             made[model, lanes, tokens] = lowered.compile()
@@ -706,9 +716,10 @@ def few_of(positions: int, context: int) -> None:
     spec = spec_of(MODEL)
 
     def one(weights: Any, rope: Any, cache: Any, rows: Any, scheduled: Any, tables: Any) -> Any:
-        return decode_few_rows(spec, positions, weights, rope, cache, rows, jnp.zeros(1, jnp.int32), tables)
+        state = StepState(weights, rope, cache, rows, tables)
+        return decode_few_rows(StepForm(spec, positions), state, jnp.zeros(1, jnp.int32))
 
-    forms = {"few": one, "step": functools.partial(decode_step, spec, positions)}
+    forms = {"few": one, "step": on_state(decode_step, StepForm(spec, positions))}
     here = Steps(spec, forms, 8)
     go()
     rate, weights = read_rate(), device_weights(spec)
@@ -723,7 +734,7 @@ def few_of(positions: int, context: int) -> None:
 def profile() -> None:
     """The time of each kernel of a step of four layers, outside of a CUDA graph."""
     spec = spec_of(FEW)
-    plain = functools.partial(decode_step, spec, POSITIONS)
+    plain = on_state(decode_step, StepForm(spec, POSITIONS))
     made = {count: Steps(spec, {"late": started_late(plain)}, count) for count in (8, 64)}
     go()
     weights = device_weights(spec)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import click
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xla_engine.cli import main
+from xla_engine.cli._help import SECTIONS
 from xla_engine.config import EngineConfig
+from xla_engine.config_options import option_of
 from xla_engine.errors import ConfigError
 
 SCALARS = st.one_of(
@@ -29,9 +34,29 @@ def test_a_value_is_taken_or_refused_by_the_name_of_its_field(name: str, value: 
     repr(config)
 
 
-def test_a_fields_limits_have_names_that_are_read() -> None:
-    found = {name for each in fields(EngineConfig) for name in each.metadata}
-    assert found == {"least", "choices", "auto", "late"}
+@pytest.mark.parametrize("value", [8, 8.0, np.int64(8), np.float32(8)])
+def test_integers_count_by_value(value: Any) -> None:
+    config = EngineConfig(max_num_seqs=value, max_model_len=value)
+    assert config == EngineConfig(max_num_seqs=8, max_model_len=8)
+    assert type(config.max_num_seqs) is type(config.max_model_len) is int
+
+
+@pytest.mark.parametrize("value", [8.5, "8", True, float("nan")])
+def test_what_is_no_integer_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs must be an integer of at least 1"):
+        EngineConfig(max_num_seqs=value)
+
+
+def test_an_option_is_declared_by_its_field_and_nowhere_else() -> None:
+    """Each field that has help is an option of a command, with this help and under its heading."""
+    commands = [main.get_command(click.Context(main), name) for name in ("run", "serve")]
+    shown = {each.name: each for command in commands if command for each in command.params}
+    for each in fields(EngineConfig):
+        about = option_of(each)
+        assert about.section in ("", *SECTIONS)
+        if about.help:
+            found = shown[each.name]
+            assert isinstance(found, click.Option) and found.help == about.help
 
 
 @pytest.mark.parametrize(

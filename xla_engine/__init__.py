@@ -3,6 +3,8 @@
 `xla_engine/graphs` and `xla_engine/scheduler` are links to the folders of these names at the top of the repository.
 """
 
+import sys
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from xla_engine.prompts import TokensPrompt as TokensPrompt
     from xla_engine.sampling_params import SamplingParams as SamplingParams
 
+if "t" in getattr(sys, "abiflags", ""):
+    raise ImportError(
+        "xla-engine does not run on a free-threaded build of Python, on which its bits were never checked; use the "
+        f"ordinary build, python{sys.version_info.major}.{sys.version_info.minor}"
+    )
+
+IMPORTED_AT = time.monotonic()  # the start of this program, as far as it can tell by itself
 __version__ = "0.2.0"
 
 _HOME = {

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import PurePath
 from typing import Any, Final, Literal, Self
 
+from xla_engine.config_options import by_value, check_ascending, check_value, is_number, option, option_of
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import POOLING_TYPES, whole_spans
+from xla_engine.scheduler.policy import POLICIES
 from xla_engine.scheduler.user_policy import find_policy
 from xla_engine.speculative_config import SpeculativeConfig
-from xla_engine.utils.did_you_mean import did_you_mean
+from xla_engine.utils.did_you_mean import did_you_mean, naming_fields
 from xla_engine.utils.shown import shown
 
 AUTO: Final = "auto"
@@ -25,47 +27,17 @@ ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
 GGUF: Final = "gguf"
 GGUF_INT8: Final = "gguf-int8"
 KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a quantised file
-_PACKED: Final = {"packed": GGUF, "packed-int8": GGUF_INT8}  # other names
-# How checkpoints are stored, in vLLM's words: checked against the checkpoint, then the same as None.
+_OTHER_NAMES: Final = {"packed": GGUF, "packed-int8": GGUF_INT8, "none": None}
+# How checkpoints are stored, in vLLM's words: checked against the checkpoint, then the same as AUTO.
 STORED_AS: Final = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
-QUANTIZATIONS = (None, "int8", *KEPT, *STORED_AS)
+QUANTIZATIONS = (AUTO, None, "int8", *KEPT, *STORED_AS)
+_QUANTIZATION_WORDS = (AUTO, "none", "int8", "packed", "packed-int8", *KEPT, *STORED_AS)
 LINEAR_BACKENDS = ("auto", "native", "xla", "gpu")
 KV_CACHE_DTYPES = (AUTO, "int8")
 ISAS = (AUTO, "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "none")
 BITS = ("machine", "portable")
 MAMBA_CACHE_MODES = ("none", "align")
-# With bits "portable": options that change no bit; then those that results may depend on, and whose bits are known on
-# every processor. Whatever is in neither set must have its default.
-_PORTABLE_FREE = frozenset(
-    (
-        *("max_num_seqs", "memory_utilization", "lag", "chunk_size", "prefill_lanes"),
-        "max_num_batched_tokens",
-        *("key_buckets", "attention_backend", "linear_backend", "isa", "max_waiting", "scheduling_policy"),
-        *("priority_aging", "quantum", "enable_prefix_caching", "block_size", "num_blocks"),
-        *("kv_cache_memory_bytes", "prefix_cache_dir", "prefix_cache_bytes", "image_cache_bytes"),
-        *("allowed_local_media_path", "allowed_media_domains"),
-        *("preemption", "swap_space", "compile_cache", "self_check"),
-        *("speculative_config", "step_timeout_s", "phase_timers", "keep_finished", "shadow_rate", "runner"),
-    )
-)
-PORTABLE_OPTIONS = frozenset(
-    ("bits", "dtype", "seed", "max_model_len", "logprobs_mode", "generation_config", "quantization")
-)
-_PORTABLE_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "quantization": (None, "int8", *STORED_AS),
-    "attention_backend": ("auto", "native"),
-    "linear_backend": ("auto", "native"),
-    "isa": tuple(isa for isa in ISAS if isa != "none"),
-    "runner": ("auto", "generate"),
-}
 _PORTABLE_PROPOSERS = ("ngram", "suffix")
-# Change no result, so files may differ in them.
-_NOT_COMPARED = frozenset(
-    (
-        *("speculative_config", "phase_timers", "prefix_cache_dir", "prefix_cache_bytes"),
-        *("image_cache_bytes", "allowed_local_media_path", "allowed_media_domains"),
-    )
-)
 # The fewest device rows: smaller products use other kernels with other bits (findings/same_bits.md).
 SMALLEST_BATCH = 8
 # The defaults of saved states (findings/prefix_cache.md).
@@ -90,6 +62,7 @@ class OtherOption:
     renamed: Mapping[Any, Any] = field(default_factory=dict)
 
 
+@naming_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Engine options; names follow vLLM where it has one.
@@ -115,15 +88,19 @@ class EngineConfig:
         tests) elsewhere.
     linear_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, in bfloat16 or int8; "xla"
         runs anywhere; "gpu" is a Pallas kernel for CUDA in bfloat16, which is interpreted elsewhere.
-    quantization: "int8" quantises all matrices, including those of experts, and activations to eight bits: half the
-        memory, other tokens, and a small loss (findings/int8.md). None keeps them in `dtype`.
-        "gguf" keeps the encoding of a quantised GGUF file: the memory of the file, and the bits of None
+    quantization: "auto" keeps the weights of a quantised checkpoint (GGUF, AWQ, GPTQ, compressed-tensors) packed if
+        the C++ products can, in the form that `xla_engine.runner.weight_form` chooses: "gguf-int8" for dense models.
+        Other checkpoints stay as they are. A resolved configuration names the form.
+        "none", or None, dequantises them to `dtype`.
+        "int8" quantises all matrices, including those of experts, and activations to eight bits: half the
+        memory, other tokens, and a small loss (findings/int8.md).
+        "gguf" keeps the encoding of a quantised GGUF file: the memory of the file, and the bits of "none"
         (docs/models.md). It needs the C++ products.
         "gguf-int8" keeps it too and quantises activations to eight bits, in groups of 32: faster, with other tokens
         and a small loss. For AWQ, GPTQ and compressed-tensors, the same two are called "packed" and "packed-int8";
         either name does for any file.
-        "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8" and "mxfp4" mean the same as None for a checkpoint of
-        that `quant_method`, and are refused for any other.
+        "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8" and "mxfp4" mean the same as "auto" for a checkpoint
+        of that `quant_method`, and are refused for any other.
     kv_cache_dtype: "auto" keeps keys and values in `dtype`; "int8" keeps them in eight bits, with a float32 scale for
         each position and head: half the memory, long contexts decode faster, other tokens, and a small loss. It
         needs the C++ attention in bfloat16.
@@ -198,94 +175,504 @@ class EngineConfig:
     runner: "generate" makes text; "pooling" makes one vector, or a classifier's numbers, for each prompt
         (docs/embeddings.md); "auto" pools if the checkpoint is a sequence classifier, has no output head, or has a
         modules.json of sentence-transformers.
-    pooler_config: overrides how the model pools: "pooling_type" ("LAST" or "MEAN") and "use_activation".
+    pooler_config: overrides how the model pools: "pooling_type" ("LAST", "MEAN", or "CLS" for encoders) and
+        "use_activation".
     hf_overrides: overrides fields of config.json: `rope_parameters`, `rope_scaling`, `rope_theta` and
         `max_position_embeddings`, for example for YaRN; and those that say how a model pools.
     """
 
-    # Metadata: "least" is the least integer, "choices" are the permitted words, "auto" permits AUTO too. "late" fields
-    # are newer than some files: `options` omits those that have their default.
-    max_num_seqs: int | Literal["auto"] = field(default=16, metadata={"least": 1, "auto": True})
-    memory_utilization: float = 0.9
-    max_model_len: int | None = field(default=None, metadata={"least": 2})
-    dtype: str = "auto"
-    seed: int = field(default=0, metadata={"least": -(2**63)})
-    lag: int = field(default=1, metadata={"least": 0})
-    chunk_size: int = field(default=32, metadata={"least": 8})
-    prefill_lanes: tuple[int, ...] = (2, 8)
-    max_num_batched_tokens: int | None = field(default=None, metadata={"least": 1})
-    key_buckets: tuple[int, ...] | None = None
-    logprobs_mode: str = field(default="raw_logprobs", metadata={"choices": LOGPROBS_MODES})
-    generation_config: str = field(default="engine", metadata={"choices": GENERATION_CONFIGS})
-    attention_backend: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS})
-    linear_backend: str = field(default="auto", metadata={"choices": LINEAR_BACKENDS})
-    quantization: str | None = None
-    kv_cache_dtype: str = field(default=AUTO, metadata={"choices": KV_CACHE_DTYPES, "late": True})
-    max_waiting: int | None = field(default=None, metadata={"least": 1})
-    scheduling_policy: str = "priority"
-    priority_aging: int = field(default=64, metadata={"least": 1})
-    quantum: int = field(default=64, metadata={"least": 1})
-    enable_prefix_caching: bool = True
-    mamba_cache_mode: str = field(default="none", metadata={"choices": MAMBA_CACHE_MODES, "late": True})
-    mamba_block_size: int | None = field(default=None, metadata={"least": 1, "late": True})
-    mamba_cache_states: int | None = field(default=None, metadata={"least": 1, "late": True})
-    block_size: int = field(default=64, metadata={"least": 1})
-    num_blocks: int | None = field(default=None, metadata={"least": 1})
-    kv_cache_memory_bytes: int | Literal["auto"] | None = field(
-        default=None, metadata={"least": 1, "auto": True}
+    max_num_seqs: int | Literal["auto"] = field(
+        default=16,
+        metadata=option(
+            help="Number of requests decoded together; auto is as many as fit into memory.",
+            section="Slots and memory",
+            group="slots",
+            metavar="N|auto",
+            least=1,
+            auto=True,
+            bits="free",
+        ),
     )
-    prefix_cache_dir: str | None = None
-    prefix_cache_bytes: int = field(default=10 << 30, metadata={"least": 1})
-    preemption: bool = True
-    swap_space: float = 4.0
-    compile_cache: bool = True
-    self_check: bool = True
-    bits: str = field(default="machine", metadata={"choices": BITS, "late": True})
-    isa: str = field(default=AUTO, metadata={"choices": ISAS, "late": True})
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
-    step_timeout_s: float | None = field(default=None, metadata={"late": True})
-    phase_timers: bool = False
-    tensor_parallel_size: int = field(default=1, metadata={"least": 1, "late": True})
-    keep_finished: int = field(default=0, metadata={"least": 0, "late": True})
-    enable_dry: bool = field(default=False, metadata={"late": True})
-    shadow_rate: float = field(default=0.0, metadata={"late": True})
-    enable_lora: bool = field(default=False, metadata={"late": True})
-    max_loras: int = field(default=1, metadata={"least": 1, "late": True})
-    max_lora_rank: int = field(default=16, metadata={"least": 1, "late": True})
-    image_cache_bytes: int | None = field(default=None, metadata={"least": 0})
-    allowed_local_media_path: str | None = None
-    allowed_media_domains: tuple[str, ...] = ()
-    runner: str = field(default="auto", metadata={"choices": RUNNERS, "late": True})
-    pooler_config: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
-    hf_overrides: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
-    mm_processor_kwargs: Mapping[str, Any] | None = field(default=None, metadata={"late": True})
+    memory_utilization: float = field(
+        default=0.9,
+        metadata=option(
+            help="Use at most this share of the available memory.",
+            section="Slots and memory",
+            above=0,
+            high=1,
+            bits="free",
+        ),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            help="Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what"
+            " fits into a quarter of the machine's memory]",
+            section="Slots and memory",
+            least=2,
+            bits="known",
+        ),
+    )
+    dtype: str = field(
+        default="auto",
+        metadata=option(
+            help="Dtype of weights and activations; auto is the checkpoint's.",
+            section="Model",
+            words=("auto", "bfloat16", "float32"),
+            bits="known",
+        ),
+    )
+    seed: int = field(default=0, metadata=option(least=-(2**63), bits="known"))
+    lag: int = field(default=1, metadata=option(section="Scheduling", least=0, bits="free"))
+    chunk_size: int = field(
+        default=32,
+        metadata=option(
+            help="Prompt tokens of a prefill lane, 8 or more: prompts are cut at its multiples, whatever the "
+            "load.",
+            section="Scheduling",
+            metavar="N",
+            least=8,
+            bits="free",
+        ),
+    )
+    prefill_lanes: tuple[int, ...] = field(
+        default=(2, 8),
+        metadata=option(
+            help="Numbers of lanes of the prefill programs, ascending, with commas between them; a step "
+            "computes up to the last of them times --chunk-size prompt tokens.",
+            section="Scheduling",
+            metavar="N,N",
+            bits="free",
+        ),
+    )
+    max_num_batched_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            help="Maximum number of tokens computed in one step.  [default: all slots and the largest prefill "
+            "call]",
+            section="Scheduling",
+            group="scheduling",
+            least=1,
+            bits="free",
+        ),
+    )
+    key_buckets: tuple[int, ...] | None = field(default=None, metadata=option(bits="free"))
+    logprobs_mode: str = field(default="raw_logprobs", metadata=option(choices=LOGPROBS_MODES, bits="known"))
+    generation_config: str = field(
+        default="engine", metadata=option(choices=GENERATION_CONFIGS, bits="known")
+    )
+    attention_backend: str = field(
+        default="auto",
+        metadata=option(
+            help="auto is the fastest on this device; xla is pure JAX.",
+            section="Model",
+            metavar="NAME",
+            choices=ATTENTION_BACKENDS,
+            portable=("auto", "native"),
+        ),
+    )
+    linear_backend: str = field(
+        default="auto", metadata=option(choices=LINEAR_BACKENDS, portable=("auto", "native"))
+    )
+    quantization: str | None = field(
+        default=AUTO,
+        metadata=option(
+            help="auto: keep the weights of a quantised checkpoint packed, if this machine can, with "
+            "activations in eight bits for dense models: the least memory, the fastest, a small loss. "
+            "none: dequantise them. packed or gguf: packed, with the tokens of none. packed-int8 or "
+            "gguf-int8: packed, with activations in eight bits. int8: quantise any weights and "
+            "activations to eight bits: half the memory, a small loss. The other names say how the "
+            "checkpoint is stored: they mean auto, and any other checkpoint is refused.",
+            section="Model",
+            words=_QUANTIZATION_WORDS,
+            bits="known",
+            portable=(AUTO, None, "int8", *STORED_AS),
+        ),
+    )
+    kv_cache_dtype: str = field(
+        default=AUTO,
+        metadata=option(
+            help="int8: keep keys and values in eight bits: half the memory, long contexts decode faster, "
+            "different tokens, a small loss. auto: as --dtype.",
+            section="Slots and memory",
+            choices=KV_CACHE_DTYPES,
+            late=True,
+        ),
+    )
+    max_waiting: int | None = field(default=None, metadata=option(least=1, bits="free"))
+    scheduling_policy: str = field(
+        default="priority",
+        metadata=option(
+            help=f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
+            section="Scheduling",
+            group="scheduling",
+            metavar="POLICY",
+            flag="--policy",
+            bits="free",
+        ),
+    )
+    priority_aging: int = field(
+        default=64,
+        metadata=option(
+            help="How many later requests may overtake a waiting one: for each level of priority between them,"
+            " and under shortest_prompt, deadline and longest_prefix in total.",
+            section="Scheduling",
+            group="scheduling",
+            least=1,
+            bits="free",
+        ),
+    )
+    quantum: int = field(
+        default=64,
+        metadata=option(
+            help="Steps in a request's time slice under the policy round_robin.",
+            section="Scheduling",
+            group="scheduling",
+            least=1,
+            bits="free",
+        ),
+    )
+    enable_prefix_caching: bool = field(
+        default=True,
+        metadata=option(
+            help="Compute the common beginning of prompts once.", section="Slots and memory", bits="free"
+        ),
+    )
+    mamba_cache_mode: str = field(
+        default="none",
+        metadata=option(
+            help="align: models with recurrent layers also reuse prefixes that prompts share, from states that"
+            " are saved every --mamba-block-size tokens.",
+            section="Slots and memory",
+            choices=MAMBA_CACHE_MODES,
+            late=True,
+        ),
+    )
+    mamba_block_size: int | None = field(
+        default=None,
+        metadata=option(
+            help="Tokens from one saved state of recurrent layers to the next.  [default: 1024]",
+            section="Slots and memory",
+            metavar="N",
+            least=1,
+            late=True,
+        ),
+    )
+    mamba_cache_states: int | None = field(
+        default=None,
+        metadata=option(
+            help="Maximum number of saved states of recurrent layers.  [default: two for each slot]",
+            section="Slots and memory",
+            metavar="N",
+            least=1,
+            late=True,
+        ),
+    )
+    block_size: int = field(
+        default=64,
+        metadata=option(
+            help="Tokens of a KV block, the unit in which prefixes are cached and slots share blocks: "
+            f"{', '.join(map(str, BLOCK_SIZES))}.",
+            section="Slots and memory",
+            metavar="N",
+            least=1,
+            bits="free",
+        ),
+    )
+    num_blocks: int | None = field(
+        default=None,
+        metadata=option(
+            help="Let slots share N KV blocks of --block-size tokens and allocate them as they grow, instead "
+            "of reserving --max-model-len tokens each.",
+            section="Slots and memory",
+            least=1,
+            bits="free",
+        ),
+    )
+    kv_cache_memory_bytes: int | Literal["auto"] | None = field(
+        default=None,
+        metadata=option(
+            help="Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
+            section="Slots and memory",
+            metavar="N|auto",
+            least=1,
+            auto=True,
+            bits="free",
+        ),
+    )
+    prefix_cache_dir: str | None = field(
+        default=None,
+        metadata=option(
+            help="Keep the KV blocks of shared prefixes in files here, for later starts and other processes. "
+            "Needs --num-blocks or --kv-cache-memory-bytes. The files contain prompts in clear.",
+            section="Slots and memory",
+            metavar="DIR",
+            compared=False,
+            bits="free",
+        ),
+    )
+    prefix_cache_bytes: int = field(
+        default=10 << 30,
+        metadata=option(
+            help="Delete the least recently used of these files beyond N bytes.",
+            section="Slots and memory",
+            metavar="N",
+            least=1,
+            compared=False,
+            bits="free",
+        ),
+    )
+    preemption: bool = field(
+        default=True,
+        metadata=option(
+            help="Let a waiting request preempt a running one that is behind it in line.",
+            section="Scheduling",
+            bits="free",
+        ),
+    )
+    swap_space: float = field(
+        default=4.0,
+        metadata=option(
+            help="Host memory for the KV cache of preempted requests; the rest is recomputed.",
+            section="Slots and memory",
+            metavar="GiB",
+            low=0,
+            unit="GiB",
+            bits="free",
+        ),
+    )
+    compile_cache: bool = field(default=True, metadata=option(bits="free"))
+    self_check: bool = field(default=True, metadata=option(bits="free"))
+    bits: str = field(
+        default="machine",
+        metadata=option(
+            help="machine: what is fastest here. portable: the same bits on every processor with AVX2, AVX-512"
+            " or NEON; what cannot have them is refused.",
+            section="Model",
+            choices=BITS,
+            late=True,
+            bits="known",
+        ),
+    )
+    isa: str = field(
+        default=AUTO,
+        metadata=option(
+            help="Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
+            section="Model",
+            metavar="NAME",
+            choices=ISAS,
+            late=True,
+            portable=tuple(isa for isa in ISAS if isa != "none"),
+        ),
+    )
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            help='Draft tokens and verify several in one step, without changing results: \'{"method": '
+            '"suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
+            '"num_speculative_tokens".',
+            section="Scheduling",
+            metavar="JSON",
+            compared=False,
+            bits="free",
+        ),
+    )
+    step_timeout_s: float | None = field(
+        default=None,
+        metadata=option(
+            help="If a step takes longer, treat the device as lost and end every request with an error.  "
+            "[default: wait]",
+            section="Scheduling",
+            group="limits",
+            metavar="SECONDS",
+            flag="--step-timeout",
+            above=0,
+            unit="seconds",
+            late=True,
+            bits="free",
+        ),
+    )
+    phase_timers: bool = field(
+        default=False,
+        metadata=option(
+            help="Measure the host's time in each step, for step logs, the status file and metrics.",
+            section="While it runs",
+            group="timers",
+            no_flag=False,
+            compared=False,
+            bits="free",
+        ),
+    )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=option(
+            help="Number of devices that share the model; each holds a part of every weight.",
+            section="Model",
+            metavar="N",
+            least=1,
+            late=True,
+        ),
+    )
+    keep_finished: int = field(
+        default=0,
+        metadata=option(
+            help="With --stream: keep this many finished requests, so that they can be extended.",
+            section="Slots and memory",
+            group="kept",
+            least=0,
+            late=True,
+            bits="free",
+        ),
+    )
+    enable_dry: bool = field(
+        default=False,
+        metadata=option(help="Support dry_multiplier and penalty_last_n in requests.", late=True),
+    )
+    shadow_rate: float = field(
+        default=0.0,
+        metadata=option(
+            help="Fraction of requests to run again, alone and by plain decode, to check that they get the "
+            "same bits.",
+            section="Scheduling",
+            metavar="SHARE",
+            low=0,
+            high=1,
+            late=True,
+            bits="free",
+        ),
+    )
+    enable_lora: bool = field(
+        default=False,
+        metadata=option(
+            help="Let each request use its own LoRA adapter.",
+            section="Model",
+            group="lora",
+            no_flag=False,
+            late=True,
+        ),
+    )
+    max_loras: int = field(
+        default=1,
+        metadata=option(
+            help="Maximum number of adapters in memory; at least those of --lora-modules.",
+            section="Model",
+            group="lora",
+            least=1,
+            late=True,
+        ),
+    )
+    max_lora_rank: int = field(
+        default=16,
+        metadata=option(
+            help="Highest rank of an adapter.", section="Model", group="lora", least=1, late=True
+        ),
+    )
+    image_cache_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            help="Memory for the features of pictures; with 0, the vision tower is not loaded.  [default: 64 "
+            "MiB]",
+            section="Pictures",
+            metavar="N",
+            least=0,
+            compared=False,
+            bits="free",
+        ),
+    )
+    allowed_local_media_path: str | None = field(
+        default=None,
+        metadata=option(
+            help="Requests may name pictures in this folder by path.",
+            section="Pictures",
+            metavar="DIR",
+            compared=False,
+            bits="free",
+        ),
+    )
+    allowed_media_domains: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            help="Requests may name pictures on these hosts by address; exact names, with commas between them.",
+            section="Pictures",
+            metavar="HOSTS",
+            compared=False,
+            bits="free",
+        ),
+    )
+    runner: str = field(
+        default="auto",
+        metadata=option(
+            help="Generate text, or one vector per prompt; auto follows the checkpoint.",
+            section="Model",
+            group="pooling",
+            choices=RUNNERS,
+            late=True,
+            portable=("auto", "generate"),
+        ),
+    )
+    pooler_config: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            help='Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.',
+            section="Model",
+            group="pooling",
+            metavar="JSON",
+            late=True,
+        ),
+    )
+    hf_overrides: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            help="Override fields of config.json of a pooling model.",
+            section="Model",
+            group="pooling",
+            metavar="JSON",
+            late=True,
+        ),
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=option(
+            help="Replace fields of the checkpoint's image processor: '{\"max_pixels\": 262144}'.",
+            section="Pictures",
+            metavar="JSON",
+            late=True,
+        ),
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check_limits(each, getattr(self, each.name))
-        if not is_number(self.memory_utilization) or not 0 < self.memory_utilization <= 1:
-            raise ConfigError(
-                f"memory_utilization must be above 0 and at most 1, not {shown(self.memory_utilization)}"
-            )
+            value = by_value(each, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+            check_value(each, value)
+        for rule in (
+            self._check_dtype,
+            self._check_blocks,
+            self._check_prefix_cache,
+            self._read_media_access,
+            self._read_quantization,
+            self._check_policy,
+            self._check_states,
+            self._read_speculation,
+            self._check_pooling,
+            self._check_portable,
+            self._check_sizes,
+        ):
+            rule()
+
+    def _check_dtype(self) -> None:
         if not isinstance(self.dtype, str):
             raise ConfigError(f"dtype must be a name, not {shown(self.dtype)}")
+
+    def _check_blocks(self) -> None:
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_memory_bytes both set the number of blocks; give one")
         if self.uses_blocks and self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size}"
             )
-        self._check_prefix_cache()
-        if not is_number(self.swap_space) or not 0 <= self.swap_space < 2**20:
-            raise ConfigError(f"swap_space must be a number of GiB, 0 or more, not {shown(self.swap_space)}")
-        if self.step_timeout_s is not None and (
-            not is_number(self.step_timeout_s) or not 0 < self.step_timeout_s < 2**31
-        ):
-            raise ConfigError(
-                f"step_timeout_s must be a number of seconds above 0, not {shown(self.step_timeout_s)}"
-            )
-        if not is_number(self.shadow_rate) or not 0 <= self.shadow_rate <= 1:
-            raise ConfigError(f"shadow_rate must be 0 to 1, not {shown(self.shadow_rate)}")
+
+    def _read_media_access(self) -> None:
         folder, domains = self.allowed_local_media_path, self.allowed_media_domains
         if not isinstance(folder, str | PathLike | None):
             raise ConfigError(f"allowed_local_media_path must be a folder, not {shown(folder)}")
@@ -294,20 +681,28 @@ class EngineConfig:
             raise ConfigError(f"allowed_media_domains must be a list of host names, not {shown(domains)}")
         object.__setattr__(self, "allowed_media_domains", tuple(domains))
         object.__setattr__(self, "allowed_local_media_path", str(folder) if folder else None)
-        if isinstance(self.quantization, str) and self.quantization in _PACKED:
-            object.__setattr__(self, "quantization", _PACKED[self.quantization])
+
+    def _read_quantization(self) -> None:
+        if isinstance(self.quantization, str) and self.quantization in _OTHER_NAMES:
+            object.__setattr__(self, "quantization", _OTHER_NAMES[self.quantization])
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(
-                "quantization must be None, 'int8', 'packed', 'packed-int8', 'gguf', 'gguf-int8', or the checkpoint's "
-                f"own {', '.join(STORED_AS)}, not {shown(self.quantization)}. Quantised checkpoints need none of these"
+                "quantization must be 'auto', 'none', 'int8', 'packed', 'packed-int8', 'gguf', 'gguf-int8', or the "
+                f"checkpoint's own {', '.join(STORED_AS)}, not {shown(self.quantization)}. Quantised checkpoints need "
+                "none of these"
             )
+
+    def _check_policy(self) -> None:
         try:
             find_policy(self.scheduling_policy)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._check_states()
+
+    def _read_speculation(self) -> None:
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+
+    def _check_pooling(self) -> None:
         for name in ("pooler_config", "hf_overrides"):
             check_pooling(name, getattr(self, name))
         if not isinstance(self.mm_processor_kwargs, Mapping | None):
@@ -317,19 +712,20 @@ class EngineConfig:
         of_text = ("speculative_config", "keep_finished", "shadow_rate", "enable_lora")
         if self.pools and (given := [name for name in of_text if getattr(self, name)]):
             raise ConfigError(f"{given[0]} applies to generation only; leave it out")
-        if self.is_portable:
-            self._check_portable()
+
+    def _check_sizes(self) -> None:
         check_ascending("prefill_lanes", self.prefill_lanes)
         if self.key_buckets is not None:
             check_ascending("key_buckets", self.key_buckets)
 
     def _check_portable(self) -> None:
         """Raise ConfigError for an option whose bits are not known on every processor: a new one, until it is."""
+        if not self.is_portable:
+            return
         for each in fields(self):
-            value = getattr(self, each.name)
-            known = _PORTABLE_VALUES.get(each.name)
-            free = each.name in _PORTABLE_FREE | PORTABLE_OPTIONS if known is None else value in known
-            if not free and value != each.default:
+            value, about = getattr(self, each.name), option_of(each)
+            is_known = value in about.portable if about.portable else about.bits is not None
+            if not is_known and value != each.default:
                 raise ConfigError(
                     f"bits 'portable' has no {each.name}={shown(value)}: its bits are not known on every processor. "
                     f"Leave {each.name} out, or use bits 'machine'"
@@ -499,14 +895,17 @@ class EngineConfig:
         return {
             each.name: given[each.name]
             for each in fields(self)
-            if each.name not in _NOT_COMPARED
-            and not (each.metadata.get("late") and given[each.name] == each.default)
+            if option_of(each).compared and not (option_of(each).late and given[each.name] == each.default)
         }
 
     def bit_options(self) -> dict[str, Any]:
         """All options by name that bits of a result may depend on, as far as is known without the device."""
         bitless = ("step_timeout_s", "keep_finished")
         return {name: value for name, value in self.options().items() if name not in bitless}
+
+
+# With bits "portable", results may depend on these.
+PORTABLE_OPTIONS = frozenset(each.name for each in fields(EngineConfig) if option_of(each).bits == "known")
 
 
 def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -> dict[str, Any]:
@@ -537,38 +936,6 @@ def own_options(options: Mapping[str, Any], others: Mapping[str, OtherOption]) -
         names[target] = name
         found[target] = value
     return found
-
-
-def _check_limits(option: Field[Any], value: object) -> None:
-    """Raise ConfigError unless a value fits its field's default and metadata."""
-    limits = option.metadata
-    if (value is None and option.default is None) or (limits.get("auto") and value == AUTO):
-        return
-    if "least" in limits:
-        at_least(option.name, value, limits["least"])
-    elif value not in limits.get("choices", (value,)):
-        raise ConfigError(f"{option.name} must be one of {', '.join(limits['choices'])}, not {shown(value)}")
-    elif isinstance(option.default, bool) and not isinstance(value, bool):
-        raise ConfigError(f"{option.name} must be true or false, not {shown(value)}")
-
-
-def at_least(name: str, value: object, low: int) -> None:
-    """Raise ConfigError unless an option is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-        raise ConfigError(f"{name} must be an integer of at least {low}, not {shown(value)}")
-
-
-def check_ascending(name: str, sizes: object) -> None:
-    """Raise ConfigError unless an option is ascending positive integers."""
-    if not isinstance(sizes, tuple | list) or not sizes:
-        raise ConfigError(f"{name} must be ascending positive sizes, not {shown(sizes)}")
-    for low, size in zip((0, *sizes), sizes, strict=False):
-        at_least(f"each next size of {name}", size, low + 1)
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a number, but not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _MOST = 1 << 24  # dimensions of a vector, or positions

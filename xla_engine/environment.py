@@ -7,6 +7,14 @@ from pathlib import Path
 
 from xla_engine.errors import ConfigError
 
+_AHEAD_OF_TIME = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # no questions to a cloud's metadata server
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # of this host; the topology says what is compiled for
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile; only one can use chips
+}
+
 
 def requested_isa(isa: str = "auto") -> str:
     """The requested instruction set: `EngineConfig.isa`, else `XLA_ENGINE_ISA`, else "auto". Raises ConfigError."""
@@ -67,6 +75,11 @@ def embedded_model_directory() -> Path:
     return Path(__file__).parent / "embedded"
 
 
+def named_platforms() -> str | None:
+    """`JAX_PLATFORMS`, which JAX reads when it is imported."""
+    return os.environ.get("JAX_PLATFORMS")
+
+
 def has_accelerator() -> bool:
     """Whether JAX may choose another device than the CPU: it has a plugin for one, and `JAX_PLATFORMS` permits it."""
     permitted = not os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
@@ -81,3 +94,10 @@ def visible_gpus() -> tuple[str, ...]:
     if given is None:
         return tuple(str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
     return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def prepare_to_compile_ahead() -> None:
+    """Set what libtpu reads when it compiles for chips that are not there, unless it is set. Called before JAX looks
+    for devices: it then takes none of this machine's accelerators."""
+    for name, value in _AHEAD_OF_TIME.items():
+        os.environ.setdefault(name, value)

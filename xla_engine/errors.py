@@ -61,6 +61,10 @@ class CheckpointError(XlaEngineError, ValueError, code="invalid_checkpoint"):
     """A model directory cannot be loaded; the message names file, tensor and remedy."""
 
 
+class NotPackableError(CheckpointError):
+    """Quantised weights of a checkpoint cannot stay packed, but can be dequantised."""
+
+
 class EngineFaultError(XlaEngineError, RuntimeError, code="engine_fault"):
     """A step on the device failed, and the engine cannot recover."""
 
@@ -91,6 +95,10 @@ class ResumeError(XlaEngineError, ValueError, code="cannot_resume"):
 
 class CompareError(XlaEngineError, ValueError, code="invalid_results"):
     """A file is not a result file; the message names file and line."""
+
+
+class ReceiptError(XlaEngineError, ValueError, code="invalid_receipts"):
+    """A file of receipts cannot be read, or cannot be checked here; the message says why and what would help."""
 
 
 class LogitsFileError(XlaEngineError, ValueError, code="invalid_logits_file"):

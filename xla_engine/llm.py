@@ -381,14 +381,15 @@ class LLM:
         """
         many = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
         collector = OutputCollector(every_token=False)
-
-        def queue() -> Iterator[str]:
-            for output in many:
+        places: dict[str, int] = {}
+        try:
+            for place, output in enumerate(many):
                 self.engine.extend(output.request_id, max_tokens, collector=collector, **options)
-                yield output.request_id
-
-        found = self._read(collector, queue(), only_finished=True)
-        return _in_order(found, len(many), use_tqdm=use_tqdm)
+                places[output.request_id] = place
+            found = self._read(collector, places, only_finished=True)
+            return _in_order(found, len(many), use_tqdm=use_tqdm)
+        finally:
+            self._abort(places)
 
     def _complete(
         self,
@@ -436,38 +437,38 @@ class LLM:
         priorities = per_prompt("priorities", priority, int, len(prompts))
         adapters = per_prompt("lora_requests", lora_request, LoRARequest, len(prompts))
 
-        def queue() -> Iterator[str]:
-            every = zip(prompts, params, priorities, adapters, strict=True)
+        every = zip(prompts, params, priorities, adapters, strict=True)
+        places: dict[str, int] = {}
+        try:
             for place, (prompt, wanted, urgency, adapter) in enumerate(every):
                 own = options if adapter is None else {**options, "lora_request": adapter}
                 try:
-                    yield self.engine.submit(prompt, wanted, priority=urgency, collector=collector, **own)
+                    name = self.engine.submit(prompt, wanted, priority=urgency, collector=collector, **own)
                 except InvalidRequestError as error:
                     raise type(error)(f"prompt {place}: {error}") from error
-
-        yield from self._read(collector, queue(), only_finished=only_finished)
+                places[name] = place
+            yield from self._read(collector, places, only_finished=only_finished)
+        finally:
+            self._abort(places)
 
     def _read(
-        self, collector: OutputCollector, queued: Iterator[str], *, only_finished: bool
+        self, collector: OutputCollector, places: dict[str, int], *, only_finished: bool
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield (index in `queued`, output), as in `_run`."""
-        places: dict[str, int] = {}  # of requests that have not ended
-        try:
-            for place, request_id in enumerate(queued):
-                places[request_id] = place
-            while places:
-                self._await_news(collector)
-                with self.engine.lock:
-                    news = [
-                        (request.request_id, request.finished, request.output())
-                        for request in collector.take()
-                        if request.request_id in places and (request.finished or not only_finished)
-                    ]
-                for request_id, finished, output in news:
-                    yield (places.pop(request_id) if finished else places[request_id]), output
-        finally:
-            for request_id in places:
-                self.engine.abort(request_id)
+        """Yield (index of the prompt, output). places: that index of each request; the ended ones are removed."""
+        while places:
+            self._await_news(collector)
+            with self.engine.lock:
+                news = [
+                    (request.request_id, request.finished, request.output())
+                    for request in collector.take()
+                    if request.request_id in places and (request.finished or not only_finished)
+                ]
+            for request_id, finished, output in news:
+                yield (places.pop(request_id) if finished else places[request_id]), output
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
 
     def _await_news(self, collector: OutputCollector) -> None:
         """Run a turn, or wait for another thread's, unless there is output already. Raises EngineClosedError."""

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.utils.html import table
+from xla_engine.utils.plain import integer_of
 from xla_engine.utils.shown import shown
 
 T = TypeVar("T")
@@ -51,6 +52,9 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
+_PER_TOKEN = {"per_token": True}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One generated sequence of a request.
@@ -66,12 +70,24 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(metadata=_PER_TOKEN)
     cumulative_logprob: float | None = None
-    logprobs: tuple[float, ...] | None = None
-    top_logprobs: Sequence[dict[int, Logprob]] | None = None
+    logprobs: tuple[float, ...] | None = field(default=None, metadata=_PER_TOKEN)
+    top_logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, metadata=_PER_TOKEN)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """The fields with one value for each token, without those that the request did not ask for."""
+        return {name: values for name in PER_TOKEN if (values := getattr(self, name)) is not None}
+
+    def part(self, tokens: slice) -> Self:
+        """The same with some of its tokens; what does not belong to tokens stays."""
+        columns: dict[str, Any] = {name: values[tokens] for name, values in self.columns().items()}
+        return replace(self, **columns)
+
+
+PER_TOKEN = tuple(each.name for each in fields(CompletionOutput) if each.metadata.get("per_token"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -321,12 +337,13 @@ def _shared(output: RequestOutput) -> dict[str, Any]:
 
 def ranked(documents: Sequence[str], scores: Sequence[float], top_n: int | None) -> list[RerankResult]:
     """Documents by score, highest first. Raises InvalidRequestError if `top_n` is not a positive integer."""
-    if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
+    count = None if top_n is None else integer_of(top_n)
+    if top_n is not None and (count is None or count < 1):
         raise InvalidRequestError(f"top_n must be an integer of at least 1, not {top_n!r}")
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
         RerankResult(index=index, document=documents[index], relevance_score=scores[index])
-        for index in order[:top_n]
+        for index in order[:count]
     ]
 
 

@@ -8,11 +8,13 @@ from typing import Any, NoReturn
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import MOST, SamplingParams, check_integer
+from xla_engine.utils.did_you_mean import naming_fields
 from xla_engine.utils.shown import shown
 
 TASKS = ("embed", "classify", "score")
 
 
+@naming_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams(SamplingParams):
     """A request for one vector instead of text.
@@ -22,6 +24,8 @@ class PoolingParams(SamplingParams):
     task: "embed" for the vector, "classify" for the probabilities of a classifier's classes, "score" for the number of
         a classifier with one class.
     dimensions: truncate the vector to this length, for models that were trained for it (Matryoshka); None: all.
+    truncate_prompt_tokens: read this many tokens of a longer text, special tokens at its end included; -1: as many as
+        the model reads; None: a longer text is an error.
     use_activation: scale a vector to length 1, or apply sigmoid or softmax to a classifier's numbers; None: as the
         model says.
     pooling_type: filled in by the engine.
@@ -38,14 +42,14 @@ class PoolingParams(SamplingParams):
 
     def __post_init__(self) -> None:
         SamplingParams.__post_init__(self)
-        own = {each.name for each in fields(SamplingParams)}
+        own = {each.name for each in fields(SamplingParams)} - {"truncate_prompt_tokens"}
         for each in fields(self):
             if each.name in own and getattr(self, each.name) != each.default:
                 raise InvalidRequestError(f"{each.name} applies to generation only; remove it")
         if self.task not in TASKS:
             raise InvalidRequestError(f"task must be one of {', '.join(TASKS)}, not {shown(self.task)}")
         if self.dimensions is not None:
-            check_integer("dimensions", self.dimensions, low=1)
+            object.__setattr__(self, "dimensions", check_integer("dimensions", self.dimensions, low=1))
             if self.task != "embed":
                 raise InvalidRequestError("dimensions are for embeddings; remove them")
         if not isinstance(self.use_activation, bool | None):
@@ -56,7 +60,7 @@ class PoolingParams(SamplingParams):
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], **_: Any) -> PoolingParams:
         """Build from JSON-like fields; an unknown field is an error that names it."""
-        known = ("task", "dimensions", "use_activation")
+        known = ("task", "dimensions", "use_activation", "truncate_prompt_tokens")
         if unknown := [name for name in values if name not in known]:
             raise InvalidRequestError(f"unknown field {shown(unknown[0])}; known fields: {', '.join(known)}")
         return cls(**values)

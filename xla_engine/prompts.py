@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeV
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage
+from xla_engine.text.fill_in import FillIn
 from xla_engine.utils.plain import plain
 from xla_engine.utils.shown import shown
 
@@ -77,7 +78,7 @@ class PicturedPrompt:
 
 
 Params = SamplingParams | Mapping[str, Any]  # or a dict of their fields
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair | PicturedPrompt
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | TextPair | FillIn | PicturedPrompt
 
 
 class PromptParts(NamedTuple):
@@ -88,7 +89,7 @@ class PromptParts(NamedTuple):
     they have been read.
     """
 
-    content: str | Sequence[int] | TextPair
+    content: str | Sequence[int] | TextPair | FillIn
     text: str | None
     cache_salt: str | None = None
     pictures: tuple[Picture, ...] = ()
@@ -101,6 +102,8 @@ def prompt_parts(prompt: Prompt) -> PromptParts:
         return PromptParts(prompt, prompt)
     if isinstance(prompt, TextPair):
         return PromptParts(prompt, prompt.first + prompt.second)
+    if isinstance(prompt, FillIn):
+        return PromptParts(prompt, None)
     if isinstance(prompt, PicturedPrompt):
         return PromptParts(prompt.token_ids, prompt.text, prompt.cache_salt, placed=prompt.pictures)
     if isinstance(prompt, Mapping):
@@ -113,6 +116,8 @@ def content_of(prompt: Prompt) -> str | Sequence[int]:
     parts = prompt_parts(prompt)
     if isinstance(parts.content, TextPair):
         raise InvalidRequestError("pairs of texts are only for models that score documents; give one text")
+    if isinstance(parts.content, FillIn):
+        raise InvalidRequestError("this call fills no gaps; give one text")
     if parts.pictures or parts.placed:
         raise InvalidRequestError("this call takes no pictures; remove multi_modal_data, or use generate")
     return parts.content
@@ -125,7 +130,7 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """
     _refuse_table(prompts, "prompts")
     prompts = plain(prompts)
-    if isinstance(prompts, str | Mapping | TextPair | PicturedPrompt):
+    if isinstance(prompts, str | Mapping | TextPair | FillIn | PicturedPrompt):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Iterable):
         raise InvalidRequestError(
@@ -281,7 +286,7 @@ def _message_without(message: Any, where: str, pictures: list[Picture]) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in _OTHER_PARTS:
             raise InvalidRequestError(
-                f"{where}.content[{n}] is {kind!r}; only text and pictures are supported"
+                f"{where}.content[{n}] is {shown(kind)}; only text and pictures are supported"
             )
         if kind in _PICTURE_PARTS:
             pictures.append(Picture(_source(part, f"{where}.content[{n}]"), f"{where}.content[{n}]"))

@@ -11,22 +11,22 @@ from typing import Any
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.row_state.limits import MAX_DRY_BREAKERS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from xla_engine.structured_outputs import StructuredOutputsParams
-from xla_engine.utils.did_you_mean import did_you_mean
-from xla_engine.utils.plain import plain
+from xla_engine.utils.did_you_mean import did_you_mean, naming_fields
+from xla_engine.utils.plain import integer_of, plain
 from xla_engine.utils.shown import shown
 
 DEFAULT_MAX_TOKENS = 16
 MOST = 2**31 - 1  # of most integers
 LEAST_TEMPERATURE = 0.01  # above 0
+# If a person reads the answer and the model recommends no sampling: llama.cpp's defaults. Small models ramble at 1.
+FOR_READERS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 MAX_N = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14  # of all stop strings of a request together
-MAX_ALLOWED_TOKEN_IDS = 1 << 20
-MAX_STOP_TOKEN_IDS = (
-    8  # stop ids per row that the device checks, including eos ids; the host checks the others
-)
+MAX_ALLOWED_TOKEN_IDS = 1 << 19  # twice the largest vocabularies
+MAX_STOP_TOKEN_IDS = 8  # per row on the device, including eos ids; the host checks the others
 
 _TOKEN_ID = re.compile(r"[0-9]{1,19}", re.ASCII)  # a token id as a JSON key
 
@@ -49,12 +49,12 @@ UNSUPPORTED = frozenset(
         "thinking_token_budget",
         "tool_choice",
         "tools",
-        "truncate_prompt_tokens",
         "use_beam_search",
     }
 )
 
 
+@naming_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are sampled and when a request ends.
@@ -94,8 +94,9 @@ class SamplingParams:
     prompt_logprobs: the same for the tokens of the prompt, always raw.
     logprobs_start: position of the first prompt token that needs `prompt_logprobs`. Earlier ones may come from the
         prefix cache.
-    skip_special_tokens: omit special tokens from the text.
-    detokenize: whether to decode text.
+    skip_special_tokens: omit special tokens from the text. detokenize: whether to decode text.
+    truncate_prompt_tokens: keep only the last tokens of a longer prompt, at most this many; -1: as many as fit beside
+        max_tokens. All else, such as `logprobs_start`, is about what was kept.
 
     Logits are changed in this order: logit_bias, repetition, frequency and presence penalty, DRY, masks (min_tokens,
     allowed_token_ids, bad_words, structured_outputs), temperature, min_p, top_k, top_p.
@@ -134,14 +135,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logprobs_start: int = field(default=0, metadata={"integers": (0, MOST)})
+    truncate_prompt_tokens: int | None = field(default=None, metadata={"integers": (-1, MOST)})
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if (value := getattr(self, each.name)) is each.default:
                 continue
-            if (own := plain(value)) is not value:
+            if (own := _checked(each, plain(value))) is not value:
                 object.__setattr__(self, each.name, own)
-            _check_limits(each, own)
         check_finite("temperature", self.temperature)
         if self.n > 1 and self.temperature == 0:
             raise InvalidRequestError(
@@ -164,6 +165,8 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}); lower one or raise the "
                 "other"
             )
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens must be -1 or at least 1, not 0")
         if self.logprobs_start and self.prompt_logprobs is None:
             raise InvalidRequestError("logprobs_start needs prompt_logprobs; set both")
         if isinstance(self.structured_outputs, Mapping):
@@ -263,15 +266,15 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _check_limits(entry: Field[Any], value: Any) -> None:
-    """Raise InvalidRequestError unless a value fits its field's default and metadata."""
+def _checked(entry: Field[Any], value: Any) -> Any:
+    """A field's value. Raises InvalidRequestError unless it fits the field's default and metadata."""
     limits = entry.metadata
     if value is None and (entry.default is None or "none" in limits):
-        return
+        return None
     if "integers" in limits:
         low, high = limits["integers"]
-        check_integer(entry.name, value, low=low, high=high)
-    elif "numbers" in limits:
+        return check_integer(entry.name, value, low=low, high=high)
+    if "numbers" in limits:
         check_finite(entry.name, value)
         low, high = limits["numbers"]
         if not low <= value <= high:
@@ -279,6 +282,7 @@ def _check_limits(entry: Field[Any], value: Any) -> None:
             raise InvalidRequestError(f"{entry.name} must be in [{low}, {high}]{note}, not {value}")
     elif isinstance(entry.default, bool) and not isinstance(value, bool):
         raise InvalidRequestError(f"{entry.name} must be true or false, not {shown(value)}")
+    return value
 
 
 def check_stop_strings(stop: object) -> tuple[str, ...]:
@@ -304,23 +308,23 @@ def check_token_ids(name: str, ids: object) -> tuple[int, ...]:
         raise InvalidRequestError(f"{name} must be a list of token ids, not {shown(ids)}")
     if len(ids) > MAX_ALLOWED_TOKEN_IDS:
         raise InvalidRequestError(f"{len(ids)} {name} given; at most {MAX_ALLOWED_TOKEN_IDS}")
-    found = tuple(map(plain, ids))
-    for token_id in found:
-        check_integer(f"{name} entry", token_id, low=0)
-    return found
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MOST:  # without a call for each
+        return tuple(ids)
+    return tuple(check_integer(f"{name} entry", token_id, low=0) for token_id in ids)
 
 
 def check_breakers(given: object) -> tuple[str | int, ...]:
     what = f"dry_sequence_breakers must be a list of at most {MAX_DRY_BREAKERS} texts and token ids"
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) > MAX_DRY_BREAKERS:
         raise InvalidRequestError(f"{what}, not {shown(given)}")
-    found = tuple(map(plain, given))
-    for each in found:
-        if not isinstance(each, str):
-            check_integer("dry_sequence_breakers entry", each, low=0)
-        elif not each or len(each) > MAX_BAD_WORD_CHARACTERS:
+    found: list[str | int] = []
+    for each in given:
+        if isinstance(each, str) and not 0 < len(each) <= MAX_BAD_WORD_CHARACTERS:
             raise InvalidRequestError(f"{what}: a breaker is a short text, not {shown(each)}")
-    return found
+        found.append(
+            each if isinstance(each, str) else check_integer("dry_sequence_breakers entry", each, low=0)
+        )
+    return tuple(found)
 
 
 def check_bad_words(words: object) -> tuple[str, ...]:
@@ -352,9 +356,9 @@ def check_logit_bias(bias: object) -> Mapping[int, float] | None:
         )
     found: dict[int, float] = {}
     for key, value in bias.items():
-        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else plain(key)
+        key = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
+        token_id = check_integer("logit_bias id", key, low=0)
         value = plain(value)
-        check_integer("logit_bias id", token_id, low=0)
         check_finite(f"logit_bias of {token_id}", value)
         if not -100 <= value <= 100:
             raise InvalidRequestError(f"logit_bias of {token_id} must be in [-100, 100], not {value}")
@@ -369,8 +373,11 @@ def check_finite(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} must be a finite number, not {shown(value)}")
 
 
-def check_integer(name: str, value: object, *, low: int, high: int = MOST) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_integer(name: str, value: object, *, low: int, high: int = MOST) -> int:
+    """The integer that a value is (`integer_of`). Raises InvalidRequestError if it is none, or outside [low, high]."""
+    number = integer_of(value)
+    if number is None:
         raise InvalidRequestError(f"{name} must be an integer, not {shown(value)}")
-    if not low <= value <= high:
+    if not low <= number <= high:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, not {shown(value)}")
+    return number

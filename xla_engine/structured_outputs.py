@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
+from xla_engine.utils.did_you_mean import naming_fields
+from xla_engine.utils.json_size import is_longer
 from xla_engine.utils.shown import shown
 
 MAX_CONSTRAINT_CHARACTERS = 1 << 18  # of a schema, expression or grammar as text
@@ -17,6 +19,7 @@ MAX_CHOICES = 1024
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@naming_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What the text must match; exactly one of the first five fields. Names are vLLM's.
@@ -28,6 +31,9 @@ class StructuredOutputsParams:
     json_object: any JSON object.
     disable_any_whitespace: no whitespace between the parts of JSON. True by default, because models that may write
         whitespace can do so without end; vLLM's default is false.
+    disable_additional_properties: objects whose schema lists properties have no others, unless the schema itself says
+        so (`additionalProperties`). By default true for `json`, and false for schemas inside a `grammar`; vLLM's
+        default is false.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -36,6 +42,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool = False
     disable_any_whitespace: bool = True
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -48,6 +55,11 @@ class StructuredOutputsParams:
                 raise InvalidRequestError(
                     f"structured_outputs: {name} must be true or false, not {shown(getattr(self, name))}"
                 )
+        if not isinstance(self.disable_additional_properties, bool | None):
+            raise InvalidRequestError(
+                "structured_outputs: disable_additional_properties must be true or false, not "
+                f"{shown(self.disable_additional_properties)}"
+            )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidRequestError(f"structured_outputs: {name} must be text")
@@ -55,6 +67,10 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", self.json.model_json_schema())
         if not isinstance(self.json, str | Mapping | None):
             raise InvalidRequestError("structured_outputs: json must be a schema, as an object or as text")
+        if is_longer((self.json, self.regex, self.grammar), MAX_CONSTRAINT_CHARACTERS):
+            raise InvalidRequestError(
+                f"structured_outputs: {self.kind} has too many characters; at most {MAX_CONSTRAINT_CHARACTERS}"
+            )
         if self.choice is not None:
             _check_choice(self.choice)
             object.__setattr__(self, "choice", tuple(self.choice))
@@ -117,9 +133,11 @@ def _check_choice(choice: object) -> None:
         )
     if not all(isinstance(each, str) and each for each in choice):
         raise InvalidRequestError("structured_outputs: a choice must be a string that is not empty")
+    if sum(map(len, choice)) > MAX_CONSTRAINT_CHARACTERS:
+        raise InvalidRequestError(
+            f"structured_outputs: the choices have too many characters; at most {MAX_CONSTRAINT_CHARACTERS}"
+        )
 
 
 # vLLM's fields that are refused by name.
-_UNSUPPORTED = frozenset(
-    {"disable_additional_properties", "disable_fallback", "structural_tag", "whitespace_pattern"}
-)
+_UNSUPPORTED = frozenset({"disable_fallback", "structural_tag", "whitespace_pattern"})

@@ -100,7 +100,7 @@ _DEFAULT_ONLY: Mapping[str, Mapping[str, Any]] = {
         max_num_active_seqs=None, max_num_queued_tokens=None, stream_interval=1,
     ),
     "use `speculative_config`": dict(spec_method=None, spec_model=None, spec_tokens=None),
-    'the checkpoint says how; `quantization` may name that, or be "int8", "packed" or "packed-int8"': dict(
+    'the checkpoint says how; `quantization` may name that, or be "none", "int8", "packed" or "packed-int8"': dict(
         quantization_config=None, allow_deprecated_quantization=False,
     ),
     "the checkpoint's own files are used; pass another directory as the model": dict(

@@ -11,9 +11,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.config import KEY_SPAN as KEY_SPAN
-from xla_engine.graphs.config import AttentionForm, ModelConfig
-from xla_engine.graphs.config import whole_spans as whole_spans
+from xla_engine.graphs.config import KEY_SPAN, AttentionForm, ModelConfig, whole_spans
 from xla_engine.graphs.row_state.rows import Extents
 
 

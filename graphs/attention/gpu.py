@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import (
-    KEY_SPAN,
     AttentionCall,
     LayerCache,
     check_length,
@@ -35,7 +34,7 @@ from xla_engine.graphs.attention.gpu_kernels import (
     whole_tile,
     write_kernel,
 )
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.config import KEY_SPAN, ModelConfig
 from xla_engine.graphs.ops.gpu_call import kernel_call
 from xla_engine.graphs.row_state.rows import Extents
 

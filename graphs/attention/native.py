@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_engine.graphs.attention.backend import (
-    KEY_SPAN,
     AttentionCall,
     LayerCache,
     check_length,
@@ -22,7 +21,7 @@ from xla_engine.graphs.attention.backend import (
     read_positions,
     write_positions,
 )
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.config import KEY_SPAN, ModelConfig
 from xla_engine.graphs.row_state.rows import Extents
 
 TARGET, REACHING = "xla_engine_attend", "xla_engine_attend_reaching"

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.attention.backend import (
-    KEY_SPAN,
     AttentionCall,
     LayerCache,
     check_length,
     kept_positions,
 )
-from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import KEY_SPAN, AttentionForm, ModelConfig
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
 from xla_engine.graphs.row_state.rows import Extents, targets

@@ -262,7 +262,7 @@ def delta_prefill(
     return DeltaState(inputs, memory), _gated(form, weights, out, gates)
 
 
-class Pending(NamedTuple):
+class PendingInputs(NamedTuple):
     """The inputs of a verify step, until it is known how many positions are accepted.
 
     window: `[P, kernel - 1 + T, mixed features]`, the convolution's inputs, preceded by those in the slot.
@@ -281,7 +281,7 @@ def delta_verify(
     lanes: Extents,
     *,
     native: str,
-) -> tuple[Pending, jax.Array]:
+) -> tuple[PendingInputs, jax.Array]:
     """`delta_prefill` without changing the state, for lanes of distinct slots, none of which starts at 0."""
     mixed, gates, rate, step = _split(form, projected)
     by_lane = (len(lanes.slot), -1, mixed.shape[1])
@@ -289,11 +289,11 @@ def delta_verify(
     convolved = _convolve(window, weights.convolution).reshape(mixed.shape)
     heads = _heads(form, weights, convolved, rate, step)
     out = native_outputs(state.memory, heads, lanes, native)
-    return Pending(window, heads), _gated(form, weights, out, gates)
+    return PendingInputs(window, heads), _gated(form, weights, out, gates)
 
 
 def delta_commit(
-    state: DeltaState, pending: Pending, *, slot: jax.Array, count: jax.Array, native: str
+    state: DeltaState, pending: PendingInputs, *, slot: jax.Array, count: jax.Array, native: str
 ) -> DeltaState:
     """The state after the first `count [P]` positions of each lane, which are computed again."""
     kept = state.inputs.shape[1]

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.attention.backend import KEY_SPAN, LayerCache
+from xla_engine.graphs.attention.backend import LayerCache
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState, by_slot

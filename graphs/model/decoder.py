@@ -22,8 +22,9 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.lora.form import LoraForm
+from xla_engine.graphs.model.encoder import Encoder
 from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
-from xla_engine.graphs.model.sublayers import Attention, Call, DeltaNet, Linear, Mlp, RoutedMlp
+from xla_engine.graphs.model.sublayers import AttentionMixer, Call, DeltaNet, Linear, Mlp, RoutedMlp
 from xla_engine.graphs.ops.coded import Order, StoredKinds
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sampling.logits import Logits
@@ -40,7 +41,7 @@ class Layer(nnx.Module):
         self.config, self.sharding = c, make.sharding
         self.is_last = index + 1 == c.num_hidden_layers
         self.input_norm = make.vector(d) if c.pre_norm else None
-        self.mixer = (DeltaNet if c.is_linear(index) else Attention)(make, c, index)
+        self.mixer = (DeltaNet if c.is_linear(index) else AttentionMixer)(make, c, index)
         self.post_attention_norm = make.vector(d) if c.post_norm else None
         self.pre_feedforward_norm = make.vector(d) if c.pre_norm and not c.use_parallel_residual else None
         self.mlp: Mlp | RoutedMlp
@@ -183,8 +184,8 @@ class ModelSpec:
         self.isa = attention.isa or (None if products is None else products.isa)
         self.lora = lora
         make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, self.dtype, lora)
-        decoder = Decoder(make, self.dtype)
-        for path, module in nnx.iter_modules(decoder) if stored else ():
+        model = Decoder(make, self.dtype) if config.encoder is None else Encoder(make)
+        for path, module in nnx.iter_modules(model) if stored else ():
             rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
             if isinstance(module, Linear) and rows is not None:
                 module.keep(make, rows, order)
@@ -194,7 +195,7 @@ class ModelSpec:
                     for part in ("gate_up", "down")
                 )
                 module.keep(make, gate_up, down, order)
-        self._graph, state = nnx.split(decoder)
+        self._graph, state = nnx.split(model)
         self.leaves = Leaves(config, nnx.to_flat_state(state), products)
 
     @property
@@ -211,6 +212,17 @@ class ModelSpec:
 
     def merge(self, leaves: list[jax.Array]) -> Decoder:
         """Rebuild the decoder around traced leaves; call inside a graph only."""
+        model = self._merged(leaves)
+        assert isinstance(model, Decoder)
+        return model
+
+    def merge_encoder(self, leaves: list[jax.Array]) -> Encoder:
+        """As `merge`, of a model that is an encoder."""
+        model = self._merged(leaves)
+        assert isinstance(model, Encoder)
+        return model
+
+    def _merged(self, leaves: list[jax.Array]) -> Decoder | Encoder:
         state = nnx.from_flat_state(list(zip(self.leaves.paths, leaves, strict=True)))
         return nnx.merge(self._graph, state)
 

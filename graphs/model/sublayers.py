@@ -54,7 +54,7 @@ class Call:
     read: jax.Array | None = None
 
 
-class Adapters(nnx.Module):
+class AdapterMatrices(nnx.Module):
     """The matrices of all adapters for one weight, as `LoraForm.shapes` says.
 
     With several devices, each holds all of A, and of B the same features as of the weight itself. So each computes A x
@@ -102,7 +102,7 @@ class Linear(nnx.Module):
         self.form: CodedForm | None = None
         self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
-        self.lora = None if make.lora is None or target is None else Adapters(make, target, cut)
+        self.lora = None if make.lora is None or target is None else AdapterMatrices(make, target, cut)
 
     def keep(self, make: LeafMaker, stored: tuple[tuple[str, int], ...], order: Order) -> None:
         """Keep the file's encoding of the weight, if that is supported. stored: how the file stores its rows."""
@@ -127,7 +127,7 @@ class Linear(nnx.Module):
         return own.gated(self.values, x, norm=norm, bias=value(self.bias), activation=activation)
 
 
-class Attention(nnx.Module):
+class AttentionMixer(nnx.Module):
     """Attention without its last product, `output`, which the layer adds to the residual stream."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
@@ -164,7 +164,7 @@ class Attention(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """A gated DeltaNet layer (`graphs.delta_net.layer`) without its last product, `output`, as in `Attention`."""
+    """A gated DeltaNet layer (`graphs.delta_net.layer`) without its last product, `output`, as in `AttentionMixer`."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         form, d = c.delta, c.hidden_size

@@ -144,12 +144,22 @@ class Adjustment {
     const bool is_behind = row_.draft > 0 && tables_.draft_masks;
     const uint32_t* words = is_behind ? tables_.draft_masks + (row_.slot * tables_.drafts + row_.draft - 1) * tables_.mask_words
                                       : tables_.mask + row_.slot * tables_.mask_words;
-    for (int64_t first = 0; first < count; first += 32) {
+    alignas(64) static constexpr int32_t kPlaces[kVector] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const Words places = LoadAs<Words>(kPlaces), none = Words{};
+    const Vec forbidden = All(kForbidden);
+    int64_t first = 0;
+    for (; first + 2 * kVector <= count; first += 2 * kVector) {
       const uint32_t word = words[first / 32];
       if (word == ~0u) continue;
-      for (int64_t token = first; token < std::min(first + 32, count); ++token)
-        if (~word >> (token - first) & 1) logits[token] = kForbidden;
+      for (int64_t half = 0; half < 2 * kVector; half += kVector) {
+        float* at = logits + first + half;
+        const Words allowed = (none + static_cast<int32_t>(word >> half)) & places;
+        Store(at, Select(allowed != none, Load(at), forbidden));
+      }
     }
+    for (int64_t token = first; token < count; ++token)
+      if (~words[token / 32] >> (token % 32) & 1) logits[token] = kForbidden;
   }
 
   const RowFields& row_;

@@ -8,9 +8,9 @@
 
 namespace xla_engine {
 
-// What words of keys and values are multiplied with: queries, then weights, both in the type of the store. Where a pair of
-// bf16 is one instruction, a word of the row; elsewhere its parts widened, of which the second is added first, as that
-// instruction does (see dots.h): the bits are the same. `Place` is where a row has the factor of a word's part.
+// The factors of keys (queries) and of values (softmax weights), rounded to the type of the store. Where one instruction multiplies a pair of
+// bf16, a factor is a word of the row. Elsewhere it is one widened part of that word, and the second part is added first, as that
+// instruction does (dots.h): the bits are the same. `Place` returns where a row has the factor for a part of a word.
 template <typename T>
 struct Factors {
   using Type = float;

@@ -1,21 +1,28 @@
-// Products of coded weights with rows in eight bits: faster than those that unpack to bf16 (`coded_weights.h`), with other bits.
+// Products of weights in quantised block formats with rows in int8: faster than products that unpack weights to bf16 (coded_weights.h),
+// with other bits.
 //
-// Each 32 numbers of a row share a scale. Where those of the features do not change either (32 K, of Q6_K 16), a sum is an exact
-// integer, whatever the instructions. These are scaled and added in float32, K ascending:
+// Rows are quantised: each 32 numbers share a scale. Over a run of K in which the scales of the features do not change either (32 K, in
+// Q6_K 16), a sum of products is an exact integer on every instruction set. These integers are scaled and added in float32, in the
+// order of K:
 //
-//   sum = Fused(float(integer) * scale of the row, scale of the feature, sum), and, of kinds with minima, after each 32 K
-//   sum = Fused(minimum of the feature, float(total of the row) * scale of the row, sum)
+//   sum = Fused(float(integer) * scale of the row, scale of the feature, sum)
+//   sum = Fused(minimum of the feature, float(total of the row) * scale of the row, sum)      after each 32 K of kinds with minima
 //
 // So bits are the same on every instruction set.
 //
-// Codes stand in the order "fours": 32 K of sixteen features are lines of 64 bytes. Of four bits, byte 4 f + k of line i has K
-// 8 i + k of feature f, and in its upper half K 8 i + 4 + k; of eight, K 4 i + k. Of five and six bits, the lowest four stand so, and
-// behind them in one or two lines the others: byte 4 f + k has those of K k, 4 + k, 8 + k .., from its lowest bits on. Scales stand as
-// in `coded_weights.h`.
+// The order "fours" serves int8 dot products, which take four neighbours of K at once. Header and scales are those of coded_weights.h. A
+// line of 64 bytes has four bytes for each of the sixteen features f, k = 0 .. 3:
 //
-//   VNNI                vpdpbusd: codes unsigned; sums start where what they are too large by is taken away
-//   AVX2, AVX-512       vpmaddubsw of four bits at a time: eight sums of two products of up to 15 * 127 fit 16 bits
-//   ARM, others         codes signed (sdot)
+//   8 bits    32 K are 8 lines: byte 4 f + k of line i is the code of K 4 i + k
+//   4 bits    32 K are 4 lines: byte 4 f + k of line i has K 8 i + k in its lower half and K 8 i + 4 + k in its upper half
+//   5, 6      the lower four bits as above. 1 or 2 lines follow with the other bits: byte 4 f + k has those of K k, 4 + k, 8 + k, ..,
+//             from its lowest bit on
+//
+// How an instruction set multiplies them:
+//
+//   VNNI                vpdpbusd takes unsigned codes. The start value of a sum subtracts what the bias of the codes adds to it
+//   AVX2, AVX-512       vpmaddubsw adds in 16 bits, so codes are multiplied four bits at a time: sixteen products of up to 15 * 127 fit
+//   ARM, others         sdot takes signed codes
 
 #pragma once
 
@@ -35,7 +42,8 @@ constexpr bool kSignedCodes = false;
 constexpr bool kSignedCodes = true;
 #endif
 
-// The levels of four bits as bytes, by table; of these the lower or upper half where products take four bits.
+// The tables of kLevels as bytes. Where products take four bits at a time, `at[table][0]` has the lower halves of the bytes and
+// `at[table][1]` the upper ones.
 struct LevelBytes {
   static constexpr int kTables = sizeof kLevels / sizeof *kLevels;
   alignas(16) uint8_t at[kTables][2][16] = {};
@@ -50,7 +58,8 @@ struct LevelBytes {
 };
 constexpr LevelBytes kLevelBytes;
 
-// Products are compiled once for kinds that differ in scales, levels, biases and minima only, and told which these are.
+// Kinds whose codes are stored alike share one compiled product. Its argument `Variant` says how they differ: in scales, levels, biases
+// and minima.
 constexpr bool Alike(const CodedKind& a, const CodedKind& b) {
   return a.low == b.low && a.high == b.high && !a.levels == !b.levels && a.Run() == b.Run();
 }
@@ -60,10 +69,11 @@ constexpr int FirstAlike(int index) {
   return first;
 }
 
-// What codes can be too large by. Sums start where that is taken away; of the last one, each sixteen K have a sum of their own.
+// The biases that kinds have. `FoursKernel::Quantize` computes for each the start value of a sum, which cancels the bias: minus the bias
+// times the total of the row. For the last bias, that of Q6_K, it computes one for each 16 K, because Q6_K has a scale for each 16 K.
 constexpr int kStarts[] = {0, 8, 16, 128, 32}, kStartCount = sizeof kStarts / sizeof *kStarts;
 
-// Which of such kinds a product multiplies. `start`: a place in `kStarts`.
+// What distinguishes kinds that share a compiled product. start: an index of `kStarts`.
 struct Variant {
   int form = 0, levels = 0, start = 0;
   bool minimum = false;
@@ -82,20 +92,21 @@ struct VariantOfKinds {
 };
 constexpr VariantOfKinds kVariants;
 
-// The least form of scales from `form` on of the kinds that are alike with kind `index`, or kForms; and the first kind that has a form.
+// The smallest form of scales, from `form` on, among the kinds that share a product with kind `index`; kForms if there is none.
 constexpr int NextForm(int index, int form) {
   for (; form < kForms; ++form)
     for (const CodedKind& kind : kCodedKinds)
       if (kind.Form() == form && Alike(kind, kCodedKinds[index])) return form;
   return form;
 }
+// The first kind with a form of scales.
 constexpr int FirstOfForm(int form) {
   int first = 0;
   while (kCodedKinds[first].Form() != form) ++first;
   return first;
 }
 
-// As `StepsOf`, of a kind that is alike with kind `index` and whose scales have the form `form`.
+// As `StepsOf`, for the kinds that share a product with kind `index`; `form` says which of their forms the scales have.
 template <int index, int least = 0>
 inline __attribute__((always_inline)) Steps StepsAmong(int form, const char* scales, int64_t k, int half) {
   constexpr int first = NextForm(index, least);
@@ -105,7 +116,7 @@ inline __attribute__((always_inline)) Steps StepsAmong(int form, const char* sca
   return StepsOf<FirstOfForm(first)>(scales, k, half);
 }
 
-// The bytes that codes, one in each byte, choose.
+// table[code] for each byte of `codes`.
 inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
 #if defined(__AVX512BW__)
   const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
@@ -124,7 +135,8 @@ inline WordRegister Chosen(const uint8_t* table, WordRegister codes) {
 #endif
 }
 
-// Sums of 16 bits of two products each. Compilers that multiplied ahead of the sums would run out of registers.
+// Adds two products of bytes to each sum of 16 bits. The empty `asm` keeps the compiler from doing all multiplications first, for which
+// there are not enough registers.
 inline WordRegister AddNibbles(WordRegister sum, WordRegister codes, int32_t word) {
 #if defined(__AVX512BW__)
   sum = (WordRegister)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(word)));
@@ -136,7 +148,7 @@ inline WordRegister AddNibbles(WordRegister sum, WordRegister codes, int32_t wor
   return sum;
 }
 
-// The sums in 32 bits.
+// Pairs of neighbouring 16-bit sums, times `factor`, as sums of 32 bits.
 inline WordRegister Widened(WordRegister sums, int16_t factor) {
 #if defined(__AVX512BW__)
   return (WordRegister)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(factor));
@@ -166,18 +178,18 @@ struct FoursKernel {
 #endif
   static constexpr int64_t kStep = 32;  // K comes in multiples of it
   static constexpr int64_t kWords = kStep / 4;
-  // Words of a row of a group of K: its own, then these.
-  static constexpr int64_t kStart = kWords;  // where sums of codes of each of `kStarts` start; the last one of sixteen K
-  static constexpr int64_t kSecond = kStart + kStartCount;  // and of the next sixteen K
+  // A row takes kAll words for each 32 K: kWords of its numbers, then these.
+  static constexpr int64_t kStart = kWords;  // the start values of a sum, one for each of `kStarts`; the last one is for the first 16 K
+  static constexpr int64_t kSecond = kStart + kStartCount;  // the start value for the second 16 K
   static constexpr int64_t kScale = kSecond + 1;   // float
-  static constexpr int64_t kUndone = kScale + 1;   // float: -kMagic times the scale
+  static constexpr int64_t kUndone = kScale + 1;   // float: -kMagic as a float times the scale
   static constexpr int64_t kTotal = kUndone + 1;   // float: the sum of the row times the scale
   static constexpr int64_t kAll = kTotal + 1;
 
   static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
   static int64_t GroupBytes(int64_t width) { return width / kStep * kAll * kBlockRows * static_cast<int64_t>(sizeof(Word)); }
 
-  // Writes `rows` rows from n on, which `source.Each` hands out, as a block.
+  // Quantises rows n to n + rows of `source` into a block.
   template <typename Source>
   static void Fill(const Source& source, int64_t n, int64_t rows, char* block) {
     const int64_t apart = Apart(rows);
@@ -194,10 +206,10 @@ struct FoursKernel {
     }
   }
 
-  // Where the group of K that begins at k begins in a block.
+  // The address in a block of the 32 K that contain k.
   static Word* At(char* block, int64_t k, int64_t apart) { return reinterpret_cast<Word*>(block) + k / kStep * kAll * apart; }
 
-  // Writes 32 numbers of a row to where its words begin. apart: `Apart` of the block's rows.
+  // Quantises 32 numbers of a row to `to`. apart: the distance between words of one row, `Apart` of the block's rows.
   static void Quantize(const Vec* from, int64_t apart, Word* to) {
     const EightBits<kStep, false> quantized(from);
     alignas(64) int8_t bytes[kStep];
@@ -214,7 +226,8 @@ struct FoursKernel {
     for (int64_t place = 0; place < 3; ++place) std::memcpy(to + (kScale + place) * apart, scales + place, 4);
   }
 
-  // The codes of four neighbours of K of sixteen features; of these the lower or upper four bits where products take no more.
+  // The codes of sixteen features for four neighbours of K. Where products take four bits at a time, plane 0 has the lower four bits of
+  // the codes and plane 1 the others.
   template <int index, int plane>
   static __attribute__((always_inline)) inline Words CodesAt(int levels, const char* from, int64_t word) {
     constexpr CodedKind kind = kCodedKinds[index];
@@ -238,7 +251,7 @@ struct FoursKernel {
     }
   }
 
-  // The bits of codes above four in each byte from bit `to` on, others around them; `from`: where the codes of 32 K begin.
+  // The fifth and sixth bits of codes, from bit `to` of each byte on; the caller masks the bits around them. from: the codes of 32 K.
   template <int bits, int to>
   static __attribute__((always_inline)) inline Words HigherBits(const char* from, int64_t word) {
     const Words line = LoadAs<Words>(from + 256 + word * bits / 8 * 64);
@@ -246,7 +259,7 @@ struct FoursKernel {
     return at < to ? line << (to - at) : line >> (at - to);
   }
 
-  // The sums of `kRows` rows by sixteen features; what lies `ahead` is fetched meanwhile.
+  // Multiplies `kRows` rows by a block of sixteen features. ahead: how many bytes further the weights to prefetch are.
   template <int index, int kRows>
   static __attribute__((noinline)) void MultiplyBlock(Variant variant, const Word* rows, const char* codes, int64_t width,
                                                       int64_t ahead, float* to) {

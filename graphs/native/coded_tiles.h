@@ -9,7 +9,7 @@
 
 namespace xla_engine {
 
-// Of coded weights in the order "fours".
+// Weights in quantised blocks, in the order "fours".
 struct FoursTiles {
   static constexpr int64_t kK = FoursKernel::kStep, kStep = kK;
 
@@ -20,7 +20,7 @@ struct FoursTiles {
     ScaledTiles::Fill<kK, false>(source, n, rows, block);
   }
 
-  // Codes are unpacked to `strip`, unless an earlier group of rows did that; or, if there is none, to four places in turns.
+  // Codes are unpacked to `strip`, unless an earlier group of rows has done so. Without a strip, four buffers are used in turns.
   template <int index, int kRows>
   static __attribute__((noinline)) void SumBlock(Variant variant, const char* rows, const char* codes, int64_t width, char* strip,
                                                  bool unpacked, float* to) {

@@ -1,74 +1,45 @@
-// Coded weights stay as a quantised file has them: blocks of sixteen features, unpacked to bf16 when a task needs them.
+// Weights in quantised block formats (ggml's, AWQ's) stay quantised in memory; a product unpacks them to bf16 as it needs them.
 //
-// What is unpacked has the order of product.h, and each value is that of ggml's dequantisation rounded to bf16: products have
-// the bits that they have with bf16 weights. Scales are float16 and codes have at most eight bits, so `scale * code` is exact
-// in float32 and one rounding is left, that of the minimum. Zero points have at most eight bits: with these all is exact.
+// The unpacked values have the order of packed bf16 weights (product.h), and each is ggml's dequantised value, rounded to bf16. So a
+// product has the bits that it has if the weights are converted to bf16 when they are loaded. A scale is a float16 and a code has at
+// most eight bits: `scale * code` and `scale * zero point` are exact in float32. Only the addition of a minimum rounds, and then the
+// conversion to bf16.
 //
-// The array begins with a header of 64 bytes, int32: K, features, runs, the order of codes, then for each run of blocks its kind
-// (ggml's number) and the block where it ends. A block has the planes of its codes and the plane of its scales, each whole lines of
-// 64 bytes. What follows is the order "pairs"; that of `coded_dots.h` is "fours":
+// An array has a header and blocks. A block is sixteen features by all K: the codes, then the scales, each in whole lines of 64 bytes.
 //
-//   codes    byte b of lane l has those of features l / 2 and, in higher bits, 8 + l / 2, of K 2 b + l % 2 of each eight K: four
-//            bits, or eight in two lines; and in a plane of their own the one or two bits above four, a byte for as many times
-//            eight K as it has room for
-//   scales   [unit of K][16 features]: float16 d, m for each 32 K, or a byte e for 2^(e - 127); or for each 256 K bytes for each 32
-//            (scale, minimum; or signed scale) or 16 (signed scale), and behind them float16 d, m
+//   header   64 bytes, int32: K, the number of features, the number of runs, the order of the codes (0: "pairs", 1: "fours"). Then
+//            for each run of blocks of one kind: the kind (`CodedKind::number`), and the number of the block behind the run
+//   codes    in the order "pairs", below, or in the order "fours" (coded_dots.h)
+//   scales   for each 32 K, a number for each of the 16 features: float16 d, then float16 m (minimum or zero point), if the kind has
+//            one; or one byte e for the scale 2^(e - 127). Nested kinds have for each 256 K: for each 32 K 16 bytes of scales and
+//            16 of minima, or, without minima, 16 signed bytes for each 32 K (Q6_K: for each 16 K); then float16 d and m for
+//            each feature, by which these bytes are multiplied
+//
+// The order "pairs" serves bf16 dot products, which take two neighbours of K at once. The lower four bits of the codes of 8 K are
+// a line of 16 lanes by 4 bytes. In each byte, the lower half belongs to one of the features 0 to 7 and the upper half to the feature
+// eight further:
+//
+//            byte 0               byte 1               byte 2               byte 3
+//   lane 0   features 0, 8: K 0   features 0, 8: K 2   features 0, 8: K 4   features 0, 8: K 6
+//   lane 1   features 0, 8: K 1   features 0, 8: K 3   features 0, 8: K 5   features 0, 8: K 7
+//   lane 2   features 1, 9: K 0   ...
+//
+// So byte b of all lanes is the word of K 2 b, 2 b + 1 of the sixteen features. Codes of eight bits take two such lines, of features
+// 0 to 7 and 8 to 15. The fifth and sixth bits of codes follow the lower bits of the whole block, in bytes that stand in the same
+// order: a byte has those of several times 8 K, the first in its lowest bits.
 
 #pragma once
 
+#include "coded_kinds.h"
 #include "packed_dots.h"
 #include "packed_tiles.h"
 
 namespace xla_engine {
 
-struct CodedKind {
-  int32_t number;      // ggml's, or above 100
-  int low, high;       // bits of a code in either plane
-  int bias;            // of a code
-  bool nested, minimum;  // scales are bytes times float16; something is added
-  int levels = 0;        // codes are places in this table of kLevels, if not 0
-  bool zero = false;     // what stands in place of a minimum is the zero point: minus that times the scale is added
-  bool power = false;    // scales are powers of two
+constexpr int64_t kAhead = 32768;  // bytes: how far ahead of a product its weights are fetched
 
-  constexpr int FoursBias() const { return levels ? 128 : bias; }  // of the numbers that fours multiply
-  constexpr int64_t CodeBytes(int64_t width) const { return width * 2 * (low + high); }
-  constexpr bool IsLinear() const { return !levels && !high; }  // see `UnpackLinear`
-  constexpr int Run() const { return nested && !minimum && !levels ? 16 : 32; }  // K that share a scale
-  constexpr int64_t SmallBytes() const { return nested ? 256 / Run() * 16 * (1 + minimum) : 0; }  // of 256 K
-  constexpr int64_t StepBytes() const {  // of 32 K
-    return power ? 16 : SmallBytes() / 8 + 32 * (1 + minimum) / (nested ? 8 : 1);
-  }
-  // How scales are read (`StepsOf`), below kForms.
-  constexpr int Form() const { return power ? 0 : nested ? 1 + minimum + 2 * (Run() == 16) : 4 + minimum + zero; }
-  constexpr int64_t ScaleBytes(int64_t width) const { return (width / 32 * StepBytes() + 63) / 64 * 64; }
-  constexpr int64_t Bytes(int64_t width) const { return CodeBytes(width) + ScaleBytes(width); }
-};
-
-constexpr CodedKind kCodedKinds[] = {
-    {2, 4, 0, 8, false, false},         // Q4_0
-    {3, 4, 0, 0, false, true},          // Q4_1
-    {6, 4, 1, 16, false, false},        // Q5_0
-    {7, 4, 1, 0, false, true},          // Q5_1
-    {8, 8, 0, 128, false, false},       // Q8_0
-    {12, 4, 0, 0, true, true},          // Q4_K
-    {13, 4, 1, 0, true, true},          // Q5_K
-    {14, 4, 2, 32, true, false},        // Q6_K
-    {20, 4, 0, 0, false, false, 1},     // IQ4_NL
-    {23, 4, 0, 0, true, false, 1},      // IQ4_XS
-    {104, 4, 0, 0, false, true, 0, true},          // A4, of AWQ and others
-    {108, 8, 0, 128, false, true, 0, true},        // A8
-    {39, 4, 0, 0, false, false, 2, false, true},   // MXFP4
-};
-constexpr int kCodedKindCount = sizeof kCodedKinds / sizeof *kCodedKinds, kForms = 7;
-alignas(64) constexpr int8_t kLevels[][16] = {
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
-    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},  // twice the numbers of MXFP4
-};
-
-constexpr int64_t kAhead = 32768;  // bytes
-
-// What the sixteen features have, for both vectors of a line: each value twice.
+// A value for each of sixteen features, laid out as the 32 numbers of a line are: each value twice, since a line has two neighbours of K
+// for each feature. `first` serves features 0 to 7, `second` 8 to 15.
 struct Both {
   Vec first, second;
 };
@@ -97,7 +68,7 @@ Both Doubled(V v) {
   }
 }
 
-// Sixteen finite float16, subnormal ones too, whatever the processor does with those of float32.
+// Sixteen finite float16 as float32. Subnormal float16 keep their values even if the processor treats subnormal float32 as zeros.
 inline Vec FromFloat16(const char* from) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -109,7 +80,7 @@ inline Vec FromFloat16(const char* from) {
 #endif
 }
 
-// Sixteen bytes. Compilers take apart what converts them.
+// Sixteen signed bytes as 32-bit words. Written with intrinsics, because compilers split a conversion of this width into single values.
 inline Words SignedWords(const char* from) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -147,7 +118,7 @@ inline WordRegister Merged(WordRegister a, int32_t mask, WordRegister b) {
 #endif
 }
 
-// The bits of `plane` from `at` on, moved to begin at `to`; others are left around them.
+// Shifts `plane` so that its bits from `at` on begin at `to`. The caller masks the bits around them.
 template <int at, int to>
 Words Moved(Words plane) {
   if constexpr (at >= to) {
@@ -157,14 +128,15 @@ Words Moved(Words plane) {
   }
 }
 
-// Sixteen codes, from bit `at` of their words on, as numbers. `above` has their bits above four from bit `higher` on.
+// The numbers that sixteen codes stand for, before they are scaled. A code's lower bits begin at bit `at` of its word in `codes`; its
+// fifth and sixth bit, if it has them, at bit `higher` of its word in `above`.
 template <int index, int at, int higher>
 Vec Level(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
   if constexpr (kind.levels) {
     const Words found = codes >> at & 15;
     return Convert<Vec>(ByRegister(found, found, [](auto, auto each) { return FromLevels<kind.levels>(each); }));
-  } else {  // a code is the last bits of 2^23 and more: exact
+  } else {  // the code becomes the last bits of the float 2^23, from which 2^23 + bias is subtracted: exact
     constexpr int lowest = (1 << kind.low) - 1;
     const Words taken = codes >> at;
     Words found = ByRegister(taken, taken, [](auto, auto each) { return Merged(each, lowest, WordRegister{} + 0x4B000000); });
@@ -178,7 +150,7 @@ Vec Level(Words codes, Words above) {
 
 #if defined(__AVX512BW__)
 
-// The numbers of codes of up to six bits in bf16, which has them exactly.
+// A table from codes of up to six bits to their numbers in bf16, which represents them exactly.
 template <int index>
 struct NumbersOfCodes {
   alignas(64) uint16_t at[64] = {};
@@ -196,15 +168,15 @@ struct NumbersOfCodes {
 template <int index>
 constexpr NumbersOfCodes<index> kNumbersOfCodes;
 
-// The numbers of codes in both halves of words, from bit 4 * part on, their bits above four from bit `higher` of the halves of
-// `above` on.
+// As `Level`, by table, for two codes in each word: one in either half of 16 bits. Their lower four bits begin at bit `4 * part` of the
+// half, the others at bit `higher` of the same half of `above`.
 template <int index, int part, int higher>
 inline __attribute__((always_inline)) Words Numbers(Words codes, Words above) {
   constexpr CodedKind kind = kCodedKinds[index];
   const auto* from = kNumbersOfCodes<index>.at;
   auto found = (__m512i)(codes >> 4 * part);
-  if constexpr (kind.high > 0) {  // the lowest four bits of one, the others of the other
-    const Words upper = Moved<higher, 4>(above);  // a comma would be one between arguments where what follows is a macro
+  if constexpr (kind.high > 0) {  // the lowest four bits of `found`, the others of `upper`
+    const Words upper = Moved<higher, 4>(above);  // a variable, because the next call is a macro on some compilers: no commas
     found = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), found, (__m512i)upper, 0xCA);
   }
   if constexpr (kind.high > 1)
@@ -219,8 +191,9 @@ inline __attribute__((always_inline)) void Unrolled(std::integer_sequence<int, v
   (run(std::integral_constant<int, values>()), ...);
 }
 
-// Fetches what comes a while after the codes and scales of 32 K: processors by themselves stop at each page. It goes to the second
-// cache, as the first one can wait for few lines at a time (findings/archive/095_rates_of_files.md).
+// Prefetches the codes and scales that follow `kAhead` bytes after those of the 32 K from k on. Hardware prefetchers stop at the end of
+// a page. The target is the second-level cache, because the first level can wait for only a few lines at a time
+// (findings/archive/095_rates_of_files.md).
 template <int index>
 inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t k) {
   constexpr CodedKind kind = kCodedKinds[index];
@@ -228,12 +201,12 @@ inline __attribute__((always_inline)) void FetchAhead(const char* block, int64_t
   for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + k / 32 * size + line + kAhead, 0, 2);
 }
 
-// What the codes of sixteen features are multiplied by, and what is added then.
+// The scales of sixteen features, and what is added to their scaled codes.
 struct Steps {
   Vec scale, minimum = {};
 };
 
-// Those of the 32 K from k on; of Q6_K, which has others for each sixteen, those of the first or second half.
+// The scales of the 32 K from k on. Q6_K has a scale for each 16 K: `half` chooses the first or the second 16.
 template <int index>
 inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t k, int half) {
   constexpr CodedKind kind = kCodedKinds[index];
@@ -259,9 +232,15 @@ inline __attribute__((always_inline)) Steps StepsOf(const char* scales, int64_t 
 
 #ifdef XLA_ENGINE_AMX
 
-// As `UnpackGroup`, of codes that stand for `code - bias` times a scale, to which a minimum is added. Behind 1 a code's bits are a fraction
-// of 2^15 or 2^11, so that one fused multiply-add is left, which is exact. Lines are loaded from where the byte that is taken is the
-// second of its word: registers are shifted by one unit, which rounding needs.
+// A shorter `UnpackGroup` for linear kinds: a weight is scale * (code - bias), plus a minimum if the kind has one.
+//
+// A code's bits replace bits of the fraction of 1.0: the float is then 1 + code / 2^15 (codes in bits 8 to 11 or 8 to 15 of a word) or
+// 1 + code / 2^11 (bits 12 to 15). One fused multiply-add turns it into scale * (code - bias), exactly:
+//
+//   (1 + code / 2^15) * (scale * 2^15) - scale * (2^15 + bias) = scale * (code - bias)
+//
+// Each byte in turn must be the second byte of its word, so lines are loaded from other addresses rather than shifted: only one execution
+// unit can shift registers, and the conversion to bf16 needs it.
 template <int bits, bool kMinimum, typename Take>
 inline __attribute__((always_inline)) void UnpackLinear(const char* from, int bias, Both scale, Both minimum, const Take& take) {
   constexpr float kPlace = 32768, kOther = bits == 8 ? kPlace : 2048;
@@ -283,8 +262,9 @@ inline __attribute__((always_inline)) void UnpackLinear(const char* from, int bi
 
 #endif
 
-// Calls take(word of K, the values of its line in two vectors) for 32 K from k on, in any order. kLinear: the shorter
-// way of kinds that have it, in which zeros lose their sign; no sum shows it.
+// Unpacks the 32 K from k on of a block. Calls take(w, first, second) for each word of K (K 2 w and 2 w + 1), in any order: `first` has
+// the two values of each of the features 0 to 7, `second` those of 8 to 15. kLinear: use `UnpackLinear` for the kinds that it serves. It
+// loses the sign of zeros, which changes no sum.
 template <int index, bool kLinear = false, typename Take>
 inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_t width, int64_t k, const Take& take) {
   constexpr CodedKind kind = kCodedKinds[index];
@@ -305,15 +285,15 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
     scale = Doubled(steps.scale);
     if constexpr (kind.minimum) minimum = Doubled(steps.minimum);
   };
-  // Eight K; `place` is which of the four as far as that decides where their higher bits are.
+  // Unpacks 8 of the 32 K. `place` is `eight` as a constant for kinds with higher bits, whose position it decides; else 0.
   const auto unpack = [&](int64_t eight, auto place) __attribute__((always_inline)) {
-    constexpr int bits = kind.high == 2 ? place % 2 * 4 : place * 2;  // where those of the eight K begin in a byte
+    constexpr int bits = kind.high == 2 ? place % 2 * 4 : place * 2;  // the first bit of these 8 K in a byte of higher bits
     const Words above = kind.high ? LoadAs<Words>(high + (kind.high == 2 ? place / 2 * 64 : 0)) : Words{};
     const char* from = low + eight * 16 * kind.low;
     const Words codes = LoadAs<Words>(from), others = kind.low == 8 ? LoadAs<Words>(from + 64) : codes;
 #if defined(__AVX512BW__)
     if constexpr (kind.low == 4) {
-      Unrolled(std::make_integer_sequence<int, 2>(), [&](auto byte) __attribute__((always_inline)) {  // and that two bytes on
+      Unrolled(std::make_integer_sequence<int, 2>(), [&](auto byte) __attribute__((always_inline)) {  // bytes `byte` and `byte + 2`
         constexpr int higher = byte * 8 + bits;
         const Words first = Numbers<index, 2 * byte, higher>(codes, above);
         const Words second = Numbers<index, 2 * byte + 1, higher + kind.high>(codes, above);
@@ -348,7 +328,7 @@ inline __attribute__((always_inline)) void UnpackGroup(const char* block, int64_
   }
 }
 
-// Two blocks of coded weights: what `Stream` is of packed ones.
+// A task's two blocks of coded weights, by number. `Stream` is the same for packed weights.
 class CodedWeights;
 struct CodedTask {
   const CodedWeights* weights;
@@ -377,17 +357,18 @@ class CodedWeights {
     return bytes == size_ && header_[1] >= 0 && header_[1] <= block * 16;
   }
 
-  // As `PackedWeights::At`, of whole blocks.
+  // As `PackedWeights::At`; `one` and `other` are multiples of 16.
   CodedTask At(int64_t one, int64_t other) const { return {this, one / 16, other / 16}; }
 
-  // Calls run(kind, where a block begins).
+  // Calls run(kind, address) for a block.
   template <typename Run>
   void OfBlock(int64_t block, const Run& run) const {
     const Place place = Find(block);
     Switch<0>(place.kind, [&](auto index) { run(index, place.at); });
   }
 
-  // Calls run(kind, where its blocks begin, how many there are, which of the two is the first) for a task: once if they have one kind.
+  // Calls run(kind, addresses, count, first) for the blocks of a task: once for both if they have the same kind, otherwise once for each.
+  // first: 0 or 1, the place in the task of the first block in this call.
   template <typename Run>
   void OfTask(CodedTask task, const Run& run) const {
     const Place first = Find(task.one), second = Find(task.other);
@@ -397,10 +378,10 @@ class CodedWeights {
     if (!alike) Switch<0>(second.kind, [&](auto index) { run(index, at + 1, 1, 1); });
   }
 
-  // Unpacks sixteen features as [K words][16].
+  // Unpacks a block as [K words][16 features].
   void Unpack(int64_t block, char* to) const { UnpackRun(block, 0, Width(), to); }
 
-  // The same of K from `from` on.
+  // The same for K `from` to `end`.
   void UnpackRun(int64_t block, int64_t from, int64_t end, char* to) const {
     OfBlock(block, [&](auto index, const char* at) {
       for (int64_t k = from; k < end; k += 32) {
@@ -424,7 +405,7 @@ class CodedWeights {
     const char* at;
   };
 
-  // Which of the kinds a run has, or -1.
+  // The index in kCodedKinds of a run's kind, or -1.
   int Kind(int64_t run) const {
     for (int kind = 0; kind < kCodedKindCount; ++kind)
       if (kCodedKinds[kind].number == header_[4 + 2 * run]) return kind;
@@ -461,9 +442,9 @@ __attribute__((noinline)) void UnpackFirst(const char* block, int64_t width, cha
   });
 }
 
-// The sums of a group of rows by one or two blocks, one after the other. While 32 K are multiplied, the next are unpacked: both use
-// other units of a processor (findings/archive/089_coded_rows.md). They are unpacked to `strip`, where all of them have room, or if
-// there is none, to two places in turns.
+// Multiplies a group of rows by one or two blocks, one after the other, and writes the sums to `to`. While 32 K are multiplied, the next
+// 32 are unpacked: the two use different execution units (findings/archive/089_coded_rows.md). strip: room for whole unpacked blocks, which
+// the caller then reads; null: two buffers of 32 K are used alternately.
 template <int index, int kRows>
 __attribute__((noinline)) void SumBlocks(const Word* rows, int64_t width, const char* const* blocks, int64_t count, char* strip,
                                          float* const* to) {
@@ -504,7 +485,8 @@ __attribute__((noinline)) void SumBlocks(const Word* rows, int64_t width, const 
   }
 }
 
-// The same for a number of rows that is not a constant, 1 to kBlockRows, and a task. Sums of rows that are not there are not read.
+// The same for a task and `count` rows, 1 to kBlockRows. It computes the next larger number of rows that is compiled; nobody reads the
+// sums of the additional rows.
 template <int kRows = 1>
 void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, char* strip, Sums<float>& sums) {
   if constexpr (kRows < kBlockRows) {
@@ -520,8 +502,8 @@ void SumGroup(int64_t count, const Word* rows, int64_t width, CodedTask task, ch
 
 #ifdef XLA_ENGINE_AMX
 
-// The sums of up to 32 rows by a task whose blocks have one kind, in tiles 0-3. While 32 K are multiplied, the next are unpacked: to
-// `strip`, where all of them have room, or if there is none, to two places in turns.
+// Multiplies up to 32 rows by a task whose blocks have the same kind; the sums are left in tiles 0 to 3. While 32 K are multiplied, the
+// next 32 are unpacked. strip: as in `SumBlocks`.
 template <int index, bool kLinear>
 __attribute__((noinline)) void SumTiles(const char* rows, int64_t pitch, int64_t width, const char* const* blocks, bool second, char* strip) {
   alignas(64) char turns[2 * 2 * 1024];
@@ -547,7 +529,8 @@ __attribute__((noinline)) void SumTiles(const char* rows, int64_t pitch, int64_t
 
 #endif
 
-// Rows times a task: the first group of rows while the task is unpacked, or all of them afterwards.
+// Multiplies rows by a task. The first group of rows is multiplied while the task is unpacked, the others afterwards; on instruction sets
+// without such a loop, all are multiplied afterwards.
 template <typename Kernel, typename Take>
 void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask task, CodedTask, const Take& take) {
   thread_local Lines kept;

@@ -1,5 +1,5 @@
-// Routed experts by sums of products (`dots.h`): the rows of an expert are gathered into groups, its weights packed on the way, or
-// if they are as in a quantised file, unpacked or multiplied as they are.
+// Routed experts by dot products (dots.h). The rows of an expert are gathered into groups. Its weights are packed when they are used;
+// weights in quantised blocks are unpacked to bf16 or multiplied as they are.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace xla_engine {
 
-// How rows become operands, and weights of two blocks of sixteen features what these are multiplied by.
+// How rows and the weights of two blocks of sixteen features become the operands of a kernel.
 struct BFloat16Experts {
   using Kernel = DotKernel<BFloat16>;
 

@@ -39,8 +39,8 @@ inline uint32_t* Aligned(std::vector<uint32_t>& buffer, int64_t words) {
   return buffer.data() + (64 - reinterpret_cast<uintptr_t>(buffer.data()) % 64) % 64 / 4;
 }
 
-// The weights of two blocks of sixteen features, as rows. Those of a quantised file are unpacked in the order of a right operand, and
-// turned: it is a left one here.
+// The weights of two blocks of sixteen features, as rows. Weights in quantised blocks are unpacked, which gives the order of a right operand,
+// and transposed, because weights are the left operand here.
 inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other, int64_t step) {
   const int64_t width = weights.width;
   if (!weights.coded) return {weights.values + one * width, weights.values + other * width, kFeatures, step};

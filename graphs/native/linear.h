@@ -1,9 +1,12 @@
-// Linear layers of a decoder, for XLA:CPU: each call is one product with the operations before and after it, for the rows that are
-// live; all others become zero, or the residual. Weights are packed (product.h), but for features that fill no task, and for the head's
-// on tiles: these are rows as in the checkpoint.
+// Linear layers of a decoder, for XLA:CPU. Each call is one product together with the operations before it (a norm) and after it (a gate,
+// or the addition of the residual). It computes the live rows; the other rows of the result are zeros, or the residual.
 //
-// Each kind of weights is a library of its own (`linear_*.cc`), and so is each with adapters (`lora_*.cc`): a model compiles what it
-// needs. A kind has its weights, how many features there are, the kernel, and what is wrong with a call, or an empty text.
+// Weights are packed (product.h), with two exceptions that stay rows as in the checkpoint: the last features, if they are fewer than the
+// 32 of a task, and the weights of the head on matrix tiles.
+//
+// Each kind of weights (bf16, int8, quantised blocks) is a library of its own, `linear_*.cc`, and with adapters another, `lora_*.cc`: a
+// model compiles only what it needs. A kind is a struct with the weights, the number of features and the kernel; its `Complaint` says what
+// is wrong with a call, or nothing.
 
 #pragma once
 
@@ -16,7 +19,7 @@ namespace xla_engine {
 
 inline std::string Unfit(int64_t step) { return "rows must come in multiples of " + std::to_string(step) + ", features of 32"; }
 
-// Packed weights of type T [F, K], in eight bits with scales [F, K / 64].
+// Packed weights of type T [F, K]; int8 has scales [F, K / 64].
 template <typename T, typename K>
 struct PackedKind {
   using Element = T;
@@ -44,7 +47,7 @@ struct PackedKind {
 
 #ifdef XLA_ENGINE_AMX
 
-// As in products.h, with tiles whose left operand are the weights.
+// As in products.h, on matrix tiles whose left operand is the weights.
 template <typename Clear>
 void RowsProduct(ffi::ThreadPool& pool, const Source& source, const PackedKind<BFloat16, TileKernel>& kind,
                  const Phase<Clear>& clear, float* out) {

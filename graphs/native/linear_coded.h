@@ -1,4 +1,4 @@
-// Coded weights as a kind of linear layers.
+// Linear layers with weights in quantised blocks that are unpacked to bf16 (coded_weights.h).
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace xla_engine {
 
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
 
-// Rows in groups as `SumGroup` has them, but for a last one, if it is not too small.
+// Rows are in groups of the sizes that `SumGroup` compiles, except for the last group, unless that is too small.
 struct CodedKernel {
   using Plain = DotKernel<BFloat16>;
   static constexpr int64_t kStep = Plain::kStep;

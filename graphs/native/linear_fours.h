@@ -1,4 +1,4 @@
-// Coded weights that meet rows in eight bits, as a kind of linear layers.
+// Linear layers with weights in quantised blocks that are multiplied by rows in int8 (coded_dots.h).
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace xla_engine {
 
 // A kind of weights (linear.h).
 struct Fours {
-  using Element = int8_t;  // of rows: what is gated stays in float32
+  using Element = int8_t;  // of rows; gated activations stay in float32
   using Kernel = FoursKernel;
   static constexpr bool kWholeTasks = true;
 

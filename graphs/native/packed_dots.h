@@ -1,5 +1,5 @@
-// Products with packed weights by sums of products (`dots.h`): a few rows by two blocks of features stay in registers while K
-// goes by, words of rows broadcast to all features.
+// Products with packed weights by dot products (dots.h). The sums of a few rows by sixteen features stay in registers during the loop
+// over K; a word of a row is broadcast to all features.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 
 namespace xla_engine {
 
-// The sums of `kRows` rows by the blocks of features at `weights`, over `words` words of K; as many words at `next`, if it is
-// not null, are fetched meanwhile. Words of rows are `Apart(kRows)` from one to the next. Every loop over sums is unrolled: sums
-// indexed by a variable would go to memory.
+// Multiplies `kRows` rows by the blocks of features at `weights`, over `words` words of K. next: as many words of weights to prefetch
+// meanwhile, or null. The words of a row are `Apart(kRows)` apart. Every loop over sums is unrolled: sums that are indexed by a variable
+// would be kept in memory.
 template <typename T, int kRows, int kBlocks>
 void MultiplyRows(const Word* rows, const char* const* weights, const char* const* next, int64_t words,
                   typename Dots<T>::Sum* const* to) {
@@ -131,7 +131,7 @@ struct DotKernel {
   }
 };
 
-// Four words of features `feature`, `feature` + 4 .., as many as fit in a register, four lanes each.
+// Four words of each of the features `feature`, `feature` + 4, .., as many features as a register has room for.
 inline BitRegister Lanes(const Word* from, int64_t pitch) {
 #if defined(__AVX512F__)
   typedef uint32_t Four __attribute__((vector_size(16)));
@@ -148,7 +148,7 @@ inline BitRegister Lanes(const Word* from, int64_t pitch) {
 #endif
 }
 
-// Of each lane of a and b the first two words in turns, or the last two.
+// Interleaves, in each 128-bit lane, the first two words of a and b, or the last two.
 template <bool kLast>
 BitRegister Unpack(BitRegister a, BitRegister b) {
 #if defined(__AVX512F__)
@@ -160,7 +160,7 @@ BitRegister Unpack(BitRegister a, BitRegister b) {
 #endif
 }
 
-// The same by pairs of words.
+// The same for pairs of words.
 template <bool kLast>
 BitRegister UnpackPairs(BitRegister a, BitRegister b) {
 #if defined(__AVX512F__)

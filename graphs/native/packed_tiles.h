@@ -1,9 +1,8 @@
 // Products on matrix tiles (Intel AMX) with weights that were packed when they were loaded.
 //
-// Packed weights stand in the order in which tiles want a right operand (Intel SDM, TDPBF16PS): sixteen
-// features by sixteen words of K after the other, [F / 16][K words][16], so that a task reads one stream. Activations
-// are the left operand, in blocks of sixteen rows by 64 bytes. Sums run over K in order, 64 bytes at a time, whatever
-// the number of rows: a row's bits depend on the row alone. Elements are bf16, summed in float32.
+// Packed weights (product.h) have the order of the right operand of tiles (Intel SDM, TDPBF16PS): sixteen words of K by sixteen features
+// are a tile. Activations are the left operand, in blocks of sixteen rows by 64 bytes. Sums run over K in order, 64 bytes at a time,
+// whatever the number of rows: a row's bits depend on the row alone. Elements are bf16, summed in float32.
 
 #pragma once
 
@@ -23,8 +22,8 @@ inline void ConfigurePacked(int64_t first, int64_t second) {
   Configure(shapes);
 }
 
-// `steps` times 64 bytes of K of up to 32 rows, `pitch` bytes from sixteen to the next, by two blocks of sixteen features,
-// added to tiles 0-3. Meanwhile `lines` cache lines a step of what comes next are fetched.
+// Multiplies up to 32 rows by two blocks of sixteen features and adds the products to tiles 0 to 3, over `steps` times 64 bytes of K.
+// pitch: bytes from the first sixteen rows to the next. In each step, `lines` cache lines of the weights that come next are prefetched.
 inline void MultiplyPacked(const char* rows, int64_t pitch, Stream weights, int64_t steps, bool second, Stream next, int64_t lines) {
   for (int64_t step = 0; step < steps; ++step) {
     _tile_loadd(6, weights.one + step * 1024, 64);
@@ -69,8 +68,8 @@ inline void Leave(Sums<float>* sums, bool second) {
   Written();
 }
 
-// Many rows go over K in parts whose weights stay in the first-level cache, sums waiting in memory: the order of a sum is
-// the same. The first part of the rows fetches the next task's weights.
+// Many rows are multiplied by one part of K after the other, because a part's weights fit into the first-level cache. The sums are kept in
+// memory meanwhile; the order of a sum is the same. The first group of rows prefetches the next task's weights.
 struct TileKernel {
   static constexpr int64_t kMany = 64, kPart = 9;  // rows; steps of K, 2 KB of weights each
 

@@ -1,10 +1,16 @@
-// What all kernels of products share, whatever their instruction set.
+// What the kernels of all products share, on every instruction set: the layout of packed weights, tasks and sums.
 //
-// Packed weights stand sixteen features side by side, one 32-bit word of K after the other, [F / 16][K words][16], so that a
-// task reads one stream; it is the order of a right operand of tiles as well (Intel SDM, TDPBF16PS and TDPBSSD). A task is two
-// blocks of sixteen features by all rows. Sums run over K in order, whatever the number of rows: a row's bits depend on the
-// row alone. Elements are bf16, summed in float32, or int8 in groups of K: in each the sum is an exact integer, which the scales of
-// row and feature turn to float32 (grouped_dots.h). Scales of packed weights stand as [F / 16][groups][16].
+// Packed weights are blocks of sixteen features, [F / 16][K words][16]. A word is 32 bits: two neighbours of K in bf16, four in int8.
+//
+//   block 0    word 0 of features 0 1 .. 15    word 1 of features 0 1 .. 15    ...
+//   block 1    word 0 of features 16 .. 31     ...
+//
+// It is also the order of the right operand of matrix tiles (Intel SDM, TDPBF16PS and TDPBSSD). A task is two blocks by all rows, and reads
+// each of them as one stream.
+//
+// Sums run over K in order, whatever the number of rows: a row's bits depend on the row alone. bf16 is summed in float32. int8 is summed
+// in groups of K; the sum of a group is an exact integer, which the scales of row and feature turn into float32 (grouped_dots.h). The
+// scales of packed weights are [F / 16][groups][16].
 
 #pragma once
 
@@ -12,7 +18,7 @@
 
 namespace xla_engine {
 
-constexpr int64_t kFeatures = 32;  // of a task
+constexpr int64_t kFeatures = 32;  // the features of a task
 constexpr int64_t kScaleGroup = 64;     // numbers of K in eight bits that share a scale (`graphs.ops.int8.GROUP`)
 
 // The addresses of a task's weights (or of the next task's): two blocks of sixteen features.

@@ -17,7 +17,7 @@ using HalvesKernel = TileKernel;
 using HalvesKernel = DotKernel<BFloat16>;
 #endif
 
-// Stands for the adapters of a product that has none.
+// The type of `adapters` for a product that can have none.
 struct NoAdapters {};
 template <typename Added>
 constexpr bool kAdds = !std::is_same_v<Added, NoAdapters>;
@@ -33,9 +33,10 @@ constexpr bool kHasMany = false;
 template <typename Kernel>
 constexpr bool kHasMany<Kernel, std::void_t<typename Kernel::Many>> = true;
 
-// Multiplies the live rows of a source by weights. `pick(task)` returns a task's two blocks of features; prefetching them helps
-// for the first `whole` tasks. `finish(task, n, rows, sums)` consumes the sums of rows n .. n + rows; by then it can ask `adapters`
-// for their part, if there are any. `clear` is the first phase.
+// Multiplies the live rows of a source by weights, in phases: `clear`, then the preparation of the rows, then the tasks.
+//
+// pick(task): a task's two blocks of features. Those of the first `whole` tasks are prefetched.
+// finish(task, n, rows, sums): receives the sums of rows n to n + rows. The results of `adapters`, if there are any, are ready by then.
 template <typename Kernel, typename Clear, typename Pick, typename Finish, typename Added>
 void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, int64_t whole, const Phase<Clear>& clear,
                    const Pick& pick, const Finish& finish, [[maybe_unused]] Added* adapters) {
@@ -67,8 +68,10 @@ void PackedProduct(ffi::ThreadPool& pool, const Source& source, int64_t tasks, i
   InPhases(pool, clear, Phase{groups, fill}, Phase{count ? tasks : 0, multiply});
 }
 
-// Live rows of a source times weights of a kind (linear.h), packed as far as they fill tasks, those behind as in a checkpoint (coded
-// ones are whole tasks), to their places in out [N, features]. `clear` is what else there is to do.
+// Multiplies the live rows of a source by weights of a kind (linear.h), and writes the sums to their rows of out [N, features].
+//
+// The features that fill tasks are packed; the last ones, fewer than a task, are rows as in the checkpoint and are packed here. (Weights in
+// quantised blocks always fill their tasks.) clear: the first phase, which sets the other rows.
 template <typename Kind, typename Clear>
 void RowsProduct(ffi::ThreadPool& pool, const Source& source, const Kind& kind, const Phase<Clear>& clear, float* out) {
   using T = typename Kind::Element;

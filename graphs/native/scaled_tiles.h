@@ -1,11 +1,11 @@
 // Products in eight bits on matrix tiles (Intel AMX), for many rows: the sums of `coded_dots.h` and `grouped_dots.h`, bit for bit.
 //
-// Those kernels add words one by one for each run of K in which no scale changes; here one instruction does it for sixteen rows
-// (TDPBSSD). Sums of integers are exact whatever adds them, and what follows is the same: scaled by the row, rounded, then multiplied by
-// the scale of the feature and added, K ascending. Sums go from tiles to registers through memory, a step later.
+// Over a run of K in which no scale changes, those kernels add word by word; here one instruction (TDPBSSD) adds for sixteen rows and
+// features at once. Sums of integers are exact in any order. What follows is the same: multiply by the scale of the row, round, multiply
+// by the scale of the feature and add, in the order of K. Sums go from tiles to registers through memory, one step later.
 //
-// Rows stand in groups of up to sixteen; for each step of K a group has [16 rows][K] bytes, then the scales of the rows, then their
-// totals times these.
+// Rows are in groups of up to sixteen. For each step of K a group has [16 rows][K] bytes, then the scales of the rows, then the totals of
+// the rows times these scales.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Turns tables of 32-bit values four by four.
+// Transposes tables of 32-bit values, four by four.
 
 #pragma once
 

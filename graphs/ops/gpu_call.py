@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from xla_engine.graphs.target import devices
+
 Ref = Any  # a Pallas reference: an array in device memory inside a kernel
 
 
@@ -55,7 +57,7 @@ def kernel_call(
 @functools.cache
 def starts_early() -> bool:
     """Whether the device knows dependent launches: NVIDIA's, from compute capability 9 on."""
-    device: Any = jax.devices()[0]
+    device: Any = devices()[0]
     return "NVIDIA" in device.device_kind and float(device.compute_capability) >= 9
 
 

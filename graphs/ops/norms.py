@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.config import AttentionForm
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
+from xla_engine.graphs.target import platform
 
 
 def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
@@ -22,8 +23,12 @@ def flatly(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jnp.dtype | None = None) -> jax.Array:
     """Root-mean-square normalisation of `x [..., D]` in float32 (Zhang and Sennrich 2019), rounded to `dtype`."""
     rounded = jnp.dtype(jnp.float32 if dtype is None else dtype)
-    if jax.default_backend() == "cpu":  # Pallas takes a while to import
+    if platform() == "cpu":  # Pallas takes a while to import
         return _written_out(x, weight, eps, rounded)
+    if platform() == "tpu":
+        from xla_engine.graphs.ops.tpu_rows import tpu_rms_norm
+
+        return tpu_rms_norm(x, weight, eps, rounded)
     from xla_engine.graphs.ops.gpu_rows import gpu_rms_norm
 
     return jax.lax.platform_dependent(

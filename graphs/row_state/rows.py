@@ -116,8 +116,8 @@ class Rows:
     sampling: the request's sampling parameters.
     block_tables: i32 `[B, max_blocks]`, the blocks of each slot, see `graphs.attention.backend`; None: contiguous.
     adapter: i32 `[B]`, the request's adapter slot, from 1; 0 is none. None in an engine without adapters.
-    turn: i32 `[B]`, what is added to a new token's place in the slot to get the position by which its key and query
-        turn, at most 0: a picture's tokens share positions. None in an engine in which they do not.
+    rope_offset: i32 `[B]`, what is added to a new token's place in the slot to get the position by which its key and
+        query turn, at most 0: a picture's tokens share positions. None in an engine in which they do not.
 
     A row is active while `remaining > 0`. Sampling a stop id sets it to 0 on the device, so that steps dispatched
     before the host has seen the token are already correct.
@@ -133,7 +133,7 @@ class Rows:
     sampling: SamplingRows
     block_tables: jax.Array | None = None
     adapter: jax.Array | None = None
-    turn: jax.Array | None = None
+    rope_offset: jax.Array | None = None
 
     def with_tables(self, tables: Tables) -> Rows:
         """The rows with the changes of block tables in `tables` applied; idempotent."""
@@ -228,12 +228,12 @@ def make_rows(
     *,
     dry: bool = False,
     lora: bool = False,
-    turns: bool = False,
+    rope_offsets: bool = False,
 ) -> Rows:
     """Inactive rows.
 
     positions: S, as in the cache. pool: the block pool, if there is one. dry: as in `make_sampling_rows`. lora: rows
-    may have adapters. turns: rows have `Rows.turn`.
+    may have adapters. rope_offsets: rows have `Rows.rope_offset`.
     """
     return Rows(
         token=jnp.zeros(count, jnp.int32),
@@ -246,7 +246,7 @@ def make_rows(
         sampling=jax.tree.map(jnp.asarray, make_sampling_rows(count, dry=dry)),
         block_tables=None if pool is None else jnp.zeros((count, pool.max_blocks), jnp.int32),
         adapter=jnp.zeros(count, jnp.int32) if lora else None,
-        turn=jnp.zeros(count, jnp.int32) if turns else None,
+        rope_offset=jnp.zeros(count, jnp.int32) if rope_offsets else None,
     )
 
 

@@ -37,6 +37,7 @@ from xla_engine.graphs.sampling.logits import ByRow, Logits, Sampled
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust, wants_adjustment
 from xla_engine.graphs.sampling.logprobs import logprobs
 from xla_engine.graphs.sampling.native import native_sample
+from xla_engine.graphs.target import platform
 
 
 def sample(
@@ -155,11 +156,8 @@ def _invert(weight: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_passing(passing: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
-    """The first index along axis 0 with positive weight whose cumulative sum `passing` exceeds `target [N]`, i32
-    `[N]`.
-
-    If rounding leaves every sum below the target, the last index with positive weight.
-    """
+    """The first index along axis 0, i32 `[N]`, of positive weight whose cumulative sum `passing` exceeds `target [N]`;
+    the last of positive weight if rounding leaves every sum below the target."""
     positive = weight > 0
     passed = (passing > target) & positive
     last = weight.shape[0] - 1 - jnp.argmax(jnp.flip(positive, axis=0), axis=0)
@@ -183,9 +181,13 @@ def threshold(
     bisection over the whole vocabulary; which way is taken depends only on the row itself.
     """
     vocabulary = logits.shape[0]
+    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
+    if platform() == "tpu":  # bisects in one pass over the main memory, which no shortcut beats
+        from xla_engine.graphs.sampling.tpu import tpu_threshold  # Pallas takes a while to import
+
+        return tpu_threshold(logits, peak, temperature, wanted, rows.top_p, rows.min_p)
     count = min(_CANDIDATES, vocabulary)
     best, _ = largest(logits, count)  # [C, N], descending
-    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
     limited = wanted < vocabulary
     kth = jnp.take_along_axis(best, jnp.clip(wanted - 1, 0, count - 1)[None], axis=0)[0]
     kth = jnp.where(limited, kth, -jnp.inf)
@@ -259,10 +261,8 @@ def bisect(
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """`threshold` for any row, in 32 passes over the vocabulary each for top-k and top-p.
-
-    wanted i32 `[N]`: top-k, or the size of the vocabulary for no limit.
-    """
+    """`threshold` for any row, in 32 passes over the vocabulary each for top-k and top-p. wanted i32 `[N]`: top-k, or
+    the size of the vocabulary for no limit."""
     kth = lax.cond(
         jnp.any(wanted < logits.shape[0]),
         lambda: _kth_largest(logits, wanted),

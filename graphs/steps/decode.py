@@ -1,75 +1,48 @@
-"""The decode step: one token for every live row, in one program whatever the number of live rows."""
+"""The ragged decode step: one token for every live row of B_max rows, in one program; inactive rows are masked."""
 
+import functools
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
-from xla_engine.graphs.kv_cache.cache import KVCache, places
+from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.rows import Rows, Tables
+from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.advance import advance, ends
+from xla_engine.graphs.steps.step import StepForm, StepState, attending
 from xla_engine.graphs.steps.verify import Drafts, verify_step
 
 
 def decode_step(
-    spec: ModelSpec,
-    key_length: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    scheduled: jax.Array,
-    tables: Tables,
-    *,
-    processed_logprobs: bool = False,
+    form: StepForm, state: StepState, scheduled: jax.Array
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
     """Feed each live row its last token and sample the next one.
 
-    Static: `spec`; `key_length`, the bucket of keys attended to, which must exceed every live row's length;
-    `processed_logprobs`, see `sample`.
-    `rope [K, S, 2, Dh/2]`, see `graphs.ops.rope`; `scheduled bool [B]`, the rows in the plan. A row is live if it is
-    scheduled and has tokens left to sample; other rows write nothing and keep their state.
+    form (static): its `key_length` must exceed every live row's length. scheduled: bool `[B]`, the rows in the plan. A
+    row is live if it is scheduled and has tokens left to sample; other rows write nothing and keep their state.
     Returns cache, rows, the packed samples `[2, B]` (token -1 for rows that are not live), and the most likely tokens
     as packed by `graphs.sampling.logprobs.logprobs`.
     """
-    rows = rows.with_tables(tables)
+    spec, rows = form.spec, state.rows.with_tables(state.tables)
     live = scheduled & (rows.remaining > 0)
-    model = spec.merge(weights)
-    position = rows.length if rows.turn is None else rows.length + rows.turn
-    angles = rope[:, position]  # [K, B, 2, Dh/2]
-    updated, where = list(cache), places(spec)
+    model = spec.merge(state.weights)
+    position = rows.length if rows.rope_offset is None else rows.length + rows.rope_offset
+    angles = state.rope[:, position]  # [K, B, 2, Dh/2]
+    updated = list(state.cache)
 
-    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        store, layer_in_store = where[index]
-        layer = updated[store]
-        if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights) and spec.local.delta is not None
-            updated[store], out = delta_decode(
-                spec.local.delta, own, layer, projected, live=live, native=spec.native_state
-            )
-            return out
-        assert isinstance(own, AttentionWeights)
-        call = AttentionCall(
-            form=spec.config.attention(index),
-            weights=own,
-            rope=angles[spec.config.rope_index(index)],
-            key_length=key_length,
-            compute_dtype=spec.dtype,
-            block_tables=rows.block_tables,
-            layer_in_store=layer_in_store,
-        )
-        updated[store], out = spec.attention.attend_decode(
-            layer, projected, call, length=rows.length, live=live
-        )
-        return out
+    def recurrence(
+        _: int, layer: DeltaState, projected: jax.Array, own: DeltaWeights
+    ) -> tuple[DeltaState, jax.Array]:
+        assert spec.local.delta is not None
+        return delta_decode(spec.local.delta, own, layer, projected, live=live, native=spec.native_state)
 
+    attention = functools.partial(spec.attention.attend_decode, length=rows.length, live=live)
+    attend = attending(form, updated, angles, attention, recurrence, block_tables=rows.block_tables)
     products = (spec.products or WEIGHT_LEFT).for_rows(live)
     *_, hidden = model.hidden(rows.token, Call(attend, products.with_adapters(rows.adapter)))
     logits = model.logits(hidden, products)
@@ -83,7 +56,7 @@ def decode_step(
         min_remaining=rows.min_remaining,
         stop_ids=rows.stop_ids,
         history=rows.history,
-        tables=tables,
+        tables=state.tables,
         block_tables=rows.block_tables,
     )
     sampled = sample(
@@ -91,7 +64,7 @@ def decode_step(
         rows.sampling,
         context.length,
         context,
-        processed_logprobs=processed_logprobs,
+        processed_logprobs=form.processed_logprobs,
         native=spec.isa,
     )
     advanced = advance(
@@ -109,30 +82,19 @@ def decode_step(
 
 
 def decode_few_rows(
-    spec: ModelSpec,
-    key_length: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    slots: jax.Array,
-    tables: Tables,
-    *,
-    processed_logprobs: bool = False,
+    form: StepForm, state: StepState, slots: jax.Array
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
     """`decode_step` for only the rows in `slots i32 [W]`, distinct or -1 for none: a verify step without drafts.
 
     The results have columns for all B rows, as those of `decode_step`. The bits are the same only if a row's bits do
     not depend on the number of rows and prefill gives the bits of decode.
     """
-    total, width = rows.token.shape[0], slots.shape[0]
+    total, width = state.rows.token.shape[0], slots.shape[0]
     none = jnp.zeros(width, jnp.int32)
     alone = Drafts(
         slot=slots, most=none, tokens=none[:, None] - 1, start=none, lookup=none > 0, gated=none > 0
     )
-    cache, rows, samples, top = verify_step(
-        spec, key_length, 1, weights, rope, cache, rows, alone, tables, processed_logprobs=processed_logprobs
-    )
+    cache, rows, samples, top = verify_step(form, 1, state, alone)
 
     def in_columns(found: jax.Array, missing: int) -> jax.Array:
         every = jnp.full((len(found), total), missing, found.dtype)

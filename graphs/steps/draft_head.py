@@ -8,7 +8,7 @@ and it cannot draft before the next verify step. The layers are `MtpWeights` and
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,10 +21,11 @@ from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_
 from xla_engine.graphs.model.decoder import Decoder, ModelSpec
 from xla_engine.graphs.model.sublayers import Call
 from xla_engine.graphs.ops.norms import rms_norm
-from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, put, targets
+from xla_engine.graphs.row_state.rows import Extents, Rows, put, targets
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
-from xla_engine.graphs.steps.prefill import Lanes, behind_last, through_layers
+from xla_engine.graphs.steps.prefill import Fed, Lanes, behind_last, through_layers
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
 
 
@@ -85,125 +86,104 @@ def make_head_state(layer: ModelSpec, rows: int, length: int, width: int) -> Hea
 
 
 def draft_by_head_and_verify(
-    form: HeadForm,
-    spec: ModelSpec,
-    key_length: int,
+    draft: HeadForm,
+    form: StepForm,
     width: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
+    state: StepState,
     drafts: Drafts,
-    tables: Tables,
-    own: Any,
-    own_rope: jax.Array,
-    state: HeadState,
-    *,
-    processed_logprobs: bool = False,
+    weights: Any,
+    rope: jax.Array,
+    own: HeadState,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, HeadState]:
-    """`verify_step`, but for rows that may look up drafts, a head of `form` (static) drafts instead.
+    """`verify_step`, but for rows that may look up drafts, a head of the form `draft` (static) drafts instead.
 
-    own: the head's weights. Also returns the head's state.
+    weights, rope, own: the head's, and its state. Also returns the head's state.
     """
-    rows = rows.with_tables(tables)
+    spec, rows = form.spec, state.rows.with_tables(state.tables)
     at = members(rows, drafts, width)
     slot, end = at.slot, rows.length[at.slot]
-    lanes, held = len(slot), state.hidden.shape[1]
-    head, products = form.bind(own, spec, spec.merge(weights)), form.layer.products or ROWS_LEFT
-    slots = replace(rows, block_tables=None)  # the layer's cache has no block pool
+    lanes, most = len(slot), own.hidden.shape[1]
+    head, products = draft.bind(weights, spec, spec.merge(state.weights)), draft.layer.products or ROWS_LEFT
+    layer = StepForm(draft.layer, form.key_length)
 
-    begin = jnp.maximum(state.begin[slot], 0)
-    count = end - state.begin[slot]  # positions that the layer has not processed
-    ready = at.live & (state.begin[slot] >= 0) & (count >= 1) & (count <= held)
+    begin = jnp.maximum(own.begin[slot], 0)
+    count = end - own.begin[slot]  # positions that the layer has not processed
+    ready = at.live & (own.begin[slot] >= 0) & (count >= 1) & (count <= most)
     wanted = ready & asks(rows, drafts, at, width - 1)
     known = known_tokens(rows, slot)
-    there = begin[:, None] + 1 + jnp.arange(held, dtype=jnp.int32)
+    there = begin[:, None] + 1 + jnp.arange(most, dtype=jnp.int32)
     tokens = jnp.take_along_axis(known, jnp.minimum(there, known.shape[1] - 1), axis=1)
 
     def feed(
         cache: KVCache, hidden: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
     ) -> tuple[KVCache, jax.Array]:
         """Feed lanes `[P, T]` with `hidden f32 [P T, D]`; also returns the output at their last tokens `[P, D]`."""
-        fed = Extents(slot, start, count)
-        cache, streams = through_layers(
-            form.layer, key_length, functools.partial(head.over, hidden), own_rope, cache, slots, tokens, fed
-        )
+        fed = Fed(tokens, Extents(slot, start, count))  # the layer's cache has no block pool
+        cache, streams = through_layers(layer, functools.partial(head.over, hidden), rope, cache, fed)
         return cache, behind_last(streams[-1], count)
 
     def one(
-        held: tuple[KVCache, jax.Array], token: jax.Array, position: jax.Array, going: jax.Array
+        before: tuple[KVCache, jax.Array], token: jax.Array, position: jax.Array, going: jax.Array
     ) -> tuple[tuple[KVCache, jax.Array], Logits]:
-        own_cache, x = held
+        own_cache, x = before
         fed = going.astype(jnp.int32)
         own_cache, x = feed(own_cache, head.onward(x), token[:, None], position - 1, fed)
         return (own_cache, x), head.logits(x, products.for_rows(going))
 
-    flat = state.hidden[slot].reshape(lanes * held, -1)
-    own_cache, x = feed(state.cache, flat, tokens, begin, jnp.where(ready, count, 0))
+    flat = own.hidden[slot].reshape(lanes * most, -1)
+    own_cache, x = feed(own.cache, flat, tokens, begin, jnp.where(ready, count, 0))
     logits = head.logits(x, products.for_rows(wanted))
     (own_cache, _), drafted = draw(
-        rows, tables, at, wanted, width - 1, (own_cache, x), logits, one, native=spec.isa
+        rows, state.tables, at, wanted, width - 1, (own_cache, x), logits, one, native=spec.isa
     )
     drafts = proposed(rows, drafts, at, wanted, drafted)
     cache, rows, packed, top, seen = verify_rows(
-        spec,
-        key_length,
-        width,
-        weights,
-        rope,
-        cache,
-        rows,
-        drafts,
-        tables,
-        processed=processed_logprobs,
-        taps=form.taps,
+        form, width, state._replace(rows=rows), drafts, taps=draft.taps
     )
     made = head.made(seen, jnp.repeat(at.live, width)).reshape(lanes, width, -1)
-    target = targets(slot, at.live, len(state.begin))
-    kept = state.hidden.at[target, :width].set(made, mode="drop", unique_indices=True)
-    return cache, rows, packed, top, HeadState(own_cache, kept, put(state.begin, target, end))
+    target = targets(slot, at.live, len(own.begin))
+    kept = own.hidden.at[target, :width].set(made, mode="drop", unique_indices=True)
+    return cache, rows, packed, top, HeadState(own_cache, kept, put(own.begin, target, end))
 
 
 def read_prompts(
-    form: HeadForm,
-    spec: ModelSpec,
-    key_length: int,
-    weights: list[jax.Array],
+    draft: HeadForm,
+    form: StepForm,
+    model: list[jax.Array],
     seen: jax.Array,
     lanes: Lanes,
-    rows: Rows,
-    own: Any,
-    own_rope: jax.Array,
-    state: HeadState,
+    weights: Any,
+    rope: jax.Array,
+    own: HeadState,
 ) -> HeadState:
     """Feed the layer the hidden states of a prefill call, `seen f32 [P * T, ...]`, as `HeadForm.taps` says.
 
-    rows: only their structure is used.
+    model: its weights. The others are as of `draft_by_head_and_verify`.
     """
     slot, start, count = lanes.slot, lanes.start, lanes.count
     number, width = lanes.tokens.shape
-    head = form.bind(own, spec, spec.merge(weights))
+    head = draft.bind(weights, form.spec, form.spec.merge(model))
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]
     made = head.made(seen, used.reshape(-1)).reshape(number, width, -1)
     final = made[jnp.arange(number), jnp.maximum(count - 1, 0)]  # [P, D]
     # A lane may continue the lane before it; otherwise the hidden state before it is stored with the slot.
     follows = (jnp.roll(slot, 1) == slot) & (jnp.roll(start + count, 1) == start) & (jnp.arange(number) > 0)
-    before = jnp.where(follows[:, None], jnp.roll(final, 1, axis=0), state.hidden[slot, 0])
+    before = jnp.where(follows[:, None], jnp.roll(final, 1, axis=0), own.hidden[slot, 0])
     fresh = start == 0
     shifted = jnp.concatenate([before[:, None], made[:, :-1]], axis=1)
     given = jnp.where(fresh[:, None, None], made, shifted)
     tokens = jnp.where(fresh[:, None], jnp.roll(lanes.tokens, -1, axis=1), lanes.tokens)
     fed = jnp.maximum(count - fresh, 0)
-    slots = replace(rows, block_tables=None)
     at = Extents(slot, jnp.maximum(start - 1, 0), fed)
     over = functools.partial(head.over, given.reshape(number * width, -1))
-    cache, _ = through_layers(form.layer, key_length, over, own_rope, state.cache, slots, tokens, at)
+    layer = StepForm(draft.layer, form.key_length)
+    cache, _ = through_layers(layer, over, rope, own.cache, Fed(tokens, at))
     goes_on = jnp.concatenate([follows[1:], jnp.zeros(1, bool)])
-    target = targets(slot, (count > 0) & ~goes_on, len(state.begin))
+    target = targets(slot, (count > 0) & ~goes_on, len(own.begin))
     return HeadState(
         cache,
-        state.hidden.at[target, 0].set(final, mode="drop", unique_indices=True),
-        put(state.begin, target, start + count - 1),
+        own.hidden.at[target, 0].set(final, mode="drop", unique_indices=True),
+        put(own.begin, target, start + count - 1),
     )
 
 

@@ -15,10 +15,11 @@ from jax import lax
 from xla_engine.graphs.kv_cache.cache import KVCache, make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, put, targets
+from xla_engine.graphs.row_state.rows import Extents, Rows, put, targets
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
-from xla_engine.graphs.steps.prefill import behind_last, through_layers
+from xla_engine.graphs.steps.prefill import Fed, behind_last, through_layers
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.graphs.steps.verify import Drafts, Members, known_tokens, members, verify_rows
 
 FED = 16  # tokens of a row that one catch-up round feeds
@@ -41,81 +42,80 @@ def make_draft_state(spec: ModelSpec, rows: int, length: int) -> DraftState:
     return DraftState(make_cache(spec, rows, length), jnp.full((rows, length), -1, jnp.int32))
 
 
+class DraftForm(NamedTuple):
+    """The static part of drafting with a model.
+
+    spec: of the draft model. reach: how many of the latest positions its cache keeps; None: all.
+    """
+
+    spec: ModelSpec
+    reach: int | None
+
+
 def draft_and_verify(
-    draft: ModelSpec,
-    reach: int | None,
-    spec: ModelSpec,
-    key_length: int,
+    draft: DraftForm,
+    form: StepForm,
     width: int,
+    state: StepState,
+    drafts: Drafts,
     weights: list[jax.Array],
     rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    drafts: Drafts,
-    tables: Tables,
-    draft_weights: list[jax.Array],
-    draft_rope: jax.Array,
-    state: DraftState,
-    *,
-    processed_logprobs: bool = False,
+    own: DraftState,
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, DraftState]:
-    """`verify_step`, but for rows that may look up drafts, the model `draft` (static) drafts instead.
+    """`verify_step`, but for rows that may look up drafts, the model of `draft` (static) drafts instead.
 
-    reach (static): how many of the latest positions the cache of `draft` keeps; None: all.
-    Also returns the draft model's state.
+    weights, rope, own: the draft model's, and its state. Also returns the draft model's state.
     """
-    rows = rows.with_tables(tables)
+    rows = state.rows.with_tables(state.tables)
     at = members(rows, drafts, width)
     wanted = asks(rows, drafts, at, width - 1)
-    state, tokens = _draft(
-        draft, reach, key_length, width - 1, draft_weights, draft_rope, state, rows, tables, at, wanted
+    its = StepState(weights, rope, own.cache, rows, state.tables)
+    own, tokens = _draft(
+        StepForm(draft.spec, form.key_length), draft.reach, width - 1, its, own.tokens, at, wanted
     )
     drafts = proposed(rows, drafts, at, wanted, tokens)
-    cache, rows, packed, top, _ = verify_rows(
-        spec, key_length, width, weights, rope, cache, rows, drafts, tables, processed=processed_logprobs
-    )
-    return cache, rows, packed, top, state
+    cache, rows, packed, top, _ = verify_rows(form, width, state._replace(rows=rows), drafts)
+    return cache, rows, packed, top, own
 
 
 def _draft(
-    spec: ModelSpec,
+    form: StepForm,
     reach: int | None,
-    key_length: int,
     most: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    state: DraftState,
-    rows: Rows,
-    tables: Tables,
+    own: StepState,
+    tokens: jax.Array,
     at: Members,
     wanted: jax.Array,
 ) -> tuple[DraftState, jax.Array]:
-    """Feed the draft model the tokens it lacks of the rows `wanted [P]`, then draft up to `most` tokens for each."""
+    """Feed the draft model the tokens it lacks of the rows `wanted [P]`, then draft up to `most` tokens for each.
+
+    own: weights, rotary tables and cache of the draft model, and the rows. tokens: as in `DraftState`.
+    """
+    spec, rows = form.spec, own.rows
     slot, end = at.slot, rows.length[at.slot]
-    known, held = known_tokens(rows, slot), state.tokens[slot]
-    lanes, positions = len(slot), min(known.shape[1], held.shape[1])
+    known, cached = known_tokens(rows, slot), tokens[slot]
+    lanes, positions = len(slot), min(known.shape[1], cached.shape[1])
     known = known[:, :positions]
     place = jnp.arange(positions, dtype=jnp.int32)
-    holds = (held[:, :positions] == known) & (place < end[:, None])  # the last token is always fed
+    holds = (cached[:, :positions] == known) & (place < end[:, None])  # the last token is always fed
     begin = jnp.min(jnp.where(holds, positions, place), axis=1)
     if reach is not None:
-        newest = jnp.max(jnp.where(held >= 0, jnp.arange(held.shape[1], dtype=jnp.int32) + 1, 0), axis=1)
+        newest = jnp.max(jnp.where(cached >= 0, jnp.arange(cached.shape[1], dtype=jnp.int32) + 1, 0), axis=1)
         begin = jnp.where(newest - begin > reach, 0, begin)
     # Entries from `begin` on were computed from other tokens.
-    target = targets(slot, wanted, len(state.tokens))
-    tokens = put(state.tokens, target, jnp.where(jnp.arange(held.shape[1]) < begin[:, None], held, -1))
+    target = targets(slot, wanted, len(tokens))
+    tokens = put(tokens, target, jnp.where(jnp.arange(cached.shape[1]) < begin[:, None], cached, -1))
 
-    model, products = spec.merge(weights), spec.products or ROWS_LEFT
-    own = replace(rows, block_tables=None)  # the draft model's cache has no block pool
+    model, products = spec.merge(own.weights), spec.products or ROWS_LEFT
 
     def feed(
         state: DraftState, fed: jax.Array, start: jax.Array, count: jax.Array
     ) -> tuple[DraftState, jax.Array]:
         """Feed lanes `[P, T]`; also returns the residual stream at each lane's last token `[P, D]`."""
-        at = Extents(slot, start, count)
-        cache, streams = through_layers(spec, key_length, model.hidden, rope, state.cache, own, fed, at)
+        given = Fed(fed, Extents(slot, start, count))  # the draft model's cache has no block pool
+        cache, streams = through_layers(form, model.hidden, own.rope, state.cache, given)
         offset = jnp.arange(fed.shape[1], dtype=jnp.int32)
-        record = replace(own, history=state.tokens)
+        record = replace(rows, block_tables=None, history=state.tokens)
         tokens = record.remember(slot[:, None], start[:, None] + offset, fed, offset < count[:, None])
         return DraftState(cache, tokens), behind_last(streams[-1], count)
 
@@ -133,7 +133,7 @@ def _draft(
 
     behind = jnp.where(wanted, end + 1 - begin, 0)
     hidden = jnp.zeros((lanes, spec.config.hidden_size), jnp.float32)
-    first = (jnp.int32(0), DraftState(state.cache, tokens), begin, behind, hidden)
+    first = (jnp.int32(0), DraftState(own.cache, tokens), begin, behind, hidden)
     _, state, _, behind, hidden = lax.while_loop(is_behind, catch_up, first)
 
     def one(
@@ -144,4 +144,4 @@ def _draft(
 
     ready = wanted & (behind == 0)
     logits = model.logits(hidden, products.for_rows(ready))
-    return draw(rows, tables, at, ready, most, state, logits, one, native=spec.isa)
+    return draw(rows, own.tables, at, ready, most, state, logits, one, native=spec.isa)

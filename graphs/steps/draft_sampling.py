@@ -19,9 +19,9 @@ from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.verify import Drafts, Members, continued, known_tokens
 
-Held = TypeVar("Held")
+Drafter = TypeVar("Drafter")
 # (state, tokens [P], their positions [P], which are wanted [P]) -> (new state, logits of the next tokens)
-Feed = Callable[[Held, jax.Array, jax.Array, jax.Array], tuple[Held, Logits]]
+Feed = Callable[[Drafter, jax.Array, jax.Array, jax.Array], tuple[Drafter, Logits]]
 
 
 def asks(rows: Rows, drafts: Drafts, at: Members, most: int) -> jax.Array:
@@ -36,12 +36,12 @@ def draw(
     at: Members,
     wanted: jax.Array,
     most: int,
-    held: Held,
+    drafter: Drafter,
     logits: Logits,
-    feed: Feed[Held],
+    feed: Feed[Drafter],
     *,
     native: str | None,
-) -> tuple[Held, jax.Array]:
+) -> tuple[Drafter, jax.Array]:
     """Draft up to `most` tokens for each row that is `wanted [P]`: i32 `[P, most]`, padded with -1.
 
     logits: of the first drafts. feed: feeds drafted tokens, and returns the logits of the next ones.
@@ -53,7 +53,7 @@ def draw(
     sampling = jax.tree.map(lambda leaf: leaf[slot], rows.sampling)
 
     def one(state: Any, place: jax.Array) -> tuple[Any, jax.Array]:
-        held, history, logits = state
+        drafter, history, logits = state
         live, position = wanted & (place < limit), end + 1 + place
         known = replace(rows, history=history)
         context = SamplingContext(
@@ -70,10 +70,10 @@ def draw(
         token = sample(logits, sampling, position, context, native=native).token
         going = live & (place + 1 < limit)
         history = known.remember(slot, position, token, going)
-        held, logits = feed(held, jnp.maximum(token, 0), position, going)
-        return (held, history, logits), jnp.where(live, token, -1)
+        drafter, logits = feed(drafter, jnp.maximum(token, 0), position, going)
+        return (drafter, history, logits), jnp.where(live, token, -1)
 
-    first: Any = held, history, logits
+    first: Any = drafter, history, logits
     (last, *_), tokens = lax.scan(one, first, jnp.arange(most, dtype=jnp.int32))
     return last, tokens.T
 

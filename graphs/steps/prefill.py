@@ -4,21 +4,29 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
-from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, Pending, delta_prefill, delta_verify
-from xla_engine.graphs.kv_cache.cache import KVCache, places
+from xla_engine.graphs.attention.backend import AttentionCall, LayerCache
+from xla_engine.graphs.delta_net.layer import (
+    DeltaState,
+    DeltaWeights,
+    PendingInputs,
+    delta_prefill,
+    delta_verify,
+)
+from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import Decoder, ModelSpec
+from xla_engine.graphs.model.decoder import Decoder
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.rows import Extents, Rows, Tables, targets, with_rows
+from xla_engine.graphs.row_state.rows import Extents, Rows, targets, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.advance import advance, ends
+from xla_engine.graphs.steps.step import StepForm, StepState, attending
 
 Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # see `Decoder.hidden`
 
@@ -45,7 +53,7 @@ class Lanes:
     feature: i32 `[P, T]`, the row of the feature buffer that takes the place of the token's embedding; -1: none. None
         in an engine without pictures.
     positions: i32 `[P, T, 3]`, each token's position in time, rows and columns, by which its key and query turn; None:
-        all are its place in the slot. turn: i32 `[P]`, as in `Rows`, or None.
+        all are its place in the slot. rope_offset: i32 `[P]`, as in `Rows`, or None.
     """
 
     tokens: jax.Array
@@ -62,34 +70,51 @@ class Lanes:
     adapter: jax.Array | None = None
     feature: jax.Array | None = None
     positions: jax.Array | None = None
-    turn: jax.Array | None = None
+    rope_offset: jax.Array | None = None
+
+
+class PrefillForm(NamedTuple):
+    """The static part of a prefill call.
+
+    step: its `key_length` is at least the end of every lane.
+    head_rows: rows of output head and sampler, at least P: the same in every prefill graph so that no bit depends on
+        the number of lanes.
+    taps: layers whose input is returned. axes: which of `Lanes.positions` each of Dh/2 angles is of.
+    group: rows of a tile in the feature buffer, if a tile's positions see each other; they must all be in this call.
+        None: no position sees what follows.
+    """
+
+    step: StepForm
+    head_rows: int
+    taps: tuple[int, ...] = ()
+    group: int | None = None
+    axes: tuple[int, ...] = ()
+
+
+class Fed(NamedTuple):
+    """Lanes of tokens that go through the layers.
+
+    tokens: i32 `[P, T]`. lanes: where they are in their slots. block_tables: as in `Rows`.
+    adapter: i32 `[P]`, as in `Rows`; None: none.
+    read: the rows that are read after the last layer, bool `[P * T]`; None: all. reach: as in `AttentionCall`.
+    angles: cosines and sines of the tokens, `[K, P, T, 2, Dh/2]`; None: those of their places in the slot.
+    """
+
+    tokens: jax.Array
+    lanes: Extents
+    block_tables: jax.Array | None = None
+    adapter: jax.Array | None = None
+    read: jax.Array | None = None
+    reach: jax.Array | None = None
+    angles: jax.Array | None = None
 
 
 def prefill_chunk(
-    spec: ModelSpec,
-    key_length: int,
-    head_rows: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    lanes: Lanes,
-    tables: Tables,
-    features: jax.Array | None = None,
-    *,
-    processed_logprobs: bool = False,
-    taps: tuple[int, ...] = (),
-    group: int | None = None,
-    axes: tuple[int, ...] = (),
+    form: PrefillForm, state: StepState, lanes: Lanes, features: jax.Array | None = None
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Run one chunk per lane; a lane that completes its prompt samples the first token and activates its row.
 
-    Static: `spec`; `key_length`, the bucket of keys attended to, at least the end of every lane; `head_rows >= P`, the
-    rows of output head and sampler, the same in every prefill graph so that no bit depends on the number of lanes;
-    `processed_logprobs`, see `sample`; `taps`, layers; `axes`, which of `Lanes.positions` each of Dh/2 angles is of;
-    `group`, see below.
-    group: rows of a tile in the feature buffer, if a tile's positions see each other; they must all be in this call.
-        None: no position sees what follows.
+    form: static.
     features: the feature buffer f32 `[R, (1 + d) D]`, for `Lanes.feature`: what takes an embedding's place, and what
     is added to the residual stream after each of the first d layers (DeepStack, Meng et al. 2024).
     Returns cache, rows, the packed samples `[2, P]` (token -1 for lanes that do not complete a prompt), the most
@@ -98,28 +123,24 @@ def prefill_chunk(
     f32 `[P * T, taps * D]`.
     """
     count = len(lanes.tokens)
-    rows = rows.with_tables(tables)
-    model = spec.merge(weights)
+    spec, rope, tables = form.step.spec, state.rope, state.tables
+    rows = state.rows.with_tables(tables)
+    model = spec.merge(state.weights)
     products = spec.products or ROWS_LEFT
-    at = Extents(lanes.slot, lanes.start, lanes.count)
-    updated, streams = through_layers(
-        spec,
-        key_length,
-        model.hidden if features is None else _merging(model, lanes, features),
-        rope,
-        cache,
-        rows,
+    hidden = model.hidden if features is None else _merging(model, lanes, features)
+    fed = Fed(
         lanes.tokens,
-        at,
-        clears=True,
+        Extents(lanes.slot, lanes.start, lanes.count),
+        rows.block_tables,
         adapter=lanes.adapter,
         read=None if lanes.whole is None else _read(lanes),
-        reach=None if group is None else _reach(lanes, group),
-        angles=None if lanes.positions is None else _grid_angles(rope, lanes.positions, axes),
+        reach=None if form.group is None else _reach(lanes, form.group),
+        angles=None if lanes.positions is None else _grid_angles(rope, lanes.positions, form.axes),
     )
+    updated, streams = through_layers(form.step, hidden, rope, state.cache, fed, clears=True)
     final = behind_last(streams[-1], lanes.count)
     length = lanes.start + lanes.count
-    widen = functools.partial(_widen, head_rows)
+    widen = functools.partial(_widen, form.head_rows)
     logits = model.logits(widen(final), products.for_rows(widen(lanes.is_last)))  # of head_rows rows
     rows = _remember(rows, lanes)
     context = SamplingContext(
@@ -138,13 +159,13 @@ def prefill_chunk(
         jax.tree.map(widen, lanes.sampling),
         context.length,
         context,
-        processed_logprobs=processed_logprobs,
+        processed_logprobs=form.step.processed_logprobs,
         native=spec.isa,
     )
     sampled = jax.tree.map(lambda leaf: leaf[..., :count], sampled)
     told = sampled._replace(token=jnp.where(lanes.is_last, sampled.token, -1))
     armed = _arm(rows, lanes, sampled.token, length)
-    return updated, armed, told.packed(), told.top, streams[-1], *tapped(streams, taps)
+    return updated, armed, told.packed(), told.top, streams[-1], *tapped(streams, form.taps)
 
 
 def _merging(model: Decoder, lanes: Lanes, features: jax.Array) -> Hidden:
@@ -178,73 +199,57 @@ def _grid_angles(rope: jax.Array, positions: jax.Array, axes: tuple[int, ...]) -
 
 
 def through_layers(
-    spec: ModelSpec,
-    key_length: int,
+    form: StepForm,
     hidden: Hidden,
     rope: jax.Array,
     cache: KVCache,
-    rows: Rows,
-    tokens: jax.Array,
-    lanes: Extents,
+    fed: Fed,
     *,
     clears: bool = False,
-    pending: dict[int, Pending] | None = None,
-    adapter: jax.Array | None = None,
-    read: jax.Array | None = None,
-    reach: jax.Array | None = None,
-    angles: jax.Array | None = None,
+    pending: dict[int, PendingInputs] | None = None,
 ) -> tuple[KVCache, list[jax.Array]]:
-    """Feed `lanes` of `tokens i32 [P, T]` through all layers.
+    """Feed tokens through all layers.
 
     clears (static): a lane may start a slot at position 0, so stale values there must be cleared.
     pending: receives, by store, the inputs of recurrent layers, whose state then does not change; None: it changes.
-    adapter: i32 `[P]`, as in `Rows`; None: none.
-    read: the rows that are read after the last layer, bool `[P * T]`; None: all. reach: as in `AttentionCall`.
-    angles: cosines and sines of the tokens, `[K, P, T, 2, Dh/2]`; None: those of their places in the slot.
     Returns the cache, and the residual stream before each layer and after the last, f32 `[P * T, D]`.
     """
-    (slot, start, count), width, where = lanes, tokens.shape[1], places(spec)
+    spec, lanes, angles = form.spec, fed.lanes, fed.angles
+    (slot, start, count), width = lanes, fed.tokens.shape[1]
     if angles is None:
         position = jnp.minimum(start[:, None] + jnp.arange(width, dtype=jnp.int32), rope.shape[1] - 1)
         angles = rope[:, position]  # [K, P, T, 2, Dh/2]
     fresh = (count > 0) & (start == 0) if clears else None
     updated: KVCache = [
         spec.attention.clear_values(store, slot, fresh)
-        if fresh is not None and isinstance(store, LayerCache) and rows.block_tables is None
+        if fresh is not None and isinstance(store, LayerCache) and fed.block_tables is None
         else store
         for store in cache
     ]
 
-    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-        store, layer_in_store = where[index]
-        layer = updated[store]
-        if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights) and spec.local.delta is not None
-            form, native = spec.local.delta, spec.native_state
-            if pending is None:
-                updated[store], out = delta_prefill(form, own, layer, projected, lanes, native=native)
-            else:
-                assert native is not None, "only the C++ rule gives verify steps the bits of decode"
-                pending[store], out = delta_verify(form, own, layer, projected, lanes, native=native)
-            return out
-        assert isinstance(own, AttentionWeights)
-        call = AttentionCall(
-            form=spec.config.attention(index),
-            weights=own,
-            rope=angles[spec.config.rope_index(index)],
-            key_length=key_length,
-            compute_dtype=spec.dtype,
-            block_tables=rows.block_tables,
-            layer_in_store=layer_in_store,
-            reach=reach,
-        )
-        updated[store], out = spec.attention.attend_prefill(layer, projected, call, lanes)
-        return out
+    def attention(
+        layer: LayerCache, projected: jax.Array, call: AttentionCall
+    ) -> tuple[LayerCache, jax.Array]:
+        return spec.attention.attend_prefill(layer, projected, call, lanes)
 
+    def recurrence(
+        store: int, layer: DeltaState, projected: jax.Array, own: DeltaWeights
+    ) -> tuple[DeltaState, jax.Array]:
+        delta, native = spec.local.delta, spec.native_state
+        assert delta is not None
+        if pending is None:
+            return delta_prefill(delta, own, layer, projected, lanes, native=native)
+        assert native is not None, "only the C++ rule gives verify steps the bits of decode"
+        pending[store], out = delta_verify(delta, own, layer, projected, lanes, native=native)
+        return layer, out
+
+    attend = attending(
+        form, updated, angles, attention, recurrence, block_tables=fed.block_tables, reach=fed.reach
+    )
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)
-    products = products.for_rows(used).with_adapters(adapter)
-    return updated, [*hidden(tokens.reshape(-1), Call(attend, products, read))]
+    products = products.for_rows(used).with_adapters(fed.adapter)
+    return updated, [*hidden(fed.tokens.reshape(-1), Call(attend, products, fed.read))]
 
 
 def tapped(streams: Sequence[jax.Array], taps: tuple[int, ...]) -> tuple[jax.Array, ...]:
@@ -292,7 +297,7 @@ def _arm(rows: Rows, lanes: Lanes, token: jax.Array, length: jax.Array) -> Rows:
         history=rows.history,
         sampling=lanes.sampling,
         adapter=lanes.adapter,
-        turn=lanes.turn,
+        rope_offset=lanes.rope_offset,
     )
     armed = advance(
         fresh,

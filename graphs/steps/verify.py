@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.delta_net.layer import DeltaState, Pending, delta_commit
+from xla_engine.graphs.delta_net.layer import DeltaState, PendingInputs, delta_commit
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, Tables, some_rows, targets, with_rows
+from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, some_rows, targets, with_rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.advance import advance, ends
-from xla_engine.graphs.steps.prefill import tapped, through_layers
+from xla_engine.graphs.steps.prefill import Fed, tapped, through_layers
+from xla_engine.graphs.steps.step import StepForm, StepState
 
 LOOKUP = (4, 3, 2)  # lengths of the row's ending that prompt lookup searches for, the longest wins
 
@@ -50,29 +50,16 @@ class Drafts:
 
 
 def verify_step(
-    spec: ModelSpec,
-    key_length: int,
-    width: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    drafts: Drafts,
-    tables: Tables,
-    *,
-    processed_logprobs: bool = False,
+    form: StepForm, width: int, state: StepState, drafts: Drafts
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array]:
     """Sample up to `width` tokens for each of P rows: one more than there are correct drafts.
 
-    Static: `spec`; `key_length`, at least each row's length + `width`, or its last position; `width`, W;
-    `processed_logprobs`, see `sample`.
+    Static: `form`, its `key_length` at least each row's length + `width`, or its last position; `width`, W.
     Returns cache, rows, the packed samples `[2, P * W]` lane by lane (after a row's last token, NOT_KEPT for each
     rejected draft, then -1), and the most likely tokens as packed by `graphs.sampling.logprobs.logprobs`.
     """
-    rows = rows.with_tables(tables)
-    return verify_rows(
-        spec, key_length, width, weights, rope, cache, rows, drafts, tables, processed=processed_logprobs
-    )[:4]
+    rows = state.rows.with_tables(state.tables)
+    return verify_rows(form, width, state._replace(rows=rows), drafts)[:4]
 
 
 class Members(NamedTuple):
@@ -92,24 +79,14 @@ def members(rows: Rows, drafts: Drafts, width: int) -> Members:
 
 
 def verify_rows(
-    spec: ModelSpec,
-    key_length: int,
-    width: int,
-    weights: list[jax.Array],
-    rope: jax.Array,
-    cache: KVCache,
-    rows: Rows,
-    drafts: Drafts,
-    tables: Tables,
-    *,
-    processed: bool,
-    taps: tuple[int, ...] = (),
+    form: StepForm, width: int, state: StepState, drafts: Drafts, *, taps: tuple[int, ...] = ()
 ) -> tuple[KVCache, Rows, jax.Array, jax.Array, jax.Array]:
     """`verify_step` for rows whose block tables are already updated.
 
     Also returns the residual stream before the layers `taps` (static), concatenated `[P * W, taps * D]`, or without
-    taps after the last layer `[P * W, D]`. processed (static): as `processed_logprobs`.
+    taps after the last layer `[P * W, D]`.
     """
+    spec, (weights, rope, _, rows, tables) = form.spec, state
     lanes = drafts.slot.shape[0]
     slot, live, limit = members(rows, drafts, width)
     own = some_rows(rows, slot)
@@ -123,25 +100,13 @@ def verify_rows(
     place = jnp.arange(width, dtype=jnp.int32)
     used = place < fed[:, None]  # [P, W]
     model, products = spec.merge(weights), spec.products or ROWS_LEFT
-    pending: dict[int, Pending] | None = {} if width > 1 else None  # with width 1, every token is kept
-    extents = Extents(slot, length, fed)
+    pending: dict[int, PendingInputs] | None = {} if width > 1 else None  # with width 1, every token is kept
     angles = None
-    if own.turn is not None:
-        turned = (length + own.turn)[:, None] + place
+    if own.rope_offset is not None:
+        turned = (length + own.rope_offset)[:, None] + place
         angles = rope[:, jnp.minimum(turned, rope.shape[1] - 1)]  # [K, P, W, 2, Dh/2]
-    updated, streams = through_layers(
-        spec,
-        key_length,
-        model.hidden,
-        rope,
-        cache,
-        rows,
-        tokens,
-        extents,
-        pending=pending,
-        adapter=own.adapter,
-        angles=angles,
-    )
+    given = Fed(tokens, Extents(slot, length, fed), rows.block_tables, adapter=own.adapter, angles=angles)
+    updated, streams = through_layers(form, model.hidden, rope, state.cache, given, pending=pending)
     logits = model.logits(streams[-1], products.for_rows(used.reshape(-1)))  # of P * W rows
     position = length[:, None] + place  # of the fed tokens, [P, W]
     rows = replace(rows, history=rows.remember(slot[:, None], position, tokens, used))
@@ -162,7 +127,14 @@ def verify_rows(
         draft=jnp.where(drafts.gated[:, None], place, 0).reshape(-1) if width > 1 else None,
     )
     sampling = jax.tree.map(spread, own.sampling)
-    sampled = sample(logits, sampling, context.length, context, processed_logprobs=processed, native=spec.isa)
+    sampled = sample(
+        logits,
+        sampling,
+        context.length,
+        context,
+        processed_logprobs=form.processed_logprobs,
+        native=spec.isa,
+    )
 
     token = sampled.token.reshape(lanes, width)
     right = (token[:, :-1] == draft) & (place[:-1] < count[:, None])  # [P, W - 1]
@@ -171,9 +143,9 @@ def verify_rows(
     goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
     for store, brought in (pending or {}).items():
-        state, native = updated[store], spec.native_state
-        assert isinstance(state, DeltaState) and native is not None
-        updated[store] = delta_commit(state, brought, slot=slot, count=emitted, native=native)
+        layer, native = updated[store], spec.native_state
+        assert isinstance(layer, DeltaState) and native is not None
+        updated[store] = delta_commit(layer, brought, slot=slot, count=emitted, native=native)
     final = jnp.maximum(emitted - 1, 0)[:, None]
     advanced = advance(
         own,
@@ -219,14 +191,14 @@ def continued(known: jax.Array, end: jax.Array, drafts: Drafts, most: int) -> tu
     """The host's tokens for the positions after `end [P]`, i32 `[P, most]`, padded with -1, and whether its earlier
     tokens equal the row's, bool `[P]`. Even if one differs, the later ones may still be correct."""
     offset = end + 1 - drafts.start  # how many of the host's tokens the row should have by now
-    held = drafts.tokens.shape[1]
-    place = jnp.arange(held, dtype=jnp.int32)
+    given = drafts.tokens.shape[1]
+    place = jnp.arange(given, dtype=jnp.int32)
     there = jnp.clip(drafts.start[:, None] + place, 0, known.shape[1] - 1)
     same = jnp.take_along_axis(known, there, axis=1) == drafts.tokens
-    fits = (offset >= 0) & (offset < held) & jnp.all(same | (place >= offset[:, None]), axis=1)
+    fits = (offset >= 0) & (offset < given) & jnp.all(same | (place >= offset[:, None]), axis=1)
     at = offset[:, None] + jnp.arange(most, dtype=jnp.int32)
-    rest = jnp.take_along_axis(drafts.tokens, jnp.clip(at, 0, held - 1), axis=1)
-    rest = jnp.where((at >= 0) & (at < held), rest, -1)
+    rest = jnp.take_along_axis(drafts.tokens, jnp.clip(at, 0, given - 1), axis=1)
+    rest = jnp.where((at >= 0) & (at < given), rest, -1)
     return rest, fits & (rest[:, 0] >= 0)
 
 

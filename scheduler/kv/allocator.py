@@ -52,6 +52,10 @@ class Slots:
         del self._free[index]
         return self.current(index)
 
+    def lowest(self) -> int:
+        """The index that `acquire` would take. Raises ValueError if none is free."""
+        return min((use, index) for index, use in self._free.items())[1]
+
     def release(self, slot: Slot, use: int = 0) -> None:
         """End an occupancy. Raises StaleSlotError, changing nothing, if it has ended already.
 
@@ -107,17 +111,17 @@ class KVAllocator:
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
         self.blocks = None if config.num_blocks is None else BlockManager(config)
-        self._held: SlotPrefixCache | None = None  # what slots hold; None with a block pool
+        self._slot_cache: SlotPrefixCache | None = None  # of what is in slots; None with a block pool
         self.cache: SlotPrefixCache | BlockManager | None = None
         self.states: PrefixStates | None = None
         self.features = Features(config) if config.feature_places else None
         if config.enable_prefix_caching:
             if self.blocks is None:
                 hashes = BlockHashes(config.block_size, config.cache_key)
-                self._held = SlotPrefixCache(config.max_num_seqs, hashes)
+                self._slot_cache = SlotPrefixCache(config.max_num_seqs, hashes)
                 if config.mamba_block_size is not None:
                     self.states = PrefixStates(config.mamba_cache_states, config.mamba_block_size, hashes)
-            self.cache = self.blocks or self._held
+            self.cache = self.blocks or self._slot_cache
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have enough blocks, with the arithmetic; None if it can."""
@@ -135,7 +139,7 @@ class KVAllocator:
 
     def enter(self, state: RequestState) -> None:
         """Give a request a slot and, with a block pool, its first blocks."""
-        state.occupancy, state.holds_slot = self._choose_slot(state), True
+        state.occupancy, state.holds_slot = self.slots.acquire(self._reused_slot(state)), True
         if self.blocks is not None:
             self.blocks.enter(state)
 
@@ -151,8 +155,8 @@ class KVAllocator:
         state.goes_on = False
         if self.blocks is not None:
             self.blocks.go_on(state)
-        elif self._held is not None:
-            self._held.begin(state, state.context_tokens)
+        elif self._slot_cache is not None:
+            self._slot_cache.begin(state, state.context_tokens)
         return Continuation(
             slot=state.slot,
             request_id=state.request_id,
@@ -164,8 +168,8 @@ class KVAllocator:
         """The move of a request's state from the host to its slot; the request has entered."""
         if self.blocks is not None:
             return self.blocks.resume(state, length)
-        if self._held is not None:
-            self._held.begin(state, state.context_tokens)
+        if self._slot_cache is not None:
+            self._slot_cache.begin(state, state.context_tokens)
         return Swap(slot=state.slot, request_id=state.request_id, length=length)
 
     def park(self, state: RequestState, length: int) -> Swap:
@@ -175,7 +179,7 @@ class KVAllocator:
 
     def leave(self, state: RequestState, step: int) -> None:
         """Release the slot and blocks of a request."""
-        kept = self._held is not None and self._held.length(state.slot.index) > 0
+        kept = self._slot_cache is not None and self._slot_cache.length(state.slot.index) > 0
         self.slots.release(state.slot, _use(step) if kept else 0)
         if self.blocks is not None:
             self.blocks.leave(state)
@@ -195,7 +199,7 @@ class KVAllocator:
 
     def used(self, index: int, step: int) -> None:
         """Note that the content of a slot was copied in `step`."""
-        if self._held is not None:
+        if self._slot_cache is not None:
             self.slots.revalue(index, _use(step))
 
     def forget(self) -> None:
@@ -204,37 +208,47 @@ class KVAllocator:
             self.blocks.pool.forget_all()
         if self.states is not None:
             self.states.clear()
-        if self._held is not None:
-            self._held.clear()
+        if self._slot_cache is not None:
+            self._slot_cache.clear()
             for index in range(len(self.slots)):
                 self.slots.revalue(index, 0)
 
     def cached_tokens(self, state: RequestState) -> int:
         """How many tokens of a request's context are in the prefix cache."""
-        found = 0 if self.cache is None else self.cache.match(state)[1]
-        return found if self.states is None else self.states.usable(state, found)
+        length = 0 if self.cache is None else self.cache.match(state)[1]
+        return length if self.states is None else self.states.usable(state, length)
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
         self.slots.check()
         if self.features is not None:
             self.features.check()
-        if self._held is not None:
-            self._held.check()
+        if self._slot_cache is not None:
+            self._slot_cache.check()
         if self.states is not None:
             self.states.check()
         if self.blocks is not None:
             self.blocks.check(states, step)
 
-    def _choose_slot(self, state: RequestState) -> Slot:
-        """The slot with the longest prefix of the request's context, if it is free and not worth keeping; else any."""
-        if self._held is not None and state.status is Status.WAITING and state.request.max_cached_tokens != 0:
-            index, held = self._held.match(state)
-            # What is less than half of the prefix there is copied to another slot, so that the rest stays cached.
-            copies = self.slots.num_free > 1 and 2 * held < self._held.length(index)
-            if held and self.slots.is_free(index) and not copies:
-                return self.slots.acquire(index)
-        return self.slots.acquire()
+    def next_slot(self, state: RequestState) -> int | None:
+        """The index of the slot that a waiting request would `enter` now; None if there is none."""
+        if not self.slots.num_free:
+            return None
+        reused = self._reused_slot(state)
+        return self.slots.lowest() if reused is None else reused
+
+    def _reused_slot(self, state: RequestState) -> int | None:
+        """The slot with the longest prefix of the request's context, if it is free and not worth keeping."""
+        if (
+            self._slot_cache is None
+            or state.status is not Status.WAITING
+            or state.request.max_cached_tokens == 0
+        ):
+            return None
+        index, length = self._slot_cache.match(state)
+        # What is less than half of the prefix there is copied to another slot, so that the rest stays cached.
+        copies = self.slots.num_free > 1 and 2 * length < self._slot_cache.length(index)
+        return index if length and self.slots.is_free(index) and not copies else None
 
 
 def _use(step: int) -> int:

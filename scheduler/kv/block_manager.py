@@ -178,10 +178,10 @@ class BlockPool:
             del self._by_key[key]
         self._keys[block] = ()
 
-    def check(self, held: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless every block is in one place, and its holders are those of the tables `held`."""
+    def check(self, tables: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless every block is in one place, and its holders are those of `tables`."""
         count = [0] * self.num_blocks
-        for table in held:
+        for table in tables:
             for block in table:
                 count[block] += 1
         if count != self._holders:
@@ -241,14 +241,14 @@ class BlockManager:
 
     def enter(self, state: RequestState) -> None:
         """Give a request that got a slot its blocks: cached ones that it can reuse, and new ones."""
-        needed, found, length = self._first_blocks(state), self._found(state), self._usable(state)
+        needed, shared, length = self._first_blocks(state), self._found(state), self._usable(state)
         whole = length // self._block_size
-        for block in found[:whole]:
+        for block in shared[:whole]:
             self.pool.share(block)
-        state.blocks = (*found[:whole], *self.pool.allocate(needed - whole))
+        state.blocks = (*shared[:whole], *self.pool.allocate(needed - whole))
         state.settled, state.ready, state.left = whole, length, ()
         self._store(state, self._stores)
-        self._copy_part(state, found, length)
+        self._copy_part(state, shared, length)
         self._show(state)
 
     def resume(self, state: RequestState, length: int) -> Swap:
@@ -287,12 +287,12 @@ class BlockManager:
 
     def due(self, step: int) -> list[RequestState]:
         """The requests that would write past their blocks in `step`."""
-        found = {
+        candidates = {
             id(state): state
             for state, slot in self._due.pop(step, ())
             if state.holds_slot and state.slot is slot and state.last_step is not None
         }
-        return [state for state in found.values() if self.is_short(state, step)]
+        return [state for state in candidates.values() if self.is_short(state, step)]
 
     def is_short(self, state: RequestState, step: int) -> bool:
         """Whether a request would write past its blocks in `step`."""
@@ -357,7 +357,7 @@ class BlockManager:
     def missing_blocks(self, request: Request, count: int) -> list[StoredBlock]:
         """Those of the first `count` full blocks of a prompt that the pool lacks, from the first such on."""
         wanted = list(islice(self.full_blocks(request), count))
-        have = next((at for at, each in enumerate(wanted) if self.pool.find(each.key) is None), count)
+        have = next((at for at, block in enumerate(wanted) if self.pool.find(block.key) is None), count)
         return wanted[have:]
 
     def load(self, request: Request, keys: Collection[bytes]) -> tuple[StoredBlock, ...]:
@@ -366,19 +366,19 @@ class BlockManager:
         They are not held: like other cached content, they may be found, or overwritten later. Ends early when only
         the watermark is free.
         """
-        held, before = [], len(self._loads)
-        for each in islice(self.full_blocks(request), request.stored_blocks):
-            if (block := self.pool.find(each.key)) is not None:
+        taken, before = [], len(self._loads)
+        for stored in islice(self.full_blocks(request), request.stored_blocks):
+            if (block := self.pool.find(stored.key)) is not None:
                 self.pool.share(block)
-            elif each.key in keys and self.pool.can_admit(1):
+            elif stored.key in keys and self.pool.can_admit(1):
                 block = self.pool.take()
-                self.pool.name(block, each.key)
-                self._loads.append(replace(each, block=block))
-                self._known_outside.add(each.key)
+                self.pool.name(block, stored.key)
+                self._loads.append(replace(stored, block=block))
+                self._known_outside.add(stored.key)
             else:
                 break
-            held.append(block)
-        self.pool.release(reversed(held))
+            taken.append(block)
+        self.pool.release(reversed(taken))
         return tuple(self._loads[before:])
 
     def _store(self, state: RequestState, stores: list[StoredBlock]) -> None:
@@ -386,10 +386,10 @@ class BlockManager:
         keys, shared = self._hashes.of_context(state), state.blocks[: state.settled]
         if not self._config.stores_blocks or all(key in self._known_outside for key in keys[: len(shared)]):
             return
-        for block, each in zip(shared, self.full_blocks(state.request), strict=False):
-            if each.key not in self._known_outside:
-                self._known_outside.add(each.key)
-                stores.append(replace(each, block=block))
+        for block, stored in zip(shared, self.full_blocks(state.request), strict=False):
+            if stored.key not in self._known_outside:
+                self._known_outside.add(stored.key)
+                stores.append(replace(stored, block=block))
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """(-1, tokens): how many tokens of a request's context are in cached blocks, or in those it shares already."""
@@ -411,14 +411,14 @@ class BlockManager:
         """Begin prefill after the first `length` tokens, which are cached; more may be cached now than at `enter`."""
         if length == state.ready:
             return
-        found, blocks, whole = self._found(state), list(state.blocks), length // self._block_size
+        shared, blocks, whole = self._found(state), list(state.blocks), length // self._block_size
         for at in range(state.settled, whole):
-            self.pool.share(found[at])
+            self.pool.share(shared[at])
             self.pool.release([blocks[at]])
-            blocks[at] = found[at]
+            blocks[at] = shared[at]
         state.blocks, state.settled = tuple(blocks), whole
         self._store(state, self._later_stores)
-        self._copy_part(state, found, length)
+        self._copy_part(state, shared, length)
         self._show(state)
 
     def extend(self, state: RequestState, length: int) -> None:
@@ -476,13 +476,13 @@ class BlockManager:
 
     def _found(self, state: RequestState) -> list[int]:
         """The blocks with the beginning of a request's context: those that it shares already, then cached ones."""
-        found = list(state.blocks[: state.settled])
-        for key in self._hashes.of_context(state)[len(found) :]:
+        blocks = list(state.blocks[: state.settled])
+        for key in self._hashes.of_context(state)[len(blocks) :]:
             block = self.pool.find(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _usable(self, state: RequestState) -> int:
         """How many cached tokens a waiting request could reuse if it entered now."""
@@ -502,14 +502,14 @@ class BlockManager:
             groups=config.groups(state.request),
         )
 
-    def _copy_part(self, state: RequestState, found: list[int], length: int) -> None:
+    def _copy_part(self, state: RequestState, shared: list[int], length: int) -> None:
         """Copy a block that matches only in part, because the request writes the rest of it.
 
         The copy runs first in the plan, so it does not matter if the source is overwritten.
         """
         whole, part = divmod(length, self._block_size)
-        if part and found[whole] != state.blocks[whole]:
-            self._copies.append(BlockCopy(source=found[whole], target=state.blocks[whole]))
+        if part and shared[whole] != state.blocks[whole]:
+            self._copies.append(BlockCopy(source=shared[whole], target=state.blocks[whole]))
 
     def _filled(self, state: RequestState, length: int) -> int:
         """How many blocks have a key once `length` tokens of the context are written."""

@@ -37,12 +37,14 @@ class Features:
         self._current: tuple[Key, tuple[int, ...], int] | None = None
 
     def has_all(self, request: Request) -> bool:
-        """Whether the features of all of a request's tiles are in the buffer, or planned. Counts as a use."""
-        keys = [key for key, _, _ in _tiles(request)]
-        for key in keys:
+        """Whether the features of all of a request's tiles are in the buffer, or planned."""
+        return all(key in self._places for key, _, _ in _tiles(request))
+
+    def use(self, request: Request) -> None:
+        """Note that a request uses its features: those used least recently are overwritten first."""
+        for key, _, _ in _tiles(request):
             if key in self._places:
                 self._places[key] = self._places.pop(key)
-        return all(key in self._places for key in keys)
 
     def encode(self, request: Request, readers: Iterable[Request], *, shares: bool) -> Encode | None:
         """The next part of the tower's work for a request that has not all features; None if it must wait for room.
@@ -50,7 +52,7 @@ class Features:
         readers: the requests that are being prefilled. shares: others decode in this step, so only one slice runs;
         otherwise one whole tile.
         """
-        key, tile, length = next(each for each in _tiles(request) if each[0] not in self._places)
+        key, tile, length = next(entry for entry in _tiles(request) if entry[0] not in self._places)
         if self._current is None or self._current[0] != key:
             if self._current is not None:  # the request that wanted it is gone, or no longer first
                 self._free.extend(self._current[1])
@@ -70,20 +72,20 @@ class Features:
 
     def spans(self, request: Request, start: int, stop: int) -> tuple[FeatureSpan, ...]:
         """Where the features for the prompt's positions `start` to `stop` lie."""
-        found, tiles = [], _tiles(request)
+        spans, tiles = [], _tiles(request)
         for begin, length in (span for image in request.images for span in image.spans):
             key, _, _ = next(tiles)
             for number, place in enumerate(self._places[key]):
                 own = begin + number * self._size
                 first, last = max(own, start), min(own + self._size, begin + length, stop)
                 if first < last:
-                    found.append(FeatureSpan(first - start, place, first - own, last - first))
-        return tuple(found)
+                    spans.append(FeatureSpan(first - start, place, first - own, last - first))
+        return tuple(spans)
 
     def check(self) -> None:
         """Raise AssertionError unless every place is free or has one tile."""
         current = () if self._current is None else self._current[1]
-        used = (*(each for places in self._places.values() for each in places), *self._free, *current)
+        used = (*(place for places in self._places.values() for place in places), *self._free, *current)
         if len(set(used)) != len(used):
             raise AssertionError(f"a place of the feature buffer is taken twice: {sorted(used)}")
 

@@ -202,9 +202,9 @@ class SlotPrefixCache:
     def check(self) -> None:
         """Raise AssertionError unless index and contents agree."""
         entries = {(key, index) for key, holders in self._holders.items() for index in holders}
-        held = {(key, index) for index, content in enumerate(self._contents) for key in content.keys}
-        if entries != held or not all(self._holders.values()):
-            raise AssertionError(f"the index and the slots differ in {len(entries ^ held)} blocks")
+        expected = {(key, index) for index, content in enumerate(self._contents) for key in content.keys}
+        if entries != expected or not all(self._holders.values()):
+            raise AssertionError(f"the index and the slots differ in {len(entries ^ expected)} blocks")
         for index, content in enumerate(self._contents):
             if len(content.keys) != content.length // self._hashes.block_size or content.length > len(
                 content.tokens

@@ -51,6 +51,13 @@ class Events:
         self._ended = ended or {}
 
     @property
+    def rows(self) -> Sequence[Row]:
+        """The rows of the decode step that were credited: the plan's own tuple if these are all."""
+        if not self._dropped:
+            return self._rows
+        return [row for row in self._rows if row.slot.index not in self._dropped]
+
+    @property
     def ended(self) -> Collection[TokenEvent]:
         return self._ended.values()
 

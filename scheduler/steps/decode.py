@@ -1,4 +1,4 @@
-"""The rows of a step, of three kinds.
+"""The active rows of a step, of three kinds. Rows of the decode program that no plan names are inactive in its step.
 
 `Decoding`: rows that decode in every step, so the step in which each plans its last token is known.
 `Constrained`: each token is planned only after the previous one was read.
@@ -122,11 +122,11 @@ class Constrained:
 
     Such a row decodes in a plan only if every token planned for it has been credited. Other rows do not wait for it.
 
-    held: ids of requests that get no row in the plan being made.
+    blocked: ids of requests that get no row in the plan being made.
     """
 
     def __init__(self) -> None:
-        self.held: Collection[str] = ()
+        self.blocked: Collection[str] = ()
         self._states: dict[int, RequestState] = {}  # by slot index, in the order of joining
 
     def __len__(self) -> int:
@@ -134,6 +134,13 @@ class Constrained:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    @property
+    def num_unblocked(self) -> int:
+        """How many requests the latest plan did not hold."""
+        if not self.blocked:
+            return len(self._states)
+        return sum(state.request_id not in self.blocked for state in self)
 
     def join(self, state: RequestState, *, sampled: int) -> None:
         """Add a request. sampled: how many of its tokens are planned, including the plan being made."""
@@ -145,12 +152,12 @@ class Constrained:
         del self._states[state.slot.index]
 
     def ready(self) -> list[RequestState]:
-        """The requests that have no token in flight, have tokens left, and are not held."""
+        """The requests that have no token in flight, have tokens left, and are not blocked."""
         return [
             state
             for state in self._states.values()
             if state.credited == state.planned_before < state.request.max_tokens
-            and state.request_id not in self.held
+            and state.request_id not in self.blocked
         ]
 
     def plan(self) -> tuple[Row, ...]:

@@ -127,8 +127,8 @@ class Prefilling:
         """Where a prompt continues, or where it would start."""
         if state.prefilled or self._cache is None or state.request.max_cached_tokens == 0:
             return _Start(-1, state.prefilled, wait=False)
-        source, held = self._cache.match(state, own=state.slot.index)
-        length = max(self._usable(state, held), state.ready)
+        source, cached = self._cache.match(state, own=state.slot.index)
+        length = max(self._usable(state, cached), state.ready)
         if not coming:
             return _Start(source, length, wait=False)
         soon = self._usable(state, self._cache.known(state, coming), saving)

@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 
 from xla_engine import cli
 from xla_engine.batch.compare import compare_files
-from xla_engine.batch.requests import LineRequest, line_error
-from xla_engine.batch.results import ResultHeader, error_line, record_id, result_line
+from xla_engine.batch.record_ids import record_id
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import logprob_bits, logprob_bits_sha256, logprob_of, tokens_sha256
+from xla_engine.engine.identity import logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import CompareError
+from xla_engine.openai.requests import LineRequest, line_error
+from xla_engine.openai.results import ResultHeader, error_line, result_line
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
+from xla_engine.utils.token_sample import logprob_bits, logprob_of
 
 Tokens = tuple[int, ...]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cli.conftest import engine
 from tests.support.batch_lines import interrupt_at
@@ -16,10 +18,14 @@ from tests.support.command_line import invoke, records_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiers import default
 from xla_engine.batch.datasets import files
+from xla_engine.batch.datasets.answers import AnswerColumns
+from xla_engine.batch.datasets.output import kept_columns, publish
 from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
+from xla_engine.batch.datasets.tables import Table
 from xla_engine.batch.lines import LineReader
-from xla_engine.batch.requests import LineError
 from xla_engine.errors import ConfigError
+from xla_engine.openai.requests import LineError
+from xla_engine.utils.json_line import dump_line
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -395,3 +401,94 @@ def test_the_journal_has_the_same_lines_as_a_run_to_lines(tmp_path: Path, engine
         tmp_path / "in.parquet", tmp_path / "out.parquet", *options, "--journal", str(tmp_path / "kept.jsonl")
     )
     assert records_of(tmp_path / "kept.jsonl") == records_of(tmp_path / "out.jsonl")
+
+
+CELLS = st.sampled_from(
+    [
+        "",
+        "0",
+        "7",
+        "-12",
+        "007",
+        "+1",
+        "1.5",
+        "-0.25",
+        "1e3",
+        "9" * 19,
+        "9" * 30,
+        "true",
+        "False",
+        "nan",
+        "x",
+        "1_0",
+        "٣",
+    ]
+)
+
+
+@given(cells=st.lists(CELLS, min_size=1, max_size=5))
+def test_columns_of_csv_files_become_numbers_if_all_their_cells_are(
+    cells: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What is read back is what pandas reads from the CSV file, and names such as 007 stay text."""
+    path = tmp_path_factory.getbasetemp() / "typed.csv"
+    path.write_text("prompt,cell\n" + "".join(f"p,{cell}\n" for cell in cells), encoding="utf-8")
+    found = [
+        value
+        for batch in Table(str(path)).batches(["cell"], typed=True)
+        for value in batch.column(0).to_pylist()
+    ]
+    given_cells = [cell for cell in cells if cell]
+
+    def is_integer(cell: str) -> bool:
+        return cell in ("0", "7", "-12")
+
+    if all(map(is_integer, given_cells)):
+        wanted: list[Any] = [int(cell) if cell else None for cell in cells]
+    elif all(is_integer(cell) or cell in ("1.5", "-0.25", "1e3") for cell in given_cells):
+        wanted = [float(cell) if cell else None for cell in cells]
+    elif all(cell in ("true", "False") for cell in given_cells):
+        wanted = [cell == "true" if cell else None for cell in cells]
+    else:
+        wanted = [cell or None for cell in cells]
+    assert found == wanted and list(map(type, found)) == list(map(type, wanted))
+    (untyped,) = [batch.column(0).to_pylist() for batch in Table(str(path)).batches(["cell"])]
+    assert untyped == [cell or None for cell in cells]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_an_integer_id_comes_back_as_an_integer(kind: str, tmp_path: Path) -> None:
+    source = tmp_path / f"in.{kind}"
+    frame = pa.table({"custom_id": [17, 18], "prompt": ["a", "b"]})
+    if kind == "csv":
+        source.write_text("custom_id,prompt\n17,a\n18,b\n")
+    else:
+        pq.write_table(frame, source)
+    table = Table(str(source))
+    columns = RowColumns().of(table.names)
+    kept = kept_columns(table.names, None, columns)
+    journal = tmp_path / "journal.jsonl"
+    answers = AnswerColumns.of(
+        {"properties": {"n": {"type": ["integer", "null"]}, "why": {"enum": ["a"]}, "of": {"type": "array"}}}
+    )
+    texts = ['{"n": 2.0, "why": "a", "of": [1]}', '{"n": "x", "why']
+    journal.write_bytes(b"".join(_result(number, text) for number, text in enumerate(texts, 1)))
+    publish(journal, str(tmp_path / "out.parquet"), table, kept, answers=answers)
+    out = pq.read_table(tmp_path / "out.parquet")
+    assert out.column("custom_id").to_pylist() == [17, 18] and table.num_rows == 2
+    assert out.schema.field("n").type == pa.int64() and out.column("n").to_pylist() == [2, None]
+    assert out.column("of").to_pylist() == ["[1]", None] and out.column("why").to_pylist() == ["a", None]
+    with pytest.raises(ConfigError, match="property 'prompt' has the name of another column"):
+        AnswerColumns.of({"properties": {"prompt": {}}}).check_names(kept)
+
+
+def _result(number: int, text: str) -> bytes:
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    body = {"choices": [{"text": text, "finish_reason": "stop"}], "usage": usage}
+    record = {
+        "id": f"batch_req_{number}_{number:016x}",
+        "custom_id": str(number),
+        "response": {"body": body},
+        "error": None,
+    }
+    return dump_line(record)

@@ -127,6 +127,12 @@ def test_cancel_and_list(embedded: XlaBatchEngine) -> None:
     (listed,) = (event["requests"] for event in events if event["event"] == "list")
     assert {request["id"] for request in listed} == {f"r{n}" for n in range(20)}
     assert all(request["status"] and request["prompt_tokens"] for request in listed)
+    slots = [request["slot"] for request in listed if request["slot"] is not None]
+    assert len(set(slots)) == len(slots)
+    for request in listed:
+        assert (request["slot"] is None) == (request["epoch"] is None)
+        assert request["remaining"] == 400 - request["generated"] and request["quantum"] is None
+        assert request["reason"] and (request["slot"] is None or "free" not in request["reason"])
     answers = [(event["id"], event["found"]) for event in events if event["event"] == "cancel"]
     assert answers == [*((f"r{n}", True) for n in range(20)), ("r3", False), ("unknown", False)]
     found = by_id(events)

@@ -13,12 +13,12 @@ import pytest
 from tests.support import fuzz_checkpoints
 from tests.support.fuzz_lines import cases, fuzz
 from tests.support.tiers import default
-from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.openai.fields import CHAT_URL, COMPLETIONS_URL
+from xla_engine.openai.results import ResultHeader
 
 
 @pytest.fixture

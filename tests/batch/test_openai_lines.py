@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.batch_lines import batch, talk
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.openai.results import ResultHeader
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"

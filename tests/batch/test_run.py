@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from tests.support.batch_lines import HEADER, by_line, interrupt_at, line_of, prompts
 from tests.support.batch_runs import LINES, run
 from tests.support.fake_engine import FakeEngine
-from xla_engine.batch import requests
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.run import ORDERED_WINDOW, BatchRun
 from xla_engine.batch.stream import EventStream
 from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
+from xla_engine.openai import requests
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
 CODES = {
     "broken": "invalid_json_line",
-    "NaN": "invalid_json_line",
+    "Infinity": "invalid_json_line",
     "bytes": "invalid_json_line",
     "long": "line_too_long",
     "unknown": "invalid_request",
@@ -55,7 +55,7 @@ def test_whatever_reading_a_line_raises_is_that_lines_error(
         return usual(value, **options)
 
     usual = requests.load_object if where == "load_object" else SamplingParams.from_mapping
-    monkeypatch.setattr(f"xla_engine.batch.requests.{where}", raising)
+    monkeypatch.setattr(f"xla_engine.openai.requests.{where}", raising)
     data = (
         b'{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "y", "seed": "bad"}\n{"prompt": "c", "id": "z"}\n'
     )
@@ -196,9 +196,11 @@ def test_memory_does_not_grow_with_the_file() -> None:
             return len(data)
 
     def peak(count: int) -> int:
+        engine = FakeEngine(max_num_seqs=16, on_step=lambda _: engine.params.clear())
         lines = (Line(number, 15, b'{"prompt": "a"}') for number in range(count))
         tracemalloc.start()
-        BatchRun(FakeEngine(max_num_seqs=16), lines, Sink(), header=HEADER).run()  # type: ignore[arg-type]
+        totals = BatchRun(engine, lines, Sink(), header=HEADER).run()  # type: ignore[arg-type]
+        assert totals.written == count and totals.failure is None
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return top

@@ -61,7 +61,7 @@ def test_progress_is_a_line_now_and_then_elsewhere() -> None:
         assert progress.due
         progress.show(done=12, tokens=100, busy=7)
         assert not progress.due
-    assert screen.getvalue() == "12/40 requests, 5 s, 20 tok/s, 7/16 slots busy\n"
+    assert screen.getvalue() == "12/40 requests, 5 s (about 0:12 left), 20 tok/s, 7/16 slots busy\n"
 
 
 def test_progress_can_be_off() -> None:

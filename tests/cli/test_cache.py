@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from xla_engine.cli import main
-from xla_engine.prefix_cache.files import BlockFiles, StoredContent
+from xla_engine.runner.prefix_files.files import BlockFiles, StoredContent
 
 ABOUT = {
     "model": "m" * 64,

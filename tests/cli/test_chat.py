@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,17 @@ def test_a_conversation_remembers_and_forgets(engine: FakeEngine) -> None:
     assert engine.as_they_are == [False] * 5
 
 
+def test_a_conversation_that_outgrows_the_context_drops_its_oldest_turns(engine: FakeEngine) -> None:
+    """The limit is 100 tokens, here characters; an answer is as long as all that was sent, in angle brackets."""
+    engine.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
+    answers, notes, status = talk(engine, "a\nbb\nccc\ndddd\neeeee\nf\n", "--system", "s")
+    assert len(answers) == 6 and status == 0
+    assert all(each.startswith("<s|") for each in answers)  # the system message stays
+    assert answers[2].startswith("<s|a|") and answers[-1].endswith("|f>") and "|a|" not in answers[-1]
+    assert "has outgrown the 100 tokens" in notes and "messages are no longer sent" in notes
+    assert all(len(each) - 2 + 5 <= 100 for each in answers)
+
+
 def test_messages_have_several_lines(engine: FakeEngine) -> None:
     answers, _, _ = talk(engine, 'a \\\nb\n/reset\n"""c\n d"""\n/reset\n /e\n', "--system", "s")
     assert answers == ["<s|a ", "b>", "<s|c", " d>", "<s|/e>"]
@@ -45,7 +57,7 @@ def test_fields_are_set_and_all_is_saved(engine: FakeEngine, tmp_path: Path) -> 
     _, notes, status = talk(
         engine, f"/seed 7\n/set top_p 0.5\nü\n/save {saved}\n/set\n/help\n", "--temperature", "1"
     )
-    fields = {"max_tokens": 5, "temperature": 1.0, "seed": 7, "top_p": 0.5}
+    fields = {"max_tokens": 5, "temperature": 1.0, "top_k": 40, "top_p": 0.5, "min_p": 0.05, "seed": 7}
     said = [{"role": "user", "content": "ü"}, {"role": "assistant", "content": "<ü>"}]
     assert json.loads(saved.read_text("utf-8")) == {"messages": said, **fields}
     assert json.dumps(fields) in notes and "/system TEXT" in notes and status == 0
@@ -55,7 +67,7 @@ def test_the_command_line_sets_any_sampling_field(engine: FakeEngine) -> None:
     """The two that have options of their own come first."""
     given = '{"top_p": 0.5, "temperature": 0.3}'
     _, notes, _ = talk(engine, "/set\n", "--temperature", "1", "--override-generation-config", given)
-    expected = {"max_tokens": 5, "top_p": 0.5, "temperature": 1.0, "seed": 0}
+    expected = {"max_tokens": 5, "temperature": 1.0, "top_k": 40, "top_p": 0.5, "min_p": 0.05, "seed": 0}
     assert json.loads(notes.splitlines()[-1]) == expected
 
 
@@ -81,7 +93,7 @@ def test_what_fails_leaves_the_conversation_as_it_was(engine: FakeEngine, tmp_pa
         "not this one",
     ):
         assert words in notes
-    assert "/reset begins a new conversation" in notes and "Traceback" not in notes
+    assert "use a shorter message" in notes and "Traceback" not in notes
 
 
 def test_the_embedded_model_is_no_partner_and_says_so(engine: FakeEngine) -> None:

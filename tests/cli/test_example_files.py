@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.command_line import ROOT
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.environment import embedded_model_directory
+from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.text.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ from tests.support.command_line import ROOT, records_of
 ATTACKS = {
     "invalid_json_line": [
         b'{"prompt": "broken',
-        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
         b'{"prompt": "\xff\xfe"}',
         rb'{"prompt": "\ud800"}',
         b"[" * 100_000,

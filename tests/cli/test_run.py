@@ -20,12 +20,12 @@ from tests.support.command_line import ROOT, assert_not_started, invoke, records
 from tests.support.fake_engine import FakeEngine
 from xla_engine.batch.earlier_runs import LastRun
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.cli import _run as cli_run
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import embedded_model_directory, native_cache_directory
+from xla_engine.openai.results import ResultHeader
 from xla_engine.runner.native_library.cache import private_directory
 
 DRY = ("--dry-run", "--max-model-len", "64")

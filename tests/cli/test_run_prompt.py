@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine
 from xla_engine import LLM, SamplingParams
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
-from xla_engine.runner import memory
+from xla_engine.utils import host_memory
 
 MODEL = str(embedded_model_directory())
 CUT = "(stopped at the token limit; use --max-tokens N for more)\n"
@@ -35,7 +35,7 @@ def test_a_prompt_is_completed_in_the_shell(
 
 def test_a_prompt_is_a_chat_message_where_there_is_a_template(engine: FakeEngine) -> None:
     # the embedded model completes code
-    assert invoke("run", "--max-tokens", "9", "--prompt", "hi").stderr == CUT
+    assert invoke("run", "--max-tokens", "9", "--prompt", "hi", "--temperature", "1").stderr == CUT
     engine.as_they_are.clear()
     short = ("run", "--max-tokens", "9", "--prompt", "hi", "--model", MODEL)
     said = invoke(*short)
@@ -58,12 +58,24 @@ def test_a_start_leaves_the_garbage_collector_on(engine: FakeEngine) -> None:
     assert gc.isenabled()
 
 
-def test_a_person_is_told_that_nobody_chose_a_temperature(engine: FakeEngine) -> None:
-    """A small model rambles at 1, vLLM's default."""
+def test_a_person_gets_readable_sampling_where_the_model_recommends_none(engine: FakeEngine) -> None:
+    """A small model rambles at temperature 1 over the whole vocabulary, vLLM's default."""
     for command in (("run", "--prompt", "hi", "--model", MODEL), ("chat", "--model", MODEL)):
-        told = "the model recommends none; --temperature 0"
-        assert told in invoke(*command, stdin=b"hi\n").stderr
+        told = "no sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05; --temperature 0"
+        assert invoke(*command, stdin=b"hi\n").stderr.count(told) == 1
         assert told not in invoke(*command, "--temperature", "0.7", stdin=b"hi\n").stderr
+        assert told not in invoke(*command, "--generation-config", "engine", stdin=b"hi\n").stderr
+    sampling = [(each.temperature, each.top_k, each.top_p, each.min_p) for each in engine.params]
+    assert sampling == [(0.8, 40, 0.95, 0.05), (0.7, 40, 0.95, 0.05), (1.0, 0, 1.0, 0.0)] * 2
+
+
+def test_a_file_keeps_the_defaults_of_the_api_and_says_so(engine: FakeEngine, tmp_path: Path) -> None:
+    lines = b'{"prompt": "one"}\n{"prompt": "two", "temperature": 0}\n'
+    said = "1 texts without a temperature were sampled at 1, as the model recommends no temperature"
+    result, _ = run_file(tmp_path, lines, "--model", MODEL)
+    assert said in result.stderr and [each.temperature for each in engine.params] == [1.0, 0.0]
+    result, _ = run_file(tmp_path, lines, "--model", MODEL, "--overwrite", "--temperature", "0.5")
+    assert "without a temperature" not in result.stderr
 
 
 def test_prompts_of_files_become_chats_with_chat(engine: FakeEngine, tmp_path: Path) -> None:
@@ -98,6 +110,6 @@ def test_a_start_says_what_max_model_len_is_where_it_was_cut(
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     plain = ("run", "--prompt", "import", "--max-tokens", "1", "--max-num-seqs", "1", "--model", model)
     assert "max_model_len" not in invoke(*plain).stderr  # it fits
-    monkeypatch.setattr(memory, "_size_of_host", lambda: 150_000_000)
+    monkeypatch.setattr(host_memory, "size", lambda: 150_000_000)
     assert "max_model_len is 2048; the model allows 4096" in invoke(*plain).stderr
     assert "max_model_len" not in invoke(*plain, "--max-model-len", "512").stderr

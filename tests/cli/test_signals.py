@@ -36,6 +36,7 @@ def test_ctrl_c_sets_no_timer_and_a_second_sigterm_asks_at_once(timers: list[flo
         signal.raise_signal(signal.SIGINT)
         assert timers == []
         signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert len(asked) == 2 and timers == [0]
     with interrupts(lambda: asked.append(1), "finishing"):
         signal.raise_signal(signal.SIGTERM)

@@ -297,7 +297,7 @@ OF_ENGINE: dict[str, Call] = {
     "default_params": lambda h: h.engine.default_params,
     "tokenizer": lambda h: h.engine.tokenizer is not None,
     "chat_template": lambda h: h.engine.chat_template,
-    "validator": lambda h: h.engine.validator.check_options(priority=3),
+    "validator": lambda h: h.engine.validator.check_options("submit", {"priority": 3}),
     "max_model_len": lambda h: h.engine.max_model_len,
     "max_num_seqs": lambda h: isinstance(h.engine.max_num_seqs, int),
     "clock": lambda h: isinstance(h.engine.clock(), float),

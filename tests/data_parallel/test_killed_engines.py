@@ -22,9 +22,9 @@ pytestmark = pytest.mark.full
 RUN_AND_KILL = """
 import os, random, signal, sys
 from xla_engine.cli import main
-from xla_engine.data_parallel.turns import Turns
+from xla_engine.data_parallel.turns import FleetLoop
 
-heard, draw, take = 0, random.Random(3), Turns._take
+heard, draw, take = 0, random.Random(3), FleetLoop._take
 
 def take_and_kill(turns, member, news):
     global heard
@@ -34,7 +34,7 @@ def take_and_kill(turns, member, news):
         print("killed one", file=sys.stderr)
     take(turns, member, news)
 
-Turns._take = take_and_kill
+FleetLoop._take = take_and_kill
 main(prog_name="xla-engine")
 """
 

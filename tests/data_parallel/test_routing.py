@@ -17,7 +17,7 @@ from xla_engine.data_parallel.fleet import config_of_engine, shares
 from xla_engine.data_parallel.routing import PrefixRouter
 from xla_engine.data_parallel.wire import (
     Received,
-    Sent,
+    SentOutput,
     config_of,
     decode,
     encode,
@@ -113,7 +113,7 @@ def output(tokens: int, *, finished: bool, n: int = 1) -> RequestOutput:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_outputs_come_through_in_pieces(n: int) -> None:
-    sent, received = Sent(), Received()
+    sent, received = SentOutput(), Received()
     for tokens in (0, 1, 4, 4, 8):
         whole = output(tokens, finished=tokens == 8, n=n)
         line = encode(news_of(whole, sent))
@@ -123,8 +123,8 @@ def test_outputs_come_through_in_pieces(n: int) -> None:
 
 
 def test_a_run_is_behind_an_earlier_one_until_it_has_its_tokens() -> None:
-    earlier, later, sent = Received(), Received(), Sent()
-    earlier.add(decode(encode(news_of(output(4, finished=False), Sent()))))
+    earlier, later, sent = Received(), Received(), SentOutput()
+    earlier.add(decode(encode(news_of(output(4, finished=False), SentOutput()))))
     for tokens, behind in ((1, True), (3, True), (4, False), (6, False)):
         later.add(decode(encode(news_of(output(tokens, finished=False), sent))))
         assert later.is_behind(earlier) is behind

@@ -131,7 +131,7 @@ def test_bad_prompts_are_refused_and_change_nothing(tiny: XlaBatchEngine, prompt
         ({"top_p": 0}, r"top_p must be in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\]"),
         ({"top_k": -2}, "top_k must be between -1"),
-        ({"top_k": 2.0}, "top_k must be an integer"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
         ({"min_p": 2}, r"min_p must be in \[0, 1\]"),
         ({"max_tokens": 0}, "max_tokens must be between 1"),
         ({"max_tokens": True}, "max_tokens must be an integer"),

@@ -240,12 +240,13 @@ def test_a_simulated_run_over_blocks_is_the_real_one_step_for_step(
 
 
 @pytest.mark.full
-def test_the_start_up_check_runs_over_blocks_where_they_hold_a_crowd(
+def test_the_start_up_check_runs_over_blocks_however_few_there_are(
     paged: XlaBatchEngine, make_engine: MakeEngine
 ) -> None:
     assert paged.self_check is not None and paged.self_check.row_invariant
     small = make_engine(replace(PAGED, num_blocks=4, max_num_seqs=8))
-    assert small.self_check is None and small.runner.sizes.lanes == (8,)
+    assert small.self_check is not None and small.self_check.row_invariant
+    assert small.runner.sizes.lanes == paged.runner.sizes.lanes
     with pytest.raises(TokenLimitError, match="219 tokens take 7 blocks of 32; the pool has 4"):
         small.submit(PROMPTS[5], PARAMS[0])
     small.submit(PROMPTS[4], PARAMS[0])

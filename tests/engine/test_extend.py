@@ -167,6 +167,20 @@ def make_text_engine() -> Any:
         engine.close()
 
 
+@pytest.mark.timeout(60)
+def test_an_idle_engine_goes_on_with_a_constrained_request(make_text_engine: MakeEngine) -> None:
+    """Its mask is still to be made, and nothing else would wake the engine for it."""
+    pytest.importorskip("llguidance")
+    engine = make_text_engine(EngineConfig(max_num_seqs=1, max_model_len=64, keep_finished=1))
+    engine.submit("x = ", params(TEXT_CASES["regex"][1], 3), request_id="a")
+    engine.drain()
+    while not engine.state.idle:
+        engine.step()
+    engine.extend("a", 3)
+    (output,) = engine.drain()
+    assert len(output.outputs[0].token_ids) == 6
+
+
 def test_after_an_abort_a_fault_and_a_blank_cache(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,7 +206,7 @@ def test_what_cannot_be_kept_is_refused(path: Path, tmp_path: Path, config: Engi
         XlaBatchEngine.from_pretrained(plain, config)
     with (
         XlaBatchEngine.from_pretrained(path, config) as engine,
-        pytest.raises(InvalidRequestError, match="start without it"),
+        pytest.raises(InvalidRequestError, match="with quantization 'none'"),
     ):
         engine.update_weights({})
 

@@ -168,7 +168,7 @@ def test_planted_faults_are_found(
         return found
 
     assert wrong(dispatch, "make_lanes", lanes(lambda found: found), 2) == [alone[2]]
-    late = lanes(lambda found: replace(found, turn=found.turn + 1))
+    late = lanes(lambda found: replace(found, rope_offset=found.rope_offset + 1))
     assert wrong(dispatch, "make_lanes", late, 2) != [alone[2]]
     assert wrong(dispatch, "make_lanes", lanes(by_place), 2) != [alone[2]]
     by_token = property(lambda self: self.prompt_token_ids)
@@ -293,7 +293,7 @@ def test_text_goes_on_behind_the_longer_side(parts: list[tuple[int, int, int]], 
         seed=0,
         positions=found if length + rest else None,
     )
-    assert settings.turn == position - length <= 0
+    assert settings.rope_offset == position - length <= 0
     text = np.ones(length + rest, bool)
     for start, rows, columns in grids:
         text[start : start + rows * columns] = False

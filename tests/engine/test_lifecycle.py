@@ -152,7 +152,7 @@ def test_a_queue_timeout_counts_for_those_who_wait_only(tiny: XlaBatchEngine, cl
         {"queue_timeout_s": 10**400},
         {"priority": 11},
         {"priority": -11},
-        {"priority": 1.0},
+        {"priority": 1.5},
         {"priority": True},
     ],
 )

@@ -16,7 +16,6 @@ from tests.support.engine_faults import bits, fail_at
 from tests.support.gguf_checks import GOLDEN
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
-from xla_engine.batch.requests import LineRequest, parse_line
 from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
@@ -26,6 +25,7 @@ from xla_engine.graphs.lora.form import UP, LoraForm
 from xla_engine.model_loader.checkpoint import Checkpoint, given_weights, load_checkpoint, random_weights
 from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.settings import ServerSettings
 from xla_engine.tools.bench.models import write_checkpoint

@@ -28,6 +28,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.ops.coded import coded_form
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import StoredWeights
+from xla_engine.runner.native_library.build import packer, register
 
 pytestmark = pytest.mark.skipif(not NATIVE_ISAS, reason="no C++ products on this platform")
 PLAIN = replace(TINY_ENGINE, dtype="bfloat16", self_check=False)
@@ -131,7 +132,8 @@ def test_mxfp4_rows_are_packed_without_a_second_copy(tmp_path: Path) -> None:
     assert form is not None
     tracemalloc.start()
     try:
-        packed = weights.coded(leaf, form)
+        packed = np.empty(form.nbytes, np.uint8)
+        weights.coded(leaf, form, packer(register(NAMES[0]), form.order), packed)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ import pytest
 from tests.support.models import TINY, TINY_ENGINE
 from tests.support.requests import comparable
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.errors import InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.compile_cache import compiles_of_this_thread
@@ -174,7 +174,7 @@ def test_prompt_logprobs_are_those_of_the_reference(tiny: XlaBatchEngine) -> Non
     """They equal the oracle's log-probabilities of prompt tokens and of the most likely ones, over several chunks."""
     prompt = [random.Random(3).randrange(VOCABULARY) for _ in range(45)]
     output = run(tiny, prompt, prompt_logprobs=4, max_tokens=1)
-    logits = Reference(tiny.checkpoint).logits(prompt).astype(np.float64)
+    logits = ForwardPass(tiny.checkpoint).logits(prompt).astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)

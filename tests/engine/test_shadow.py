@@ -181,7 +181,7 @@ def test_a_probe_that_fails_harms_nobody(
 
 def test_a_rate_is_a_share() -> None:
     for wrong in (-0.1, 1.5, True, "1"):
-        with pytest.raises(ConfigError, match="shadow_rate must be 0 to 1"):
+        with pytest.raises(ConfigError, match="shadow_rate must be a number from 0 to 1"):
             replace(TINY_ENGINE, shadow_rate=wrong)
 
 

@@ -291,8 +291,9 @@ def test_wrong_rules_are_found(tiny: XlaBatchEngine, fault: str, monkeypatch: py
         through_layers = verify_module.through_layers
 
         def shifted(*given: Any, **named: Any) -> Any:
-            *rest, lanes = given
-            return through_layers(*rest, lanes._replace(start=lanes.start + 1), **named)
+            *rest, fed = given
+            later = fed.lanes._replace(start=fed.lanes.start + 1)
+            return through_layers(*rest, fed._replace(lanes=later), **named)
 
         monkeypatch.setattr(verify_module, "through_layers", shifted)
     else:
@@ -396,8 +397,10 @@ def test_rows_without_drafts_are_looked_at_by_few_and_seldom(
     """A look asks for some of the rows and takes no tokens, so that no text is made early; a proposer hears everything
     in the end."""
     takes: list[str] = []
-    take = LiveSequence.take
-    monkeypatch.setattr(LiveSequence, "take", lambda self: takes.append(self.request_id) or take(self))
+    decode = LiveSequence.decode_text
+    monkeypatch.setattr(
+        LiveSequence, "decode_text", lambda self: takes.append(self.request_id) or decode(self)
+    )
     monkeypatch.setattr(engine.state.speculator, "_chooser", chooser := WidthChooser(CHEAP))
     monkeypatch.setattr("xla_engine.engine.speculation.speculator.SAMPLE", 3)
     engine.lag = 1

@@ -192,8 +192,8 @@ def test_lines_of_a_run_do_not_wait_for_a_constraint_before_them(tmp_path: Any, 
     import json
 
     from xla_engine.batch.lines import read_lines
-    from xla_engine.batch.results import ResultHeader
     from xla_engine.batch.run import BatchRun
+    from xla_engine.openai.results import ResultHeader
 
     lines = [
         {"custom_id": "waits", "prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "c{1,371}"}},

@@ -21,6 +21,7 @@ from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from tests.support.models import TINY
 from xla_engine.cli import main
 from xla_engine.config import PORTABLE_OPTIONS, EngineConfig
+from xla_engine.config_options import Option, option_of
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence import portable as golden_runs
@@ -115,14 +116,15 @@ def test_options_whose_bits_are_not_known_are_refused(options: dict[str, Any]) -
     assert EngineConfig(**options).bits == "machine"
 
 
-def test_an_option_that_nobody_vouched_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each field of `EngineConfig` is on one list or must have its default; a new one is on none."""
-    with monkeypatch.context() as patch:
-        patch.setattr("xla_engine.config._PORTABLE_FREE", frozenset())
-        for name, value in {"lag": 2, "num_blocks": 9, "shadow_rate": 0.5}.items():
-            assert EngineConfig(**{name: value}).bits == "machine"
-            with pytest.raises(ConfigError, match=f"bits 'portable' has no {name}="):
-                EngineConfig(bits="portable", **{name: value})
+def test_an_option_that_nobody_vouched_for_is_refused() -> None:
+    """A field that says nothing about its bits must have its default, and a new field says nothing."""
+    assert Option().bits is None and not Option().portable
+    for name, value in {"kv_cache_dtype": "int8", "enable_lora": True, "tensor_parallel_size": 2}.items():
+        about = option_of(EngineConfig.__dataclass_fields__[name])
+        assert about.bits is None and not about.portable
+        assert EngineConfig(**{name: value}).bits == "machine"
+        with pytest.raises(ConfigError, match=f"bits 'portable' has no {name}="):
+            EngineConfig(bits="portable", **{name: value})
     assert {each.name for each in fields(EngineConfig)} >= PORTABLE_OPTIONS
     with pytest.raises(ConfigError, match="speculation by ngram and suffix, not by 'draft_model'"):
         EngineConfig(bits="portable", speculative_config={"method": "draft_model"})

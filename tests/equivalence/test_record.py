@@ -19,7 +19,6 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import (
     Record,
-    RecordError,
     Trace,
     from_json,
     read_record,
@@ -29,7 +28,7 @@ from xla_engine.equivalence.record import (
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.replay import engine_config, replay
 from xla_engine.equivalence.schedule import Action, Schedule, ScheduleError
-from xla_engine.errors import InvalidRequestError
+from xla_engine.errors import InvalidRequestError, RecordError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 

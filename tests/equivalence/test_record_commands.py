@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.command_line import invoke
 from tests.support.record_edits import altered, other_hash, put
+from tests.support.tiers import default
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.record import Record, read_record, to_json, write_record
@@ -42,6 +44,19 @@ def test_verify_records_and_replay_repeats(tmp_path: Path, loaded: list[dict[str
     assert loaded[-1]["model"] == "elsewhere"
     assert loaded[-1]["max_num_seqs"] == 8 and loaded[-1]["key_buckets"] == (48,)
     assert invoke("replay", path).exit_code == 0 and loaded[-1]["model"] == "random"
+
+
+@pytest.mark.parametrize("against", default(("alone", "config")))
+def test_verify_prints_one_json_document(against: str, loaded: list[dict[str, Any]]) -> None:
+    result = invoke("verify", "--requests", 4, "--schedules", 1, "--against", against, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1 and report["against"] == against and report["ok"] is True
+    if against == "alone":
+        assert report["requests"] == 4 and report["tokens"] > 0 and report["differing_bits"] == 0
+        assert report["admissions"] >= 4 and sum(report["finish_reasons"].values()) == 4
+    else:
+        assert {each["name"] for each in report["results"]} >= {"lag 0", "prefill for decode"}
 
 
 def test_replay_exit_statuses(tmp_path: Path, honest: Record, loaded: list[dict[str, Any]]) -> None:

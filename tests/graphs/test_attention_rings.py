@@ -16,10 +16,10 @@ from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from tests.support.models import TINY, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.verify import verify
-from xla_engine.graphs.attention.backend import KEY_SPAN, Attention
+from xla_engine.graphs.attention.backend import Attention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.graphs.config import FULL, SLIDING
+from xla_engine.graphs.config import FULL, KEY_SPAN, SLIDING
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables

@@ -24,7 +24,8 @@ from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Pool, Rows, Tables, make_rows, make_tables, pack_rows
 from xla_engine.graphs.sampling.logits import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
-from xla_engine.graphs.steps.prefill import prefill_chunk
+from xla_engine.graphs.steps.prefill import PrefillForm, prefill_chunk
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.inputs import make_lanes
 from xla_engine.runner.kv_moves import BlockMoves, State, Transfers
@@ -60,8 +61,16 @@ class Device:
         pool = None if num_blocks is None else Pool(num_blocks, BLOCK, LENGTH // BLOCK)
         self.rows = make_rows(ROWS, MAX_STOP_TOKEN_IDS, LENGTH, pool)
         self.tables: Tables = make_tables(ROWS, MODEL.vocab_size, has_blocks=num_blocks is not None)
-        self._prefill = jax.jit(functools.partial(prefill_chunk, spec, LENGTH, ROWS), donate_argnums=(2, 3))
-        self._decode = jax.jit(functools.partial(decode_step, spec, LENGTH), donate_argnums=(2, 3))
+        form = StepForm(spec, LENGTH)
+
+        def program(step: Any, form: Any) -> Any:
+            def run(weights: Any, rope: Any, cache: Any, rows: Any, work: Any, tables: Any) -> Any:
+                return step(form, StepState(weights, rope, cache, rows, tables), work)
+
+            return jax.jit(run, donate_argnums=(2, 3))
+
+        self._prefill = program(prefill_chunk, PrefillForm(form, ROWS))
+        self._decode = program(decode_step, form)
 
     def prefill(self, slot: int, prompt: list[int], first: int = 0) -> list[Any]:
         """Prefill the chunks of a prompt from `first` on, two lanes a call; returns the first sample."""

@@ -16,13 +16,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support import packing
 from tests.support.coded_blocks import block_bytes, dequantised_rows, random_rows
 from tests.support.instruction_sets import NAMES, NATIVE_ISAS, registered
 from xla_engine.graphs.experts.routing import Experts, Route
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import Norm, Weight
 from xla_engine.graphs.ops.coded import KINDS, Coded, CodedForm, Order, coded_form
-from xla_engine.model_loader.gguf import coding
 
 FEATURES, WIDTH = 128, 512
 
@@ -34,7 +34,7 @@ def coded(stored: list[tuple[str, int]], raw: list[np.ndarray], order: Order = "
     blocks = []
     for (kind, _), rows in zip(stored, raw, strict=True):
         padded = np.pad(rows, ((0, -len(rows) % 16), (0, 0)))
-        blocks.append(coding.coded_blocks(kind, padded, WIDTH, order)[0].reshape(-1))
+        blocks.append(packing.coded_blocks(kind, padded, WIDTH, order)[0].reshape(-1))
     flat = np.concatenate([form.header(), *blocks])
     return Coded(jnp.asarray(np.pad(flat, (0, form.nbytes - len(flat)))), form)
 
@@ -118,7 +118,7 @@ def test_what_devices_hold_has_one_form_or_none() -> None:
 def test_a_wrong_order_of_codes_shows(fault: Callable[[np.ndarray, int], np.ndarray]) -> None:
     """The first test would detect these planted faults."""
     raw = random_rows((32, WIDTH), "Q4_K", 7)
-    with mock.patch.object(coding, "_nibbles", fault):
+    with mock.patch.object(packing, "_nibbles", fault):
         found = rows_of(best(), coded([("Q4_K", 32)], [raw]))
     assert (found.view(np.uint16) != dequantised("Q4_K", raw).view(np.uint16)).mean() > 0.5
 
@@ -135,7 +135,7 @@ def test_scales_one_group_off_show(kind: str) -> None:
     assert (found.view(np.uint16) != dequantised(kind, raw).view(np.uint16)).mean() > 0.5
 
 
-_apart = coding._nibbles
+_apart = packing._nibbles
 
 
 def _swapped(packed: np.ndarray, run: int) -> np.ndarray:
@@ -364,12 +364,12 @@ def test_faults_of_rows_in_eight_bits_show(kind: str) -> None:
         return float((found.view(np.uint32) != expected).mean())
 
     assert differing(coded([(kind, 32)], [raw], "fours")) == 0
-    right = coding._fours
+    right = packing._fours
 
     def wrong(codes: np.ndarray, kind: str) -> np.ndarray:
         return right(np.roll(codes, 4, axis=2), kind)
 
-    with mock.patch.object(coding, "_fours", wrong):
+    with mock.patch.object(packing, "_fours", wrong):
         assert differing(coded([(kind, 32)], [raw], "fours")) > 0.5
     weight = coded([(kind, 32)], [raw], "fours")
     own, values = KINDS[kind], np.array(weight.values)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.graphs.config import Rope, RopeScaling
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
@@ -102,7 +102,7 @@ def test_parameters_are_named_once_and_names_are_checked() -> None:
 
 def test_engine_agrees_with_the_cacheless_forward_pass(make_engine: Callable[..., XlaBatchEngine]) -> None:
     """float32, greedy, prompts over several chunks: same tokens, logprobs within rounding."""
-    reference = Reference(tiny_checkpoint("float32"))
+    reference = ForwardPass(tiny_checkpoint("float32"))
     engine = make_engine(dtype="float32")
     draw = np.random.default_rng(4)
     for length in (1, 2, 15, 16, 17, 40, 70):

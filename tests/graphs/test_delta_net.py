@@ -21,7 +21,8 @@ from xla_engine.graphs.delta_net.layer import (
     make_state,
 )
 from xla_engine.graphs.row_state.rows import Extents
-from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.build import register
+from xla_engine.runner.native_library.recipe import NativeBuildError
 
 FORM = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4, norm_eps=1e-6)
 SLOTS, WIDTH = 8, 32

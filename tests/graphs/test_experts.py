@@ -24,7 +24,8 @@ from xla_engine.graphs.experts.routing import (
 )
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.model_loader.quantised.mxfp4 import from_mxfp4
-from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.build import register
+from xla_engine.runner.native_library.recipe import NativeBuildError
 
 COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, experts per row
 Form = Callable[[Experts, Any, Route, Any], jax.Array]

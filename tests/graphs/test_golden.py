@@ -11,7 +11,7 @@ import pytest
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory, requested_isa
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.outputs import CompletionOutput
 from xla_engine.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ def test_greedy_tokens_and_logits_are_transformers(name: str) -> None:
             f"prompt {index}; smallest logit gap {gaps.min():.2g}"
         )
 
-    reference = Reference(checkpoint)
+    reference = ForwardPass(checkpoint)
     for prompt, expected in zip(prompts, golden["logits"], strict=False):
         np.testing.assert_allclose(reference.logits(prompt)[-1], expected, atol=2e-4, rtol=2e-4)
 

@@ -21,7 +21,8 @@ from xla_engine.graphs.row_state.rows import NOT_KEPT, Pool, Rows, make_rows, ma
 from xla_engine.graphs.row_state.sampling_fields import make_sampling_rows
 from xla_engine.graphs.sampling.logits import unpack_samples
 from xla_engine.graphs.steps.decode import decode_step
-from xla_engine.graphs.steps.prefill import Lanes, prefill_chunk
+from xla_engine.graphs.steps.prefill import Lanes, PrefillForm, prefill_chunk
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.graphs.steps.verify import Drafts, looked_up, verify_step
 from xla_engine.runner.backends import make_spec
 
@@ -47,10 +48,18 @@ class Device:
         if block_size is not None:
             pool = Pool(SLOTS * POSITIONS // block_size, block_size, POSITIONS // block_size)
         self.pool = pool
-        shared = functools.partial(jax.jit, static_argnums=())
-        self.decode = shared(functools.partial(decode_step, self.spec, POSITIONS, weights, rope))
-        self.prefill = shared(functools.partial(prefill_chunk, self.spec, POSITIONS, 8, weights, rope))
-        self.verify = shared(functools.partial(verify_step, self.spec, POSITIONS, WIDTH, weights, rope))
+        form = StepForm(self.spec, POSITIONS)
+
+        def program(step: Any, *static: Any) -> Any:
+            return jax.jit(
+                lambda cache, rows, work, tables: step(
+                    *static, StepState(weights, rope, cache, rows, tables), work
+                )
+            )
+
+        self.decode = program(decode_step, form)
+        self.prefill = program(prefill_chunk, PrefillForm(form, 8))
+        self.verify = program(verify_step, form, WIDTH)
         tables: Any = make_tables(SLOTS, MODEL.vocab_size, has_blocks=pool is not None, drafts=WIDTH - 1)
         self.tables = jax.tree.map(jnp.asarray, tables)
 

@@ -15,12 +15,12 @@ from xla_engine import LLM
 from xla_engine.batch.datasets.rows import RowColumns, row_lines
 from xla_engine.batch.datasets.tables import Table, _arrow_batches
 from xla_engine.batch.lines import LineReader, read_lines
-from xla_engine.batch.requests import LineError, LineRequest, parse_line
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.cli._input import TableOptions, open_lines
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidImageError, InvalidRequestError
+from xla_engine.openai.requests import LineError, LineRequest, parse_line
+from xla_engine.openai.results import ResultHeader
 from xla_engine.prompts import Picture, chat_prompt, content_of, prompt_parts
 from xla_engine.text.chat_template import render_chat
 

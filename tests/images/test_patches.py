@@ -170,7 +170,7 @@ def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> Visio
     return VisionTower(found.config, found.dtype, found.weights, TABLE, slices=slices)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision"])
 def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
     golden = np.load(GOLDEN / "families" / name / "golden.npz")
@@ -210,7 +210,7 @@ def test_a_picture_has_the_same_bits_whatever_came_before() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision"])
 def test_golden_features_are_rederived(name: str) -> None:
     import torch
     import transformers

@@ -23,6 +23,7 @@ from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables
+from xla_engine.graphs.steps.step import StepState
 from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.runner.programs import decode_name, make_programs
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -150,17 +151,14 @@ def test_an_untuned_configuration_has_at_most_14_programs(length: int, num_block
     buckets = config.buckets(length)
     block = config.block_size
     pool = None if num_blocks is None else Pool(num_blocks, block, buckets[-1] // block)
-    programs = make_programs(
-        spec,
-        config,
-        buckets,
+    state = StepState(
         weights=[],
         rope=jnp.zeros((1, 1, 2, 8)),
         cache=make_cache(spec, 1, buckets[-1] if pool is None else block, num_blocks=num_blocks),
-        saved=[],
         rows=make_rows(1, MAX_STOP_TOKEN_IDS, length, pool),
         tables=make_tables(1, TINY.vocab_size, has_blocks=pool is not None),
     )
+    programs = make_programs(spec, config, buckets, state=state, saved=[])
     assert len({program.name for program in programs}) == len(programs) <= 14
     assert buckets[-1] >= length
 

@@ -20,14 +20,12 @@ from tests.support.faults import (
 )
 from tests.support.models import BOTH_LANES, TINY
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.observability.observer import Observer
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Plan
+from xla_engine.scheduler import Events, Plan
 
 
 def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
@@ -48,7 +46,7 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
 
 def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchEngine) -> None:
     """Exceptions: `n` makes several requests with their own seeds; `test_sampling_features` and
-    `test_scoring` compare prompt_logprobs."""
+    `test_scoring` compare prompt_logprobs; `test_truncation` compares truncated prompts."""
     pytest.importorskip("llguidance")
     drawn = [case.params for case in draw_cases(embedded, 220, seed=0, every_field=True)]
     plain = SamplingParams()
@@ -56,7 +54,8 @@ def test_what_is_verified_has_every_field_that_changes_a_bit(embedded: XlaBatchE
     never = {name for name in known if all(getattr(each, name) == getattr(plain, name) for each in drawn)}
     text_only = {"include_stop_str_in_output", "skip_special_tokens", "detokenize"}
     dry = {name for name in known if name.startswith("dry_")} | {"penalty_last_n"}  # `tests.graphs.test_dry`
-    assert never == {"n", "prompt_logprobs", "logprobs_start"} | text_only | dry
+    of_prompts = {"prompt_logprobs", "logprobs_start", "truncate_prompt_tokens"}
+    assert never == {"n"} | of_prompts | text_only | dry
 
 
 @pytest.mark.parametrize(
@@ -215,8 +214,7 @@ def test_a_planted_fault_is_caught(
 def test_credit_to_the_wrong_epoch_is_caught(
     monkeypatch: pytest.MonkeyPatch, make_engine: Callable[..., XlaBatchEngine]
 ) -> None:
-    """A token buffer that forgets when an occupancy began would credit a finished request's tokens to the
-    slot's next owner."""
+    """Without the epochs of slots, the late tokens of a request would go to the next of its name and slot."""
     engine = make_engine(FAULTY)
     peers = engine.max_num_seqs - 1  # so that the slot is the same
     prompt, params = [3, 1, 4, 1, 5], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -236,14 +234,7 @@ def test_credit_to_the_wrong_epoch_is_caught(
     engine.submit(prompt, params)
     (alone,) = engine.drain()
     assert tokens_after_resubmission() == alone.outputs[0].token_ids
-    begin = TokenBuffer.begin
-
-    def careless(
-        self: TokenBuffer, request: LiveSequence, slot: int, step: int, until: int | None = None
-    ) -> None:
-        begin(self, request, slot, self.next_step or step, until)
-
-    monkeypatch.setattr(TokenBuffer, "begin", careless)
+    monkeypatch.setattr(Events, "rows", property(lambda events: events._rows))
     assert tokens_after_resubmission() != alone.outputs[0].token_ids
 
 
@@ -252,7 +243,7 @@ def test_the_oracle_shares_nothing_but_the_model() -> None:
     import ast
     import inspect
 
-    import xla_engine.equivalence.reference as reference
+    import xla_engine.equivalence.forward_pass as reference
 
     names = {
         node.module

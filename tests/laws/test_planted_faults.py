@@ -1,7 +1,7 @@
 """The harness can fail: each fault planted here is caught, and its test says by which check.
 
 Some faults do not depend on the batch at all. Alone and batched agree on the same wrong numbers, so `verify` is blind
-to them, and the comparison with `xla_engine.equivalence.reference` must see them. More faults stand beside the
+to them, and the comparison with `xla_engine.equivalence.forward_pass` must see them. More faults stand beside the
 checks they belong
 to: in `test_equivalence`, `test_self_check` and `test_scheduler_faults`.
 """
@@ -23,7 +23,7 @@ from tests.support.faults import FAULTY, attend_decode, attend_prefill, credit_g
 from tests.support.models import TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import EngineClosedError
@@ -32,6 +32,7 @@ from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.steps import decode, prefill
+from xla_engine.graphs.steps.step import StepState
 from xla_engine.scheduler import Chunk, Request, SchedulerConfig
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.steps.prefill import Prefilling
@@ -44,7 +45,7 @@ UNCHECKED = replace(FAULTY, self_check=False)
 
 def gap_to_reference(engine: XlaBatchEngine, count: int = 12) -> float:
     """Largest distance of a logprob from that of a full forward pass over the same tokens."""
-    reference = Reference(engine.checkpoint)
+    reference = ForwardPass(engine.checkpoint)
     largest = 0.0
     for case in draw_cases(engine, count, seed=10):
         found = run_alone(engine, case)
@@ -64,13 +65,11 @@ def own_key_unseen(self: Any, layer: Any, qkv: Any, call: Any, *, length: Any, l
     return layer, attend_decode(self, layer, qkv, call, length=length - 1, live=no_row)[1]
 
 
-def rotates_one_further_after_a_chunk(
-    spec: Any, key_length: int, head_rows: int, weights: Any, rope: Any, *state: Any, **named: Any
-) -> Any:
+def rotates_one_further_after_a_chunk(form: Any, state: StepState, *rest: Any) -> Any:
     """RoPE positions after the first chunk are one too large."""
     chunk = FAULTY.chunk_size
-    late = jnp.concatenate([rope[:, :chunk], rope[:, chunk + 1 :], rope[:, -1:]], axis=1)
-    return prefill.prefill_chunk(spec, key_length, head_rows, weights, late, *state, **named)
+    late = jnp.concatenate([state.rope[:, :chunk], state.rope[:, chunk + 1 :], state.rope[:, -1:]], axis=1)
+    return prefill.prefill_chunk(form, state._replace(rope=late), *rest)
 
 
 @pytest.mark.full

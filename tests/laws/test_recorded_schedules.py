@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from xla_engine.scheduler import (
     SchedulerConfig,
     StepResult,
 )
+from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.tools.simulator.compare import compare
 
 VOCABULARY = 199
@@ -37,12 +38,12 @@ class Recorded:
 
     def __init__(self, config: SchedulerConfig, path: Path, *, lag: int, draw: random.Random) -> None:
         self.scheduler = Scheduler(config)
+        self._pipeline: StepPipeline[tuple[Plan, StepResult]] = StepPipeline(self.scheduler, lag=lag)
         self.lag, self.draw, self.path = lag, draw, path
         self.strings: dict[str, int] = {}
         self.live: Counter[str] = Counter()  # tokens so far
         self.seen: Counter[str] = Counter()
         self._sampled: dict[str, int] = {}
-        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
         self._now = 0.0
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115
         engine = {"lag": lag, "prefill_lanes": [2, 8], "key_buckets": [512]}
@@ -59,25 +60,26 @@ class Recorded:
 
     def turn(self, aborts: float) -> None:
         """aborts: how likely callers are to end requests, also while the host waits for a step."""
-        self._give_up(aborts / 2)
-        plan = self.scheduler.plan()
-        if not plan.is_empty:
+        if (
+            not self._pipeline.is_full
+        ):  # else the log does not tell whether it came before the step that is read
+            self._give_up(aborts / 2)
+        plan = None if self._pipeline.is_full else self._pipeline.plan()
+        if plan is not None:
             for name in plan.replays:
                 self.live[name] = 0
-            self._in_flight.append((plan, self._sample(plan)))
+            self._pipeline.in_flight.append((plan, self._sample(plan)))
             self._log.started(plan, self._tick())
             self.seen.update(
                 {name: len(getattr(plan, name)) for name in ("reuses", "copies", "parks", "replays")}
             )
-        while len(self._in_flight) > (0 if plan.is_empty else self.lag):
-            if not plan.is_empty:  # else the log does not tell whether it came before the plan
+        if self._pipeline.is_due(started=plan is not None):
+            if plan is not None:  # else the log does not tell whether it came before the plan
                 self._give_up(aborts / 2)
             self._read()
-            if plan.is_empty:
-                break
 
     def _read(self) -> None:
-        plan, result = self._in_flight.popleft()
+        plan, result = self._pipeline.in_flight.popleft()
         events = self.scheduler.commit(plan, result)
         self._log.read(plan, events, self._tick())
         for name, _, reason in events:
@@ -92,7 +94,7 @@ class Recorded:
                 self.seen["texts"] += 1
 
     def drain(self, aborts: float) -> None:
-        while self.live or self._in_flight:
+        while self.live or self._pipeline.in_flight:
             self.turn(aborts)
         self.scheduler.check()
         self._file.close()

@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(numbers=st.frozensets(st.integers(0, 7), max_size=3))
     def hold(self, numbers: frozenset[int]) -> None:
         """The grammar masks of these requests are not ready yet."""
-        self.loop.held = frozenset(f"r{number}" for number in numbers)
+        self.loop.blocked = frozenset(f"r{number}" for number in numbers)
 
     @rule()
     def plan(self) -> None:

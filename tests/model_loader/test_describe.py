@@ -111,7 +111,9 @@ def test_they_apply_unless_they_are_refused(
             "1 of 1 texts ended at the default of 5 tokens; set SamplingParams(max_tokens=...)"
         ]
         llm.engine.default_params = SamplingParams(ignore_eos=True)  # type: ignore[misc]
-        (turn,) = llm.chat([{"role": "user", "content": "a"}], chat_template="b", use_tqdm=False)
+        (turn,) = llm.chat(
+            [{"role": "user", "content": "a"}], chat_template="{{ messages[0].content }}b", use_tqdm=False
+        )
         assert len(turn.prompt_token_ids) + len(turn.outputs[0].token_ids) == 128
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "import"}\n')

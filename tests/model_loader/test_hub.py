@@ -149,7 +149,7 @@ def test_offline_mode_is_respected(cache: Path, no_network: None, monkeypatch: p
 def test_only_ids_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     for name in ("name", "./owner/name", "/owner/name", "a/b/c", "../b", "owner/name.gguf", "~/b", "a/b c"):
-        with pytest.raises(CheckpointError, match="no such directory"):
+        with pytest.raises(CheckpointError, match=r"no such (directory|file)"):
             open_model(name)
 
 
@@ -196,6 +196,23 @@ def test_a_gguf_file_of_a_kind_is_taken_from_the_cache(cache: Path, file: str) -
         assert open_model(name).path == snapshot / file
 
 
+@pytest.mark.usefixtures("no_network")
+def test_a_split_file_of_a_kind_is_taken_when_all_its_parts_are_there(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"Q8_0/model-Q8_0-{part:05d}-of-00003.gguf" for part in (1, 2, 3)]
+    snapshot = put_gguf(cache, *parts[:2])
+
+    def download(*_: str, local_files_only: bool = False, **__: Any) -> str:
+        if not local_files_only:
+            (snapshot / parts[2]).write_bytes(b"GGUF")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_model("owner/name:Q8_0").path == snapshot / parts[0]
+    assert (snapshot / parts[2]).exists()
+
+
 def test_a_gguf_file_is_fetched_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
@@ -207,14 +224,15 @@ def test_a_gguf_file_is_fetched_and_nothing_else(cache: Path, monkeypatch: pytes
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert open_model("owner/name:Q8_0").path.name == "model-Q8_0.gguf"
-    names = ["a-Q8_0.gguf", "a-Q4_0.gguf", "config.json", "model.safetensors", "a-q8_0.gguf"]
-    assert list(filter_repo_objects(names, allow_patterns=asked)) == ["a-Q8_0.gguf", "a-q8_0.gguf"]
+    wanted = ["a-Q8_0.gguf", "a-q8_0.gguf", "a-Q8_0-00001-of-00002.gguf"]
+    names = [*wanted, "a-Q4_0.gguf", "a-Q4_0-00001-of-00002.gguf", "config.json", "model.safetensors"]
+    assert list(filter_repo_objects(names, allow_patterns=asked)) == wanted
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (("model-Q4_0.gguf", "model-Q8_0-00001-of-00002.gguf"), ["no file", "in one part", "owner/name"]),
+        (("model-Q4_0.gguf", "mmproj-Q8_0.gguf"), ["no file", "owner/name"]),
         (("a-Q8_0.gguf", "b-Q8_0.gguf"), ["several files", "a-Q8_0.gguf", "b-Q8_0.gguf"]),
     ],
 )

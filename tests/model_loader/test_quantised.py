@@ -18,7 +18,7 @@ from tests.support.models import TINY_ENGINE
 from tests.support.quantised import CONFIG, FORMS, packed_words, write_plain, write_quantised
 from tests.support.tiers import default
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.config import STORED_AS, EngineConfig
+from xla_engine.config import GGUF_INT8, STORED_AS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model, report_lines
 from xla_engine.errors import CheckpointError, ConfigError
@@ -119,9 +119,13 @@ def test_scales_that_float16_does_not_hold_cannot_stay_packed(plain: Path, tmp_p
     )
     assert load_checkpoint(quantised).config == load_checkpoint(dequantised).config
     with pytest.raises(
-        CheckpointError, match=r"gate_proj.weight_scale holds scales that float16 does not.*Leave"
+        CheckpointError, match=r"gate_proj.weight_scale holds scales that float16 does not.*'none'"
     ):
         XlaBatchEngine.from_pretrained(quantised, replace(TINY_ENGINE, quantization="packed"))
+    with XlaBatchEngine.from_pretrained(quantised, replace(TINY_ENGINE, self_check=False)) as engine:
+        assert engine.config.quantization is None  # the default form gives way
+        note = engine.runner.form_note
+    assert note is not None and "dequantised to bfloat16" in note and "float16 does not" in note
 
 
 def results(path: Path, **options: Any) -> list[tuple[Any, ...]]:
@@ -168,7 +172,7 @@ def test_what_cannot_stay_packed_is_refused(plain: Path, tmp_path: Path) -> None
     if not NAMES:
         pytest.skip("no C++ products on this platform")
     quantised, _ = write_quantised(plain, tmp_path, "fp8_by_tensor")
-    with pytest.raises(ConfigError, match=r"AWQ, GPTQ and compressed-tensors.*Leave it out"):
+    with pytest.raises(ConfigError, match=r"AWQ, GPTQ and compressed-tensors.*Leave quantization out"):
         XlaBatchEngine.from_pretrained(quantised, replace(TINY_ENGINE, quantization="packed"))
 
 
@@ -192,7 +196,7 @@ def test_vllms_name_of_a_method_is_checked_and_changes_nothing(plain: Path, tmp_
             options = EngineConfig(quantization=name, bits="portable" if form != "mxfp4" else "machine")
             if name == stored[form]:
                 resolved = describe_decoder(open_model(path), options).options
-                assert resolved == replace(options, quantization=None)
+                assert resolved == replace(options, quantization="auto")
                 assert inspect_model(path, EngineConfig(max_num_seqs=1, quantization=name)).ok
             else:
                 with pytest.raises(ConfigError, match=f"'{name}' does not match.*is '{stored[form]}'.*Leave"):
@@ -207,7 +211,7 @@ def test_vllms_name_of_a_method_is_checked_and_changes_nothing(plain: Path, tmp_
     with pytest.raises(ConfigError, match=r"the checkpoint's own awq, .*not 'bitsandbytes'"):
         EngineConfig(quantization="bitsandbytes")
     with LLM(quantised["awq"], quantization="awq", max_num_seqs=2, max_model_len=32, self_check=False) as llm:
-        assert llm.engine.config.quantization is None
+        assert llm.engine.config.quantization == (GGUF_INT8 if NAMES else None)
 
 
 def test_the_fingerprint_depends_on_the_configuration(plain: Path, tmp_path: Path) -> None:

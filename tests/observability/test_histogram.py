@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from xla_engine.observability.histogram import FEW, LONG_TIMES, RATES, SHARES, SHORT_TIMES, Histogram
-from xla_engine.observability.metrics import Family, Sample, text_of
+from xla_engine.observability.metrics import MetricFamily, MetricSample, text_of
 
 VALUES = st.lists(st.tuples(st.floats(0, 700, allow_nan=False), st.integers(1, 5)), max_size=40)
 
@@ -40,10 +40,19 @@ def test_prometheus_reads_the_text(text: str, values: list[tuple[float, int]]) -
     for value, times in values:
         histogram.add(value, times)
     families = [
-        Family(name="a:b", kind="gauge", about=text, samples=(Sample(1.5, {"label": text}), Sample(2, {}))),
-        Family(name="c_total", kind="counter", about="c", samples=(Sample(3, {"x": "1", "y": text}),)),
-        Family(name="d", kind="histogram", about="d", samples=(Sample(histogram.now(), {"x": text}),)),
-        Family(name="none", kind="counter", about="no values yet", samples=()),
+        MetricFamily(
+            name="a:b",
+            kind="gauge",
+            about=text,
+            samples=(MetricSample(1.5, {"label": text}), MetricSample(2, {})),
+        ),
+        MetricFamily(
+            name="c_total", kind="counter", about="c", samples=(MetricSample(3, {"x": "1", "y": text}),)
+        ),
+        MetricFamily(
+            name="d", kind="histogram", about="d", samples=(MetricSample(histogram.now(), {"x": text}),)
+        ),
+        MetricFamily(name="none", kind="counter", about="no values yet", samples=()),
     ]
     read = {family.name: family for family in text_string_to_metric_families(text_of(families))}
     assert [(sample.labels, sample.value) for sample in read["a:b"].samples] == [

@@ -16,10 +16,10 @@ from xla_engine import SamplingParams
 from xla_engine.cli import main
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
-from xla_engine.equivalence.record import RecordError, write_record
+from xla_engine.equivalence.record import write_record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import draw_schedule
-from xla_engine.errors import ConfigError
+from xla_engine.errors import ConfigError, RecordError
 from xla_engine.observability.step_log import Moment, StepLog, read_step_log
 from xla_engine.observability.step_log_writer import SHORTEST, _Prefixes, logging_steps
 from xla_engine.scheduler import Scheduler

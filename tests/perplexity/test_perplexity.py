@@ -18,7 +18,7 @@ from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from tests.support.tiers import default
 from xla_engine import cli
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.errors import InvalidRequestError, LogitsFileError
 from xla_engine.perplexity import LogitsFile, LogitsWriter, measure
 from xla_engine.perplexity.figures import Comparison, divergence, log_softmax
@@ -62,7 +62,7 @@ def plain_log_probs(name: str) -> np.ndarray:
     """Of the tokens in the second half of each window, by whole forward passes: f64 `[C, S, V]`."""
     dtype, quantization = PRECISIONS[name]
     checkpoint = tiny_checkpoint(dtype, model=MODEL)
-    reference = Reference(checkpoint, CONFIG.max_model_len, quantized=quantization is not None)
+    reference = ForwardPass(checkpoint, CONFIG.max_model_len, quantized=quantization is not None)
     windows = np.array(TEXT[: 5 * CTX]).reshape(5, CTX)
     logits = np.array([reference.logits(window.tolist())[CTX // 2 : -1] for window in windows], np.float64)
     return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
@@ -285,4 +285,7 @@ def test_an_error_of_the_measurement_is_one_line(
     monkeypatch.setattr(cli._common, "load_engine", load)
     text = tmp_path / "text.txt"
     text.write_text("words")
-    assert_not_started(invoke("perplexity", text, "-c", "64"), "the model has no tokenizer; give token ids")
+    for more in ((), ("--max-model-len", "64")):
+        assert_not_started(
+            invoke("perplexity", text, "-c", "64", *more), "the model has no tokenizer; give token ids"
+        )

@@ -21,12 +21,12 @@ from tests.support.pooling_models import qwen3_tensors, write_model
 from xla_engine import LLM, PoolingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.batch.dry_run import DryRun
-from xla_engine.batch.fields import URLS
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.requests import LineError, parse_record
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.config import EngineConfig
+from xla_engine.openai.fields import URLS
+from xla_engine.openai.requests import LineError, parse_record
+from xla_engine.openai.results import ResultHeader
 from xla_engine.server.service import Service
 from xla_engine.server.settings import ServerSettings
 

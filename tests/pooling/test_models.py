@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.pooling_models import CONFIG, Tensors, hidden_states, qwen3_tensors, write_model
 from xla_engine import LLM
-from xla_engine.batch.pooling import CLASSIFY_URL, PoolingRequest, pooling_body
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
+from xla_engine.openai.pooling import CLASSIFY_URL, PoolingRequest, pooling_body
 from xla_engine.outputs import RequestOutput
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.text.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ def _with(directory: Path, **change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"modules": ("Transformer", "Pooling", "Dense")}, {}, "'Dense' is not supported"),
+        ({"modules": ("Transformer", "Pooling", "CNN")}, {}, "'CNN' is not supported"),
         ({"pooling": {"pooling_mode_cls_token": True}}, {}, "cls_token; supported are the last token and the mean"),
         ({"pooling": {}}, {}, "pools by nothing"),
         ({"architecture": "Qwen3ForSequenceClassification", "tensors": qwen3_tensors()}, {}, "weight is missing"),

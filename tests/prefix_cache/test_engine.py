@@ -29,9 +29,9 @@ from xla_engine.engine import stored_prefixes
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.attention.backend import LayerCache
-from xla_engine.prefix_cache import storage
-from xla_engine.prefix_cache.files import BlockFiles, entries
-from xla_engine.prefix_cache.storage import Rate
+from xla_engine.runner.prefix_files import storage
+from xla_engine.runner.prefix_files.files import BlockFiles, entries
+from xla_engine.runner.prefix_files.storage import Rate
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.stored_blocks import BlockLayout
 from xla_engine.sampling_params import SamplingParams
@@ -380,7 +380,7 @@ def test_stored_bytes_are_those_of_the_pool(filled: Path) -> None:
 
 def test_a_wrong_byte_with_a_right_checksum_is_found_by_verify(copied: Path) -> None:
     from xla_engine.equivalence.stored_blocks import check_stored
-    from xla_engine.prefix_cache.files import encoded, read_file
+    from xla_engine.runner.prefix_files.files import encoded, read_file
 
     path = next(path for path, _, _ in entries(copied))
     stored = read_file(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xla_engine.errors import ConfigError
-from xla_engine.prefix_cache.files import (
+from xla_engine.runner.prefix_files.files import (
     BlockFiles,
     DamagedFileError,
     StoredContent,

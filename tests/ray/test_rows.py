@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from xla_engine.batch.requests import LineError, LineRequest
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.ray.stage import ERROR, EngineActor, ModelStage, _added, _answered, request_of
+from xla_engine.openai.requests import LineError, LineRequest
+from xla_engine.ray.results import ERROR
+from xla_engine.ray.stage import EngineActor, ModelStage, _added, _answered, request_of
 
 pa = pytest.importorskip("pyarrow")
 

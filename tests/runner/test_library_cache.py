@@ -186,3 +186,48 @@ def test_no_home_is_no_crash(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
+
+
+def test_a_directory_from_which_nothing_may_run_gives_way_to_a_temporary_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executes = library_cache._can_execute
+    monkeypatch.setattr(
+        library_cache, "_can_execute", lambda place: tmp_path not in place.parents and executes(place)
+    )
+    with caplog.at_level(logging.WARNING):
+        path = library(tmp_path / "cache", "x.so", Maker())
+    assert tmp_path not in path.parents
+    (record,) = caplog.records
+    assert "noexec" in record.getMessage() and str(tmp_path / "cache") in record.getMessage()
+
+
+MOUNTED = """
+import logging, sys
+from xla_engine.runner.native_library.build import register
+logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
+print("registered", register(parts=("delta",)))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "word"), [("noexec,size=200m", "noexec"), ("ro,size=9m", "Read-only"), ("size=16k", "full")]
+)
+def test_a_cache_on_a_mount_that_cannot_hold_libraries(options: str, word: str, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o {options} tmpfs {tmp_path} && cd {ROOT} && exec {sys.executable} -"
+    environment = os.environ | {"XLA_ENGINE_CACHE": str(tmp_path / "c"), "XLA_ENGINE_ISA": "auto"}
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount],
+        input=MOUNTED,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if "unshare" in ran.stderr or "mount:" in ran.stderr:
+        pytest.skip(f"mounts need a user who may make them: {ran.stderr.strip()}")
+    assert ran.returncode == 0, ran.stderr
+    first, *_, last = ran.stdout.splitlines()
+    assert first.startswith("LOG compiled code is not cached") and word in first
+    assert last.startswith("registered")

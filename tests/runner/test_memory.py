@@ -23,6 +23,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.tools.bench.models import LLAMA_3_2_1B
+from xla_engine.utils import host_memory
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -44,7 +45,7 @@ def test_a_token_of_llama_3_2_1b_costs_what_its_card_says() -> None:
 
 def test_slots_are_what_the_engine_allocates(tiny: XlaBatchEngine) -> None:
     runner, spec = tiny.runner, tiny.runner.spec
-    state = memory.tree_bytes((*runner._state.held, runner._state.tables))
+    state = memory.tree_bytes((*runner._state.donated, runner._state.tables))
     rows = tiny.config.device_rows
     assert rows * memory.slot_bytes(spec, runner.context_length) == state
 
@@ -116,7 +117,7 @@ def test_an_accelerator_tells_what_xla_has_left() -> None:
 
 def test_a_control_group_limits_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(platform="cpu")
-    monkeypatch.setattr(memory, "_GROUPS", ((str(tmp_path), "limit", "used", "inactive_file"),))
+    monkeypatch.setattr(host_memory, "_GROUPS", ((str(tmp_path), "limit", "used", "inactive_file"),))
     everything = memory.available_bytes(host)
     assert everything is not None and everything > 10**6
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\n")

@@ -77,6 +77,25 @@ def test_a_second_engine_loads_every_program_and_gives_the_same_bits(
     assert answers == expected
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("change", [{"max_num_seqs": 16}, {"max_model_len": 40}], ids=str)
+def test_another_size_compiles_only_programs_whose_arguments_have_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, int]
+) -> None:
+    monkeypatch.setattr("xla_engine.runner.runner.program_store", lambda *_: ProgramStore(tmp_path))
+
+    def reports(**options: Any) -> list[GraphReport]:
+        config = replace(TINY_ENGINE, self_check=False, **options)
+        with XlaBatchEngine(tiny_checkpoint(), None, config) as engine:
+            return engine.inventory_report()
+
+    before = {(each.name, each.argument_bytes) for each in reports()}
+    after = reports(**change)
+    unchanged = {each.name for each in after if (each.name, each.argument_bytes) in before}
+    assert {each.name for each in after if was_loaded(each)} == unchanged
+    assert 0 < len(unchanged) < len(after)
+
+
 @pytest.mark.parametrize("damage", ["torn", "other bytes", "not ours", "a link", "of another XLA"])
 def test_a_damaged_or_foreign_file_is_compiled_again(tmp_path: Path, damage: str) -> None:
     inventory, report = compiled(tmp_path, norm())

@@ -20,11 +20,15 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
+from xla_engine.errors import ConfigError
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling import sampler as sampling
 from xla_engine.graphs.sampling.logits import ByRow
+from xla_engine.runner.runner import Runner
+from xla_engine.runner.self_check import check as check_module
 from xla_engine.runner.self_check.check import SelfCheck, run_self_check
+from xla_engine.runner.self_check.probe import enough_blocks
 
 MakeEngine = Callable[..., XlaBatchEngine]
 
@@ -187,3 +191,60 @@ def test_each_bucket_is_probed_with_keys_that_need_it(
     assert check.row_invariant and check.lane_invariant and not check.bucket_invariant
     assert all("with 512 keys against 768" in difference for difference in check.differences)
     assert engine.runner.sizes.keys == (768,)
+
+
+# -- pools of few blocks ----------------------------------------------------------------------------------------
+
+SMALL_POOL = replace(TINY_ENGINE, num_blocks=6, block_size=32, max_model_len=128)
+
+
+@pytest.mark.full
+def test_a_pool_too_small_for_the_check_is_checked_in_a_temporary_one(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are recomputed and reused as with more blocks, nothing compiles later, and the bits are the same."""
+    checked: list[int | None] = []
+    compare = check_module._compare
+
+    def seen(runner: Runner, *rest: Any, **named: Any) -> Any:
+        checked.append(runner.config.num_blocks)
+        return compare(runner, *rest, **named)
+
+    monkeypatch.setattr(check_module, "_compare", seen)
+    engine = make_engine(SMALL_POOL)
+    assert checked[0] == 6 and len(set(checked)) == 2 and checked[-1] == enough_blocks(engine.config)
+    assert first_check(engine).ok and engine.config.num_blocks == 6
+    assert engine.scheduler.config.prefill_equals_decode is first_check(engine).prefill_equals_decode
+    assert engine.stats().compiles_after_warmup == 0
+    report = verify(engine, requests=12, schedules=1, seed=3)
+    assert report.ok, "\n".join(report.lines())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [TINY_ENGINE, BOTH_LANES], ids=["two lanes", "eight lanes"])
+def test_enough_blocks_are_enough(make_engine: MakeEngine, config: EngineConfig) -> None:
+    """And a pool of as many is checked itself."""
+    pool = replace(config, num_blocks=6, block_size=32)
+    engine = make_engine(replace(pool, num_blocks=enough_blocks(pool)))
+    assert run_self_check(engine.runner, TINY.vocab_size) is not None
+
+
+@pytest.mark.full
+def test_a_check_that_cannot_run_says_so(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(replace(SMALL_POOL, enable_lora=True))
+    assert engine.self_check is None and not engine.scheduler.config.prefill_equals_decode
+    (record,) = (each for each in caplog.records if each.name == "xla_engine.self_check")
+    assert "more than the 6 blocks" in record.getMessage() and "num_blocks" in record.getMessage()
+
+
+def test_a_temporary_pool_without_memory_says_so(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(replace(SMALL_POOL, self_check=False))
+
+    def refuse(blocks: int) -> Runner:
+        raise ConfigError("the engine does not fit")
+
+    assert run_self_check(engine.runner, TINY.vocab_size, refuse) is None
+    (record,) = caplog.records
+    assert "does not fit: the engine does not fit" in record.getMessage()

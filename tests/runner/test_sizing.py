@@ -18,7 +18,7 @@ from xla_engine.cli import main
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.config import RopeScaling
+from xla_engine.graphs.config import ModelConfig, RopeScaling
 from xla_engine.graphs.kv_cache.cache import block_bytes, make_cache
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
@@ -32,6 +32,7 @@ from xla_engine.runner.sizing import (
     resolve_sizes,
 )
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from xla_engine.utils import host_memory
 
 SPEC = ModelSpec(TINY, jnp.dtype("bfloat16"), choose_attention("xla"), None)
 AUTO = replace(TINY_ENGINE, max_num_seqs="auto")
@@ -177,11 +178,17 @@ def test_over_asking_fails_at_start_on_the_command_line(tmp_path: Any) -> None:
 LONG = replace(TINY, max_position_embeddings=1 << 20)
 
 
+def length_of(config: EngineConfig, model: ModelConfig, device: Any) -> EngineConfig:
+    return resolve_length(
+        config, model, lambda model: make_spec(config, model, jnp.dtype("bfloat16")), device
+    )
+
+
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_the_length_that_nobody_asked_for_takes_a_quarter_of_the_memory_at_most(share: float) -> None:
     config = replace(TINY_ENGINE, max_model_len=None, memory_utilization=share)
     for free in (10**7, 10**8, 10**9, 10**12):
-        found = resolve_length(config, LONG, "bfloat16", Device(free)).context_length(1 << 20)
+        found = length_of(config, LONG, Device(free)).context_length(1 << 20)
         budget = int(free * min(share, DEFAULT_SHARE))
 
         def fits(length: int, budget: int = budget) -> bool:
@@ -196,14 +203,14 @@ def test_the_length_that_nobody_asked_for_takes_a_quarter_of_the_memory_at_most(
 def test_the_length_depends_on_the_machine_and_not_on_what_is_free(in_use: int) -> None:
     """Once, free memory entered the fingerprint, and a run could not be resumed after another program took 3 GB."""
     config = replace(TINY_ENGINE, max_model_len=None)
-    found = resolve_length(config, LONG, "bfloat16", Device(10**9, in_use))
-    assert found == resolve_length(config, LONG, "bfloat16", Device(10**9)) and found.max_model_len
+    found = length_of(config, LONG, Device(10**9, in_use))
+    assert found == length_of(config, LONG, Device(10**9)) and found.max_model_len
     host = jax.devices("cpu")[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_size_of_host", lambda: 10**9)
-        patch.setattr(memory, "_groups", lambda: [(10**10, 7), (2 * 10**9, in_use)])
+        patch.setattr(host_memory, "size", lambda: 10**9)
+        patch.setattr(host_memory, "groups", lambda: [(10**10, 7), (2 * 10**9, in_use)])
         assert memory.total_to_each(host, 2) == 5 * 10**8
-        patch.setattr(memory, "_groups", lambda: [(10**8, in_use)])
+        patch.setattr(host_memory, "groups", lambda: [(10**8, in_use)])
         assert memory.total_to_each(host, 1) == 10**8
 
 
@@ -211,7 +218,7 @@ def test_the_size_of_the_memory_decides_no_length_that_bits_depend_on() -> None:
     scaling = RopeScaling(rope_type="dynamic", factor=4.0, original_max_position_embeddings=4096)
     model = replace(LONG, rope_scaling=scaling)
     config = replace(TINY_ENGINE, max_model_len=None)
-    assert resolve_length(config, model, "bfloat16", Device(10**12)) == config
-    assert resolve_length(config, TINY, "bfloat16", Device(10**12)) == config  # shorter than the default
+    assert length_of(config, model, Device(10**12)) == config
+    assert length_of(config, TINY, Device(10**12)) == config  # shorter than the default
     asked = replace(config, max_model_len=4096)
-    assert resolve_length(asked, LONG, "bfloat16", Device(10**5)) == asked
+    assert length_of(asked, LONG, Device(10**5)) == asked

@@ -6,6 +6,7 @@ import doctest
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from xla_engine.scheduler import (
     StepResult,
     policy,
 )
+from xla_engine.scheduler.pipeline import StepPipeline
 
 
 def test_row_of_the_last_chunk_decodes_in_the_same_plan_unless_no_other_does() -> None:
@@ -330,3 +332,30 @@ def test_importing_the_scheduler_needs_the_standard_library_only() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=1800
     )
     assert shown.stdout.split() == ["xla_engine"]
+
+
+@pytest.mark.parametrize(
+    ("constrained", "others", "held", "depth"),
+    [
+        (0, 0, 0, 1),
+        (0, 2, 0, 1),
+        (2, 0, 0, 0),
+        (2, 2, 0, 0),
+        (1, 2, 0, 1),
+        (2, 1, 1, 0),
+        (2, 2, 1, 1),
+        (1, 0, 1, 1),
+    ],
+)
+def test_steps_are_read_at_once_while_most_rows_are_constrained(
+    constrained: int, others: int, held: int, depth: int
+) -> None:
+    """Held rows do not count, so that a slow constraint does not keep others' steps from starting early."""
+    engine = make(slots=8)
+    pipeline: StepPipeline[object] = StepPipeline(engine, lag=1)
+    for at in range(constrained + others):
+        engine.submit(replace(ask(str(at), prompt=2, tokens=9), constrained=at < constrained))
+    while engine.num_waiting or any(state for state in engine._prefilling):
+        step(engine)
+    engine.plan(None, {str(at) for at in range(held)})
+    assert pipeline.depth == depth

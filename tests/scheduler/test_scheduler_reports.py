@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.support.scheduler_calls import ask, make, names, step
-from xla_engine.scheduler import Scheduler, Slot, Status
+from xla_engine.scheduler import RequestView, Scheduler, Slot, Status
 
 
 def test_decisions_say_why() -> None:
@@ -75,9 +77,42 @@ def test_snapshot_tells_slots_queue_and_counters() -> None:
     assert (a.request.status, a.request.planned, a.request.credited) == (Status.RUNNING, 2, 1)
     assert (b.slot.index, b.position, b.request.status, b.request.prefilled) == (1, 8, Status.PREFILLING, 8)
     assert (free.slot, free.position) == (Slot(index=2, epoch=0), 0)
-    assert [(seen.request_id, seen.decision) for seen in view.waiting] == [("c", None)]
+    assert reasons(view.waiting) == ["gets slot 2 in the next plan"]
+    first, second, third = reasons(slot.request for slot in view.slots)
+    assert first == "decodes; 8 tokens left" and "of the 4 chunks left" in second and third == ""
     assert (view.counters.steps_planned, view.counters.steps_committed) == (2, 1)
     assert (engine.num_waiting, engine.num_running, engine.has_unfinished) == (1, 2, True)
+
+
+def reasons(views: Iterable[RequestView | None]) -> list[str]:
+    return ["" if view is None or view.decision is None else view.decision.reason for view in views]
+
+
+def test_a_snapshot_says_what_holds_now() -> None:
+    """After slots were freed, and while rows run, whatever the last plan decided."""
+    engine = make(slots=2)
+    for name in "abcde":
+        engine.submit(ask(name, tokens=9 if name == "c" else 3))
+    assert reasons(engine.snapshot().waiting) == [
+        "gets slot 0 in the next plan",
+        "gets a slot in the next plan",
+        *("2 go first", "3 go first", "4 go first"),
+    ]
+    step(engine)
+    view = engine.snapshot()
+    assert reasons(slot.request for slot in view.slots) == ["decodes; 2 tokens left"] * 2
+    assert reasons(view.waiting) == ["no free slot: 2 of 2 busy", "1 goes first", "2 go first"]
+    engine.abort("b")
+    view = engine.snapshot()
+    assert view.slots[1].request is None
+    assert reasons(view.waiting) == ["gets slot 1 in the next plan", "1 goes first", "2 go first"]
+    assert "gets slot 1 in the next plan" in view._repr_html_()
+    engine.plan()
+    assert [slot.request and slot.request.request_id for slot in engine.snapshot().slots] == ["a", "c"]
+    engine.plan()
+    view = engine.snapshot()
+    assert reasons(view.draining) == ["all its tokens are planned; 2 tokens not read yet"]
+    assert reasons(view.waiting)[0] == "gets slot 0 in the next plan"
 
 
 def test_check_finds_a_broken_invariant() -> None:

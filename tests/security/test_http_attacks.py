@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -191,6 +192,9 @@ REQUESTS = {
     "get": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
     "old": b"GET /v1/models HTTP/1.0\r\n\r\n",
     "upgrade": b"GET /v1/models HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nx",
+    "upgrade with a body": post(
+        b"/tokenize", KEY, b'{"prompt":"x"}', b"upgrade: h2c\r\nconnection: upgrade\r\n"
+    ),
     "no key": post(b"/v1/completions", b"", TEXT),
     "key": post(b"/v1/completions", KEY, TEXT),
     "expects": post(b"/v1/completions", KEY, TEXT, b"expect: 100-continue\r\n"),
@@ -223,6 +227,59 @@ def test_a_client_may_stop_at_any_byte(
                 until_closed(one)
             except TimeoutError:
                 pytest.fail(f"still open after {data!r}")
+
+
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+
+public class Ask {
+    public static void main(String[] arguments) throws Exception {
+        HttpClient client = HttpClient.newHttpClient();  // asks for HTTP/2 by default
+        for (int number = 0; number < 2; number++) {
+            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0] + "/v1/completions"))
+                .header("authorization", "Bearer alpha")
+                .header("content-type", "application/json")
+                .POST(HttpRequest.BodyPublishers.ofString(arguments[1])).build();
+            HttpResponse<String> answer = client.send(request, HttpResponse.BodyHandlers.ofString());
+            System.out.println(answer.statusCode() + " " + answer.version() + " " + answer.body());
+        }
+    }
+}
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chunked", [False, True])
+def test_curl_that_asks_for_http_2_gets_an_answer(server: Running, chunked: bool) -> None:
+    if (curl := shutil.which("curl")) is None:
+        pytest.skip("needs curl")
+    command = [
+        curl,
+        "--silent",
+        "--show-error",
+        "--http2",
+        "--max-time",
+        "600",
+        "--data-binary",
+        TEXT.decode(),
+    ]
+    command += ["-H", "authorization: Bearer alpha", "-H", "content-type: application/json"]
+    command += ["-H", "transfer-encoding: chunked"] if chunked else []
+    url = f"{server.url}/v1/completions"
+    done = subprocess.run([*command, url, url], capture_output=True, text=True, check=True)
+    assert done.stdout.count('"object":"text_completion"') == 2, done.stdout
+
+
+@pytest.mark.full
+def test_java_s_client_which_asks_for_http_2_gets_an_answer(server: Running, tmp_path: Path) -> None:
+    if (java := shutil.which("java")) is None or shutil.which("javac") is None:
+        pytest.skip("needs a JDK")
+    source = tmp_path / "Ask.java"
+    source.write_text(JAVA)
+    command = [java, str(source), server.url, TEXT.decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.stdout.count('200 HTTP_1_1 {"id":"cmpl-') == 2, done.stdout + done.stderr
 
 
 EARLY = {
@@ -425,7 +482,7 @@ def test_answers_that_are_not_read_are_not_held(server: Running, what: str, clos
     tenant = hashlib.sha256(b"alpha").hexdigest()[:16]
     path, times = b"/metrics", 4
     if what == "response":
-        responses.memory.keep(tenant, kept, [])
+        responses._form.memory.keep(tenant, kept, [])
         path, times = b"/v1/responses/resp_x", 1
     elif what == "file":
         answer = httpx.post(

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.test_token_buffer import Spelling
-from xla_engine.batch.requests import LineError, parse_record
-from xla_engine.batch.results import ResultHeader, result_body
+from tests.engine.test_delivery import Spelling
+from xla_engine.openai import answers
+from xla_engine.openai.answers import answer_pieces
+from xla_engine.openai.call import Call
+from xla_engine.openai.requests import LineError, parse_record
+from xla_engine.openai.results import ResultHeader, result_body
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
-from xla_engine.server import answers, preparation, turns
-from xla_engine.server.answers import answer_pieces
-from xla_engine.server.bodies import Call
+from xla_engine.server import preparation, turns
 from xla_engine.server.errors import ApiError
 from xla_engine.server.preparation import Rendering, chat_size
 from xla_engine.server.service import answer_values

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.openai.results import ResultHeader
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"

@@ -21,9 +21,9 @@ import pytest
 from tests.server.bodies import BODIES, TOOL
 from tests.server.conftest import Running
 from tests.support.command_line import ROOT
-from xla_engine.batch.fields import CHAT_URL
 from xla_engine.errors import ConfigError
-from xla_engine.server.batches.store import BatchRecord, Store
+from xla_engine.openai.fields import CHAT_URL
+from xla_engine.server.batches.store import BatchRecord, BatchStore
 from xla_engine.text.parsers.chats import Dialect
 from xla_engine.utils import file_lock
 
@@ -162,11 +162,11 @@ def test_an_expired_batch_answers_every_line(client: openai.OpenAI, server: Runn
 
 def test_a_folder_has_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_lock, "PATIENCE_S", 0)
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     with pytest.raises(ConfigError, match="another server"):
-        Store(tmp_path)
+        BatchStore(tmp_path)
     store.close()
-    Store(tmp_path).close()
+    BatchStore(tmp_path).close()
 
 
 class Process:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import Running
-from xla_engine.batch.requests import LineError
 from xla_engine.errors import InvalidRequestError
+from xla_engine.openai.requests import LineError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.errors import ApiError, ended
 from xla_engine.server.preparation import MAX_WAITING, Constraints

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,6 +44,42 @@ def test_the_files_name_flags_of_the_command() -> None:
         for flag in re.findall(r"(?<=[ \"])--[a-z-]+", line)
     }
     assert {"--batch-dir", "--host", "--uds", "--max-num-seqs", "--api-key-file"} <= used <= known
+
+
+def test_each_example_serves_a_mounted_model_with_arguments_that_the_command_takes() -> None:
+    yaml = pytest.importorskip("yaml")
+    engine = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["engine"]
+    (mount,) = [volume for volume in engine["volumes"] if volume.startswith("${MODEL")]
+    assert mount.endswith(":/model:ro") and engine["command"][0] == "/model"
+    for name in ("Dockerfile", "Dockerfile.cuda"):
+        text = (FOLDER / name).read_text()
+        assert re.search(r"docker run .*-v /path/to/model:/model:ro \S+ /model\n", text)
+        (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+        assert _model([*json.loads(entry)[2:], *engine["command"]]) == "/model"
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(FOLDER / "xla-engine.service")
+    command = shlex.split(unit["Service"]["ExecStart"])
+    assert command[:2] == ["/opt/xla-engine/bin/xla-engine", "serve"] and _model(command[2:]) == "${MODEL}"
+    assert "Environment=MODEL=/" in (FOLDER / "xla-engine.service").read_text()
+
+
+def _model(arguments: list[str]) -> str | None:
+    """The model that `xla-engine serve` would take with these arguments."""
+    context = serve.make_context("serve", arguments, resilient_parsing=True)
+    model: str | None = context.params["model_argument"]
+    return model
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="no docker on this machine")
+def test_compose_reads_the_file() -> None:
+    command = ["docker", "compose", "-f", FOLDER / "compose.yaml", "config", "--quiet"]
+    if subprocess.run([*command[:2], "version"], capture_output=True, check=False).returncode:
+        pytest.skip("docker has no compose plugin")
+    for model, status in (({"MODEL": "/m"}, 0), ({"MODEL": ""}, 1)):
+        done = subprocess.run(command, env=os.environ | model, capture_output=True, text=True, check=False)
+        assert bool(done.returncode) == bool(status), done.stderr
+    assert "set MODEL to the path of a model" in done.stderr
 
 
 def test_the_documentation_names_every_flag_that_operators_set() -> None:

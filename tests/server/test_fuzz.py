@@ -16,6 +16,7 @@ PATHS = [
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
     "/tokenize",
     "/detokenize",
     "/v1/batches",
@@ -54,6 +55,8 @@ FIELDS = [
         "chat_template_kwargs",
         "echo",
     ),
+    *("suffix", "functions", "function_call", "system", "thinking", "stop_sequences", "output_config"),
+    *("role", "content", "tool_calls", "arguments", "name", "type", "keep_alive"),
     *("input_file_id", "endpoint", "completion_window", "metadata", "reasoning_effort", "structured_outputs"),
 ]
 GOOD: list[Any] = [
@@ -69,6 +72,22 @@ GOOD: list[Any] = [
     {"include_usage": True},
     {"format": {"type": "json_schema", "schema": {"type": "object"}}},
     {"regex": "a|b"},
+    {"type": "enabled", "budget_tokens": 5},
+    [{"name": "f", "input_schema": {"type": "object"}}, {"type": "web_search"}],
+    [{"type": "custom", "name": "f"}],
+    [
+        {"role": "developer", "content": [{"type": "input_text", "text": "x"}]},
+        {"role": "user", "content": "x"},
+    ],
+    [
+        {"type": "reasoning", "summary": [{"text": "x"}]},
+        {"type": "function_call", "name": "f", "arguments": "{"},
+    ],
+    [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "["}},
+    ],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": [5]}}]}],
 ]
 scalars = st.none() | st.booleans() | st.integers(-5, 40) | st.floats(allow_nan=False) | st.text(max_size=6)
 values = st.sampled_from(GOOD) | st.recursive(
@@ -78,7 +97,7 @@ values = st.sampled_from(GOOD) | st.recursive(
 bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 
-@pytest.mark.parametrize("path", default(PATHS, 4))
+@pytest.mark.parametrize("path", default(PATHS, 5))
 @given(body=bodies, max_tokens=st.integers(1, 4))
 @settings(
     max_examples=60,
@@ -90,11 +109,15 @@ def test_no_body_is_answered_with_a_server_error(
 ) -> None:
     if path.startswith("/v1/c"):
         body = {"max_tokens": max_tokens, **body}
+    if path == "/v1/messages":
+        body = {"max_tokens": max_tokens, **body}
     if path == "/v1/responses":
         body = {"max_output_tokens": max_tokens, **body}
     answer = http.post(path, content=json.dumps(body))
     assert answer.status_code < 500, (path, body, answer.text)
-    if answer.status_code != 200:
+    if answer.status_code != 200 and path == "/v1/messages":
+        assert answer.json()["type"] == "error" and set(answer.json()["error"]) == {"type", "message"}
+    elif answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 

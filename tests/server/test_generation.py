@@ -208,7 +208,10 @@ def test_small_paths(http: httpx.Client, server: Running) -> None:
     assert chat["count"] > 3
     assert http.get("/tokenizer_info").json()["vocab_size"] == 4096
     assert http.post("/tokenize", json={"prompt": 3}).status_code == 400
-    assert http.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+    for wrong in (-1, 1.5, True, "1", None, 2**31):
+        assert http.post("/detokenize", json={"tokens": [wrong]}).status_code == 400
+    by_value = http.post("/detokenize", json={"tokens": [float(token) for token in ids["tokens"]]})
+    assert by_value.json()["prompt"] == "def f(x):\n    return x"
     assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
     refused = http.get("/v1/completions")
     assert refused.status_code == 405 and "this path takes POST, not GET" in refused.text

@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.conftest import Running
 from tests.server.test_clients import Client
-from xla_engine.batch.results import TextLogprobs
+from xla_engine.openai.logprobs import TextLogprobs
 from xla_engine.server.errors import ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.service import Service

@@ -11,14 +11,19 @@ import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from tests.server.conftest import Running
+from xla_engine.sampling_params import FOR_READERS
 from xla_engine.scheduler import Plan, Slot, VerifyRow
 from xla_engine.server.history import History
+from xla_engine.server.info import Info
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -28,6 +33,19 @@ def test_the_page_loads_nothing_but_its_own_data(http: httpx.Client) -> None:
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert not re.search(r"https?://|@import|src=|<link|innerHTML", answer.text)
+
+
+def test_the_page_sends_readable_sampling_where_the_model_recommends_none(server: Running) -> None:
+    """The API keeps OpenAI's defaults; a person reads the page."""
+
+    def page(**fields: Any) -> str:
+        settings = replace(server.service.settings, **fields)
+        service: Any = SimpleNamespace(settings=settings)
+        page: bytes = server.run(Info(service).page(cast("Any", None))).body
+        return page.decode()
+
+    assert "const reads = {};" in page()
+    assert f"const reads = {json.dumps(FOR_READERS)};" in page(reader_defaults=FOR_READERS)
 
 
 def test_history_tells_who_held_which_slot(http: httpx.Client) -> None:
@@ -120,4 +138,5 @@ def test_a_browser_shows_slots_and_queue(server: Running, http: httpx.Client, tm
     assert all(each.exception() is None for each in busy)
     assert 'class="good">ready' in shown
     assert len(re.findall(r"<td[^>]*>cmpl-", shown)) >= 4
+    assert re.search(r"<td[^>]*>decodes; \d+ tokens? left</td>", shown)
     assert "tokens/s" in shown and "slots in use" in shown

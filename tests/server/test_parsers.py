@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.profiles import examples
 from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect
-from xla_engine.text.parsers.formats import first_call, forced, hermes, plain, think
+from xla_engine.text.parsers.formats import first_call, forced, plain, think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
+from xla_engine.text.parsers.tool_calls import tool_calls
 
 SCHEMA = {
     "type": "object",
@@ -28,10 +29,10 @@ SCHEMA = {
 }
 PARSERS: dict[str, Callable[[], Parser]] = {
     **{name: partial(make, {"f": SCHEMA}) for name, make in TOOL_PARSERS.items()},
-    "first of hermes": lambda: first_call(hermes()),
+    "first of hermes": lambda: first_call(tool_calls({})),
     "think": lambda: think(plain(), begun=False),
     "think, begun": lambda: think(plain(), begun=True),
-    "think, hermes": lambda: think(hermes(), begun=False),
+    "think, hermes": lambda: think(tool_calls({}), begun=False),
     "forced": lambda: forced(None),
     "named": lambda: forced("f"),
 }
@@ -184,4 +185,6 @@ def test_the_template_tells_the_format() -> None:
     assert Dialect.of("... <tool_call> ... <think>") == Dialect(tools="hermes", reasoning="think")
     assert Dialect.of("<|channel|>") == Dialect(tools="harmony", reasoning="harmony")
     assert Dialect.of("<tool_call>", "mistral", "none") == Dialect(tools="mistral")
-    assert Dialect.of("plain") == Dialect()
+    assert (
+        Dialect.of("plain") == Dialect.of("<tool_call>{name}<arg_key>") == Dialect(tools="json")
+    )  # GLM's is json

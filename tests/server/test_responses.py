@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
+import typing
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.responses import response_input_item_param as known
 
 from tests.server.bodies import TEMPLATE, TOOL
 from tests.server.conftest import Running
 from xla_engine.batch.datasets.output import result_row
 from xla_engine.batch.lines import read_lines
-from xla_engine.batch.requests import LineError, parse_record
-from xla_engine.batch.responses import MessageLogprobs, ResponseBuilder, chat_body
-from xla_engine.batch.results import ResultHeader
 from xla_engine.batch.run import BatchRun
+from xla_engine.errors import InvalidRequestError
+from xla_engine.openai.requests import LineError, parse_record
+from xla_engine.openai.response_items import OTHER_ITEMS
+from xla_engine.openai.responses import MessageLogprobs, ResponseBuilder, chat_body
+from xla_engine.openai.results import ResultHeader
 from xla_engine.server import responses
+from xla_engine.server.errors import ApiError
 from xla_engine.server.responses import Memory
+from xla_engine.utils import warn_once
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
 FUNCTION: Any = {"type": "function", **TOOL["function"], "strict": True}
@@ -178,6 +185,82 @@ def test_memory_is_bounded_and_shows_nobody_anothers_responses(monkeypatch: pyte
     assert memory.find("c", "large") is None and memory.find("a", "r39") is not None
 
 
+def test_what_the_api_has_for_other_tools_is_left_out(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every type of item of the openai client is a message or call here, or leaves the answer as it is."""
+    monkeypatch.setattr(warn_once, "_warned", set())
+    hints = [typing.get_type_hints(each)["type"] for each in typing.get_args(known.ResponseInputItemParam)]
+    types = {literal for hint in hints for literal in re.findall(r"'(\w+)'", str(hint))}
+    own = {"message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}
+    assert types - OTHER_ITEMS == own | {"reasoning", "item_reference"}
+    user = {"role": "user", "content": ASK["input"]}
+    others: list[Any] = [
+        {"type": each, "id": f"x_{each}", "status": "completed"} for each in sorted(OTHER_ITEMS)
+    ]
+    plainly = client.responses.create(**ASK)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            response = client.responses.create(**{**ASK, "input": [*others, user, *others]})
+            assert response.output_text == plainly.output_text and response.usage == plainly.usage
+    told = [record.args[0] for record in caplog.records if "left out" in record.msg and record.args]
+    assert sorted(told) == sorted(OTHER_ITEMS), "each is logged once"
+    with pytest.raises(openai.BadRequestError, match="holds nothing that a model can read"):
+        client.responses.create(**{**ASK, "input": others})
+    with pytest.raises(openai.BadRequestError, match="has type 'web_serch_call', which is not supported"):
+        client.responses.create(**{**ASK, "input": [user, {"type": "web_serch_call"}]})
+
+
+def test_a_reference_to_a_stored_item_is_the_item(client: openai.OpenAI) -> None:
+    required: Any = {"tools": [FUNCTION], "tool_choice": "required", "max_output_tokens": 60}
+    stored = client.responses.create(**{**ASK, **required}, store=True)
+    (call,) = stored.output
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    user = {"role": "user", "content": ASK["input"]}
+    asked: dict[str, Any] = {**ASK, "tools": [FUNCTION]}
+    whole = client.responses.create(**{**asked, "input": [user, call.to_dict(), result]})
+    for reference in ({"type": "item_reference", "id": call.id}, {"id": call.id}):
+        input_: Any = [user, reference, result]
+        again = client.responses.create(**{**asked, "input": input_}, store=True)
+        assert plain(again) == plain(whole) and again.usage == whole.usage
+        following = client.responses.create(**ASK, previous_response_id=again.id)
+        assert following.usage is not None and whole.usage is not None
+        assert following.usage.input_tokens > whole.usage.input_tokens, "what it stored has the item"
+    with pytest.raises(
+        openai.BadRequestError, match=r"input\[1\] refers to the item 'fc_1', which is not kept here"
+    ):
+        client.responses.create(**{**asked, "input": [user, {"type": "item_reference", "id": "fc_1"}]})
+    with pytest.raises(openai.BadRequestError, match="is in the input already"):
+        client.responses.create(**{**asked, "input": [user, {"id": call.id}, {"id": call.id}]})
+    client.responses.delete(stored.id)
+    with pytest.raises(openai.BadRequestError, match="is not kept here"):
+        client.responses.create(**{**asked, "input": [user, {"id": call.id}]})
+
+
+def test_memory_forgets_items_with_their_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "TENANT_BYTES", 1000)
+    memory = Memory()
+    for number in range(20):
+        memory.keep("a", {"id": f"r{number}", "output": [{"id": f"i{number}"}]}, ["x" * 100])
+        assert memory.resolved("a", [{"id": f"i{number}"}]) == [{"id": f"i{number}"}]
+        with pytest.raises(ApiError):
+            memory.resolved("b", [{"id": f"i{number}"}])
+    with pytest.raises(ApiError):
+        memory.resolved("a", [{"id": "i0"}])
+    for number in range(20):
+        if memory.find("a", f"r{number}"):
+            memory.delete("a", f"r{number}")
+    assert not (memory._kept or memory._held or memory._items or memory._makers)
+
+
+def test_a_reference_in_a_file_says_what_to_do() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"input \[0\] refers to the item 'msg_1', which is not here"
+    ):
+        chat_body({"input": [{"type": "item_reference", "id": "msg_1"}]})
+
+
 def test_items_become_messages() -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
@@ -187,7 +270,7 @@ def test_items_become_messages() -> None:
         {"type": "function_call_output", "call_id": "1", "output": "x"},
     ]
     system, calls, result = chat_body({"input": items})["messages"]
-    assert system == {"role": "system", "content": "a"}
+    assert system == {"role": "developer", "content": "a"}
     assert [call["id"] for call in calls["tool_calls"]] == ["1", "2"]
     assert result == {"role": "tool", "tool_call_id": "1", "content": "x"}
 
@@ -310,7 +393,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
         {"input": []},
         {"input": [{"type": "input_image"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": ["web_search"]},
         {"frobnicate": 1},
     ],
 )

@@ -21,14 +21,14 @@ from tests.server.test_batches import create, finished, lines_of, results, uploa
 from tests.support.again import again
 from xla_engine.server.batches import store as store_module
 from xla_engine.server.batches import worker
-from xla_engine.server.batches.store import BatchRecord, Counts, FileRecord, Store
+from xla_engine.server.batches.store import BatchRecord, BatchStore, FileRecord, LineCounts
 from xla_engine.server.errors import ApiError
 
 LARGEST = 16 << 10  # bytes of a file while the disk is full
 
 
 @pytest.fixture
-def store(server: Running) -> Store:
+def store(server: Running) -> BatchStore:
     return server.batches.store
 
 
@@ -55,7 +55,7 @@ def record(**fields: Any) -> BatchRecord:
     )
 
 
-def add(store: Store, size: int, tenant: str = "") -> str:
+def add(store: BatchStore, size: int, tenant: str = "") -> str:
     data = io.BytesIO(b"x" * size)
     record = FileRecord(filename="a", purpose="batch", tenant=tenant)
     store.add_file(data, record)
@@ -63,7 +63,7 @@ def add(store: Store, size: int, tenant: str = "") -> str:
 
 
 @pytest.mark.parametrize("size", [100_000, 3_000_000], ids=["from memory", "from a temporary file"])
-def test_an_upload_to_a_full_disk_leaves_nothing(http: httpx.Client, store: Store, size: int) -> None:
+def test_an_upload_to_a_full_disk_leaves_nothing(http: httpx.Client, store: BatchStore, size: int) -> None:
     folder = store.data_path("x").parents[1]
     before = set(folder.iterdir())
     form: Any = {"files": {"file": ("a", b"x" * size)}, "data": {"purpose": "batch"}}
@@ -77,7 +77,7 @@ def test_an_upload_to_a_full_disk_leaves_nothing(http: httpx.Client, store: Stor
 
 
 def test_a_batch_on_a_full_disk_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -93,7 +93,7 @@ def test_a_batch_on_a_full_disk_is_not_there(tmp_path: Path, monkeypatch: pytest
 def test_bytes_of_a_key_are_bounded(tmp_path: Path) -> None:
     """Uploads and growing results count; another key has its own room; deleted and refused files do not
     count, also after a restart."""
-    store = Store(tmp_path, 100)
+    store = BatchStore(tmp_path, 100)
     first = add(store, 60, "a")
     with pytest.raises(
         ApiError, match=r"60 bytes, and the limit is 100; delete .*--max-stored-bytes"
@@ -109,7 +109,7 @@ def test_bytes_of_a_key_are_bounded(tmp_path: Path) -> None:
     with pytest.raises(ApiError):
         add(store, 1, "a")
     store.close()
-    store = Store(tmp_path, 100)
+    store = BatchStore(tmp_path, 100)
     with pytest.raises(ApiError):
         add(store, 61, "a")
     add(store, 60, "a")
@@ -133,7 +133,7 @@ def test_uploads_of_a_key_at_the_same_time_are_few(server: Running, http: httpx.
 
 
 def test_what_a_killed_server_left_torn_is_removed(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     whole = add(store, 10)
     store.add_batch(record(id="batch_a", status="in_progress", results_id="file-r", errors_id="file-e"))
     store.add_batch(record(id="batch_b", status="failed", results_id="file-s", errors_id="file-t"))
@@ -142,23 +142,23 @@ def test_what_a_killed_server_left_torn_is_removed(tmp_path: Path) -> None:
         store.data_path(name).write_bytes(b"{}\n{")
     (tmp_path / "batches" / "batch_torn").mkdir()
     store.close()
-    Store(tmp_path).close()
+    BatchStore(tmp_path).close()
     assert {each.name for each in (tmp_path / "files").iterdir()} == {whole, "file-r"}
     assert {each.name for each in (tmp_path / "batches").iterdir()} == {"batch_a", "batch_b"}
 
 
 def test_counts_are_known_at_once_after_a_restart(tmp_path: Path) -> None:
     """The last server's record of them is older than its result files."""
-    store = Store(tmp_path)
+    store = BatchStore(tmp_path)
     batch = record(id="batch_a", status="in_progress", results_id="file-r", errors_id="file-e")
-    batch.request_counts = Counts(total=500)
+    batch.request_counts = LineCounts(total=500)
     store.add_batch(batch)
     for name, data in (("file-r", b"{}\n" * 349 + b'{"id'), ("file-e", b"{}\n" * 2)):
         store.open_file(name)
         store.data_path(name).write_bytes(data)
     store.close()
-    with contextlib.closing(Store(tmp_path)) as store:
-        assert store.batches["batch_a"].request_counts == Counts(total=500, completed=349, failed=2)
+    with contextlib.closing(BatchStore(tmp_path)) as store:
+        assert store.batches["batch_a"].request_counts == LineCounts(total=500, completed=349, failed=2)
 
 
 def long_batch(client: openai.OpenAI, lines: int = 40) -> Any:
@@ -177,7 +177,7 @@ def test_a_batch_that_fails_midway_shows_what_it_has(client: openai.OpenAI) -> N
 
 
 def test_a_batch_ends_where_its_key_has_no_more_room(
-    client: openai.OpenAI, store: Store, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store.stored, "_limit", store.stored._sums[""] + 20_000)
     batch = finished(client, long_batch(client).id)
@@ -191,7 +191,7 @@ def test_a_batch_ends_where_its_key_has_no_more_room(
 
 
 def test_results_are_shown_when_the_disk_has_room_again(
-    client: openai.OpenAI, store: Store, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = store.finish_file, 0
 
@@ -211,7 +211,7 @@ def test_results_are_shown_when_the_disk_has_room_again(
 
 
 def test_batches_that_are_over_are_few_and_small(
-    client: openai.OpenAI, http: httpx.Client, store: Store, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, http: httpx.Client, store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad files make no list grow: the oldest batches are forgotten, and each shows a few short problems."""
     monkeypatch.setattr(store_module, "MAX_ENDED", 3)

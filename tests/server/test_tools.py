@@ -10,13 +10,17 @@ import httpx
 import llguidance
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
-from xla_engine.batch.requests import LineError, LineRequest, parse_record
-from xla_engine.batch.results import completion_usage
+from xla_engine.openai.requests import LineRequest, parse_record
+from xla_engine.openai.responses import ResponseBuilder
+from xla_engine.openai.results import completion_usage
 from xla_engine.outputs import RequestOutput
-from xla_engine.text.parsers.chats import Dialect
+from xla_engine.text.conversation import normalised
+from xla_engine.text.parsers.chats import Dialect, part_message
 from xla_engine.text.parsers.scan import message_of
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
@@ -176,7 +180,7 @@ def xml(*parameters: str, name: str = "weather") -> str:
             xml(CITY_TAG, "<parameter=days>[8"),
             "<tool_call>\n<function=weather>\n" + CITY_TAG + "<parameter=days>[",
         ),
-        (xml(name="none"), "<tool_call>\n<function="),
+        (xml(name="none"), None),  # of no tool: text
     ],
 )
 def test_strict_calls_in_tags_fit_their_schemas(text: str, taken: str | None) -> None:
@@ -192,25 +196,7 @@ def test_strict_calls_in_tags_fit_their_schemas(text: str, taken: str | None) ->
     if taken is None:
         for name, arguments in message_of(request.reading.parser(thinking=False), text).calls or ():
             found = json.loads(arguments)
-            assert name == "any" or (found["city"] == "New\n<b>York" and found["days"] == [1, 7])
-
-
-@pytest.mark.parametrize(
-    ("schema", "named"),
-    [
-        ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "'a'"),
-        ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}}}, "'a'"),
-        ({"properties": {"a": CITY}, "minProperties": 1}, "'minProperties'"),
-        ({"properties": {"a": CITY}, "required": ["b"]}, "'b'"),
-    ],
-)
-def test_a_schema_that_no_text_in_tags_can_be_held_to_is_refused(schema: Any, named: str) -> None:
-    body = {"messages": MESSAGES, "tools": [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}, "strict": True}},
-    ]}  # fmt: skip
-    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    refused = parse_record(line, 1, {"tool_parser": "qwen3_coder"})
-    assert isinstance(refused, LineError) and named in refused.message and "tool_choice" in refused.message
+            assert name != "weather" or (found["city"] == "New\n<b>York" and found["days"] == [1, 7])
 
 
 def goes(text_grammar: Any, text: str) -> str:
@@ -232,17 +218,16 @@ def test_a_strict_tool_changes_no_answer_without_a_call(hermes: None, http: http
     assert free == held
 
 
-def test_strict_calls_of_a_format_that_cannot_be_held_are_refused(
-    server: Running, http: httpx.Client
-) -> None:
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3", "mistral", "harmony"])
+def test_strict_tools_are_taken_in_every_format(server: Running, http: httpx.Client, name: str) -> None:
+    """What the Agents SDK sends without being asked, with and without a format of the answer."""
     tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     before = server.service.dialect
-    server.service.dialect = Dialect(tools="mistral")
+    server.service.dialect = Dialect(tools=name, reasoning="harmony" if name == "harmony" else None)
     try:
-        refused = chat(http, tools=[tool])
-        assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
-        assert chat(http, tools=[tool], tool_choice="required").status_code == 200
-        assert chat(http, tools=[TOOL]).status_code == 200
+        for fields in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            answer = chat(http, tools=[tool], **fields)
+            assert answer.status_code == 200, answer.text
     finally:
         server.service.dialect = before
 
@@ -393,3 +378,204 @@ def test_calls_and_reasoning_in_a_text_are_told_apart(server: Running, http: htt
         assert tokens == len(chat(http, **fields, logprobs=True).json()["choices"][0]["logprobs"]["content"])
     finally:
         server.service.dialect = before
+
+
+CUSTOM: Any = {"name": "apply_patch", "description": "Edits files", "format": {"type": "text"}}
+HERMES: Any = {"tool_parser": "hermes", "reasoning_parser": "think"}
+
+
+def read(url: str, body: dict[str, Any]) -> LineRequest:
+    request = parse_record({"method": "POST", "url": url, "body": body}, 1, HERMES)
+    assert isinstance(request, LineRequest), request
+    return request
+
+
+def test_tools_of_other_servers_are_left_out_with_one_warning(
+    client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Codex sends them; and no choice of them is an error."""
+    others: Any = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "mcp", "server_label": "x"}]
+    function: Any = {"type": "function", **TOOL["function"], "strict": False}
+    for tools in ([function, *others, {"type": "custom", **CUSTOM}], others):
+        for choice in (
+            "auto",
+            "required",
+            {"type": "web_search"},
+            {"type": "allowed_tools", "mode": "auto", "tools": others[:1]},
+        ):
+            options: Any = {"tools": tools, "tool_choice": choice, "max_output_tokens": 8}
+            client.responses.create(model="embedded", input="hi", temperature=0, **options)
+            nested = [{"type": "function", "function": TOOL["function"]}, *others]
+            client.chat.completions.create(
+                model="embedded", messages=MESSAGES, max_tokens=8, tools=nested if tools[0] is function else others,
+                tool_choice=choice if isinstance(choice, str) else "auto",
+            )  # fmt: skip
+    told = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    assert sorted(told) == sorted(set(told)) and len(told) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_is_called_with_a_plain_text_and_taken_back(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    """Forced calls of the embedded model, in a response and in a chat. Both are sent back with a result."""
+    shared: Any = {"model": "embedded", "temperature": 0}
+    options: Any = shared | {"tools": [{"type": "custom", **CUSTOM}], "max_output_tokens": 80}
+    choice: Any = {"type": "custom", "name": "apply_patch"}
+    found: Any = client.responses.create(**options, input="hi", tool_choice=choice, stream=stream)
+    if stream:
+        events = list(found)
+        (item,) = events[-1].response.output
+        deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == item.input
+    else:
+        (item,) = found.output
+    assert item.type == "custom_tool_call" and item.name == "apply_patch" and '{"input"' not in item.input[:9]
+    result = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
+    client.responses.create(**options, input=[{"role": "user", "content": "hi"}, item.to_dict(), result])
+
+    options = shared | {"tools": [{"type": "custom", "custom": CUSTOM}], "max_tokens": 80}
+    choice = {"type": "custom", "custom": {"name": "apply_patch"}}
+    answer: Any = client.chat.completions.create(
+        **options, messages=MESSAGES, tool_choice=choice, stream=stream
+    )
+    if stream:
+        pieces = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()]
+        assert pieces[0].type == "custom"
+        call = {
+            **pieces[0].to_dict(),
+            "custom": {"name": "apply_patch", "input": "".join(p.custom["input"] for p in pieces)},
+        }
+        message: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
+    else:
+        message = answer.choices[0].message.to_dict()
+        (call,) = message["tool_calls"]
+    assert call["custom"] == {"name": "apply_patch", "input": item.input}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    client.chat.completions.create(**options, messages=[*MESSAGES, message, result])
+
+
+def test_functions_of_the_older_form_are_answered_in_that_form(client: openai.OpenAI) -> None:
+    options: Any = {"model": "embedded", "functions": [TOOL["function"]], "max_tokens": 60, "seed": 1}
+    options["function_call"] = {"name": "add"}
+    choice = client.chat.completions.create(messages=MESSAGES, **options).choices[0]
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    call = choice.message.function_call
+    assert call is not None and json.loads(call.arguments)["a"] in (1, 2)
+    chunks = list(client.chat.completions.create(messages=MESSAGES, **options, stream=True))
+    pieces = [each for chunk in chunks if (each := chunk.choices[0].delta.function_call)]
+    assert pieces[0].name == "add" and "".join(each.arguments or "" for each in pieces) == call.arguments
+    result: Any = {"role": "function", "name": "add", "content": "3"}
+    client.chat.completions.create(messages=[*MESSAGES, choice.message.to_dict(), result], **options)
+
+
+WRITTEN = st.lists(
+    st.sampled_from(
+        [
+            "<think>hm</think>",
+            "Sure. ",
+            '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+            '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** \\"x\\"\\n"}}\n</tool_call>\n',
+            '<tool_call>{"name": "add", "arguments": {"a": ',
+            "</think>",
+            "é\n",
+        ]
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pieces=WRITTEN, reason=st.sampled_from(["stop", "length"]), size=st.integers(1, 40))
+def test_an_answer_is_the_same_conversation_in_each_form(pieces: list[str], reason: str, size: int) -> None:
+    """What a chat and a response return for one text, each sent back to its own path, are the same messages."""
+    text, asked = "".join(pieces), [{"role": "user", "content": "hi"}]
+    flat: Any = [
+        {"type": "function", **TOOL["function"]},
+        {"type": "custom", **CUSTOM},
+        {"type": "web_search"},
+    ]
+    chat = read(
+        "/v1/chat/completions", {"messages": asked, "tools": [TOOL, {"type": "custom", "custom": CUSTOM}]}
+    )
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+    part_message(choice, chat.reading, "x", thinking=False)
+    line = read("/v1/responses", {"input": asked, "tools": flat})
+    assert line.reading.tools == chat.reading.tools
+    builder = ResponseBuilder("r", body={}, model="m", created=0, custom=line.reading.offered.custom)
+    parser = line.reading.parser(thinking=False)
+    events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+    list(builder.add([*events, *parser.finish()]))
+    list(builder.end(reason=reason, usage={}, now=0))
+    back = [*asked, choice["message"]], [*asked, *builder.output]
+    chats = [
+        read("/v1/chat/completions", {"messages": back[0], "tools": chat.prompts[0].options["tools"]}),  # type: ignore[union-attr]
+        read("/v1/responses", {"input": back[1], "tools": flat}),
+    ]
+    told = [normalised(each.prompts[0].messages)[-1] for each in chats]  # type: ignore[union-attr]
+    for message in told:
+        for name in ("refusal", "reasoning"):
+            message.pop(name, None)
+        for call in message.get("tool_calls") or ():
+            call.pop("id")
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_off_is_taken_back(client: openai.OpenAI, stream: bool) -> None:
+    """With its result, by chats and by responses; the message as the client's own types dump it, nulls included."""
+    tool: Any = {
+        "type": "function",
+        "function": {
+            "name": "write",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}},
+                "required": ["text"],
+            },
+        },
+    }
+    shared: Any = {"model": "embedded", "temperature": 0}
+    for most in (1, 6, 12):
+        options = shared | {
+            "messages": MESSAGES,
+            "tools": [tool],
+            "tool_choice": "required",
+            "max_tokens": most,
+        }
+        if stream:
+            with client.chat.completions.stream(**options) as chunks:
+                list(chunks)
+                message: Any = chunks.current_completion_snapshot.choices[0].message.model_dump(
+                    exclude={"parsed"}
+                )
+        else:
+            message = client.chat.completions.create(**options).choices[0].message.model_dump()
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "cut off"}
+            for call in message["tool_calls"] or ()
+        ]
+        for call in message["tool_calls"] or ():
+            call["function"].pop("parsed_arguments", None)
+        again = client.chat.completions.create(
+            **shared, messages=[*MESSAGES, message, *results], tools=[tool], max_tokens=2
+        )
+        assert again.usage is not None and again.usage.prompt_tokens > 0
+        flat: Any = {"type": "function", **tool["function"]}
+        asked = shared | {
+            "input": "hi",
+            "tools": [flat],
+            "tool_choice": "required",
+            "max_output_tokens": most,
+        }
+        found: Any = client.responses.create(**asked, stream=stream)
+        output = (list(found)[-1].response if stream else found).output
+        back = [*(each.model_dump() for each in output)]
+        back += [
+            {"type": "function_call_output", "call_id": each.call_id, "output": "cut off"}
+            for each in output
+            if each.type == "function_call"
+        ]
+        client.responses.create(
+            **shared, input=[{"role": "user", "content": "hi"}, *back], tools=[flat], max_output_tokens=2
+        )

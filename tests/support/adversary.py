@@ -84,7 +84,7 @@ def adversary(draw: random.Random, turns: int = 14, config: SchedulerConfig | No
             loop.restart()
         if draw.random() < 0.02:
             loop.scheduler.reset_prefix_cache()
-        loop.held = frozenset(name for name in loop.live if draw.random() < 0.3)
+        loop.blocked = frozenset(name for name in loop.live if draw.random() < 0.3)
         loop.turn(lag)
         loop.scheduler.check()
     return loop

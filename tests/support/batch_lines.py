@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from xla_engine.batch.requests import LineRequest, parse_line
-from xla_engine.batch.results import ResultHeader, parse_record_id
+from xla_engine.batch.record_ids import parse_record_id
+from xla_engine.openai.requests import LineRequest, parse_line
+from xla_engine.openai.results import ResultHeader
 from xla_engine.outputs import CompletionOutput, RequestOutput
 
 HEADER = ResultHeader(created=1, model="fake", system_fingerprint="f" * 16)

@@ -10,9 +10,10 @@ from typing import Any, Unpack
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.identity import EngineIdentity
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, SubmitOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
+from xla_engine.model_loader.chat_templates import ChatTemplate
 from xla_engine.observability.metrics import engine_metrics, text_of
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -80,7 +81,7 @@ class FakeEngine:
 
     on_step: called with the number of each step before anything happens; what it raises, the step raises. A prompt
     that holds "!" is refused.
-    submitted, aborted: ids, in order. peak: live requests at most.
+    submitted, aborted: ids, in order. params: of the submitted. peak: live requests at most.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class FakeEngine:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.tokenizer = None
-        self.chat_template: Any = "that of render_chat"
+        self.chat_template: Any = ChatTemplate(sources={"default": "that of render_chat"}, special_tokens={})
         self.validator = SimpleNamespace(
             labels=(), pictures=None, no_pictures="this engine reads no pictures"
         )  # no classifier, and no tower
         self.live: dict[str, FakeRequest] = {}
+        self.max_model_len = LONGEST
         self.submitted: list[str] = []
+        self.params: list[SamplingParams] = []  # of the same
         self.as_they_are: list[bool] = []  # of the same: whether special tokens were added
         self.aborted: list[str] = []
         self.peak = 0
@@ -131,16 +134,12 @@ class FakeEngine:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        collector: OutputCollector | None = None,
-        on_refused: Callable[[Exception], object] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[SubmitOptions],
     ) -> str:
         self._check_open()
         params = SamplingParams() if params is None else params
-        request_id = str(len(self.submitted)) if request_id is None else request_id
+        if (request_id := options.get("request_id")) is None:
+            request_id = str(len(self.submitted))
         if request_id in self.live:
             raise InvalidRequestError(f"request id {request_id!r} is in use")
         if not isinstance(options.get("priority", 0), int):
@@ -150,8 +149,10 @@ class FakeEngine:
         if len(prompt) + (params.max_tokens or 1) > LONGEST:
             raise TokenLimitError(f"{len(prompt)} + {params.max_tokens} > {LONGEST}")
         self.submitted.append(request_id)
-        self.as_they_are.append(add_special_tokens)
-        collector = self.collector if collector is None else collector
+        self.params.append(params)
+        self.as_they_are.append(options.get("add_special_tokens", True))
+        if (collector := options.get("collector")) is None:
+            collector = self.collector
         self.live[request_id] = FakeRequest(request_id, prompt, params, collector)
         self.peak = max(self.peak, len(self.live))
         return request_id
@@ -257,6 +258,9 @@ class FakeEngine:
 
     def metrics_text(self) -> str:
         return text_of(engine_metrics(self.stats(), EngineConfig(), "fake", max_model_len=1))
+
+    def limits(self) -> dict[str, Any]:
+        return {"model": "fake"}
 
     def identity(self) -> EngineIdentity:
         return EngineIdentity(model="fake", dtype="none", config={}, platform={})

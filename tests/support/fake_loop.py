@@ -17,6 +17,7 @@ from xla_engine.scheduler import (
     Sample,
     Scheduler,
     SchedulerConfig,
+    Snapshot,
     Speculation,
     Status,
     StepResult,
@@ -24,6 +25,7 @@ from xla_engine.scheduler import (
 from xla_engine.scheduler.peek import peek
 from xla_engine.scheduler.pipeline import restarted
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.scheduler.snapshot import NEXT
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Loop:
         self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.preempted: Counter[str] = Counter()
         self.speculation: Speculation | None = None  # of the next plans
-        self.held: frozenset[str] = frozenset()  # likewise
+        self.blocked: frozenset[str] = frozenset()  # likewise
         self.draw = random.Random(0)
         self.loaded = 0
 
@@ -156,6 +158,7 @@ class Loop:
         unread = [view.request_id for view in before.waiting if self._is_not_next(view)]
         oldest = min(self.live, key=lambda name: self.live[name].place, default=None)
         plan = self._next_plan()
+        self._check_promises(before, plan)
         by_preemption = [each for each in plan.decisions if each.action in WAYS_TO_PREEMPT]
         pooled = self.scheduler.config.num_blocks is not None
         assert self.scheduler.config.preemption or pooled or not by_preemption, f"preempted unasked: {plan}"
@@ -192,21 +195,35 @@ class Loop:
             self.in_flight.append((plan, self.runner.start(plan)))
         return plan
 
+    def _check_promises(self, before: Snapshot, plan: Plan) -> None:
+        """What the snapshot before a plan says about the queue is what comes, unless the plan preempts."""
+        told = [each.reason for each in plan.decisions]
+        if any(each.action in WAYS_TO_PREEMPT for each in plan.decisions):
+            return
+        for view in before.waiting:
+            said = view.decision
+            if said is not None and said.action == NEXT:
+                assert view.request_id in plan.admitted, f"{said} did not come: {plan}"
+                if (slot := said.reason.split()[2]) != "slot":
+                    assert f"slot {slot} was free" in told, f"{said}: {plan}"
+            if said is not None and said.reason.startswith("no free slot"):
+                assert all(slot.request is not None for slot in before.slots), f"{said} beside a free slot"
+
     def _is_not_next(self, view: RequestView) -> bool:
         """Whether a request that waits gets no slot: tokens of it are unread, or it needs a mask that is not there."""
         if view.credited < view.planned:
             return True
-        gated = self.live[view.request_id].request.constrained and view.request_id in self.held
+        gated = self.live[view.request_id].request.constrained and view.request_id in self.blocked
         return gated and view.status is Status.WAITING and view.credited > 0
 
     def _next_plan(self) -> Plan:
         self.read_stored()
         if not self.peeks:
-            return self.scheduler.plan(self.speculation, self.held)
+            return self.scheduler.plan(self.speculation, self.blocked)
         before = self.scheduler.snapshot()
-        foreseen = peek(self.scheduler, self.speculation, held=self.held, now=self.now)
+        foreseen = peek(self.scheduler, self.speculation, blocked=self.blocked, now=self.now)
         assert self.scheduler.snapshot() == before, "a look at the next plan has changed something"
-        plan = self.scheduler.plan(self.speculation, self.held)
+        plan = self.scheduler.plan(self.speculation, self.blocked)
         assert foreseen.plan == plan and not foreseen.expired, f"{foreseen.plan} was foreseen, not {plan}"
         assert foreseen.then == self.scheduler.snapshot(), f"{foreseen.then} was foreseen"
         return plan
@@ -237,15 +254,15 @@ class Loop:
         }
         assert not asked & in_flight, f"{asked & in_flight} decode before their last token was read"
         decoding = {row.request_id for row in (*plan.decode, *plan.verify)}
-        gated = {name for name in self.held & self.live.keys() if self.live[name].request.constrained}
-        assert plan.held == gated and not decoding & gated, (
+        gated = {name for name in self.blocked & self.live.keys() if self.live[name].request.constrained}
+        assert plan.blocked == gated and not decoding & gated, (
             f"{decoding & gated} decode without a mask: {plan}"
         )
         leaving = {swap.slot for swap in plan.parks}
         for row in self.runner.rows:
             if row.request_id is None or row.slot is None or row.over or row.token is None:
                 continue
-            if row.slot in leaving or row.request_id in self.held:
+            if row.slot in leaving or row.request_id in self.blocked:
                 continue
             if self.runner.requests[row.request_id].constrained and row.slot not in in_flight:
                 assert row.slot in asked, f"{row} could decode, but does not"
@@ -287,7 +304,7 @@ class Loop:
 
     def drain(self, lag: int = 0) -> None:
         """Run to the end, and check every request's result."""
-        quiet, self.held = 0, frozenset()
+        quiet, self.blocked = 0, frozenset()
         while self.live:
             self.turn(lag)
             self.scheduler.check()

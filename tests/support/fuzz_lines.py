@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xla_engine.batch.lines import Line, read_lines
-from xla_engine.batch.results import ResultHeader, parse_record_id
+from xla_engine.batch.record_ids import parse_record_id
 from xla_engine.batch.run import BatchRun
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.openai.results import ResultHeader
 from xla_engine.sampling_params import UNSUPPORTED, SamplingParams
 
 SENTINEL_EVERY = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -256,3 +257,37 @@ def _divisors(rope: Mapping[str, Any], base: float, width: int) -> np.ndarray:
         kept = min(max((turns - low) / (high - low), 0.0), 1.0)
         found.append(1 / (kept + (1 - kept) / rope["factor"]))
     return np.array(found, np.float32)
+
+
+def split_gguf(
+    path: Path, folder: Path, *ends: int, extra: Mapping[int, Mapping[str, Any]] | None = None
+) -> list[Path]:
+    """Write the parts of a GGUF file to a folder, as gguf-split does: all metadata are in the first part.
+
+    ends: the index behind the last tensor of each part but the last. extra: values to replace, by part from 0.
+    """
+    reader = gguf.GGUFReader(path)
+    bounds = [0, *ends, len(reader.tensors)]
+    arch, files = reader.fields["general.architecture"].contents(), []
+    folder.mkdir(exist_ok=True)
+    for part, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        files.append(folder / f"{path.stem}-{part + 1:05d}-of-{len(bounds) - 1:05d}.gguf")
+        writer = gguf.GGUFWriter(str(files[-1]), arch)
+        for name, field in reader.fields.items() if part == 0 else ():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+        numbers = {
+            "split.no": part,
+            "split.count": len(bounds) - 1,
+            "split.tensors.count": len(reader.tensors),
+        }
+        for name, number in (numbers | dict((extra or {}).get(part, {}))).items():
+            (writer.add_int32 if name == "split.tensors.count" else writer.add_uint16)(name, number)
+        for tensor in reader.tensors[begin:end]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return files

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KEY_SPAN, Attention, LayerCache
+from xla_engine.graphs.attention.backend import Attention, LayerCache
 from xla_engine.graphs.attention.native import _LANES, _pack, _width
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.delta_net.layer import DeltaState
 from xla_engine.graphs.kv_cache.cache import KVCache, places, stores
 from xla_engine.graphs.model.decoder import ModelSpec

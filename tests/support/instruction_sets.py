@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from xla_engine.environment import requested_isa
-from xla_engine.runner.native_library.build import NativeBuildError, register
+from xla_engine.runner.native_library.build import register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.native_library.recipe import NativeBuildError
 
 NAMES = [each.name for each in available()]
 

@@ -26,6 +26,12 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 4
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
+EXAONE_FACTORS = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 # name -> (fields, what the reader makes of them)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-2-7B": (
@@ -125,6 +131,43 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "logit_scale": 0.125,
         },
+    ),
+    "Seed-OSS-36B": (
+        config("SeedOssForCausalLM", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128, rope_theta=1e7)
+        | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6}
+        | {"rope_scaling": {"rope_type": "default"}, "pretraining_tp": 1},
+        {"qkv_bias": True, "output_bias": False, "head_dim": 128, "rope_theta": 1e7},
+    ),
+    "ERNIE-4.5-0.3B": (
+        config("Ernie4_5ForCausalLM", 1024, 3072, 18, 16, 2, 103424, 131072, head_dim=128, use_bias=False)
+        | {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+        {"rope_interleaved": True, "qkv_bias": False, "tie_word_embeddings": True, "rope_theta": 5e5},
+    ),
+    "helium-1-2b": (
+        config("HeliumForCausalLM", 2048, 8192, 28, 16, 8, 64000, 4096, head_dim=128, rope_theta=20000.0)
+        | {"rms_norm_eps": 1e-8, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+        {"rope_interleaved": True, "rms_norm_eps": 1e-8, "qkv_bias": False},
+    ),
+    "EXAONE-4.0-32B": (
+        config("Exaone4ForCausalLM", 5120, 27392, 64, 40, 8, 102400, 131072, head_dim=128, rope_theta=1000000)
+        | {"sliding_window": 4096, "sliding_window_pattern": "LLLG", "rms_norm_eps": 1e-5}
+        | {"rope_scaling": {"rope_type": "llama3", "factor": 16.0, **EXAONE_FACTORS}},
+        {
+            "layer_types": ((SLIDES,) * 3 + (FULL,)) * 16,
+            "no_rope_layers": tuple(range(3, 64, 4)),
+            "qk_norm": "head",
+            "pre_norm": False,
+        },
+    ),
+    "EXAONE-4.0-1.2B": (
+        config("Exaone4ForCausalLM", 2048, 4096, 30, 32, 8, 102400, 65536, head_dim=64, rope_theta=1000000)
+        | {"sliding_window": None, "sliding_window_pattern": None, "tie_word_embeddings": True},
+        {"layer_types": (), "no_rope_layers": (), "sliding_window": None},
+    ),
+    "GLM-4-9B-0414": (
+        config("Glm4ForCausalLM", 4096, 13696, 40, 32, 2, 151552, 32768, head_dim=128, rope_theta=10000.0)
+        | {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+        {"rope_interleaved": True, "partial_rotary_factor": 0.5, "post_norm": True, "qkv_bias": True},
     ),
     "c4ai-command-r-v01": (
         config(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 
 
-def greedy_tokens(reference: Reference, prompt: Sequence[int], count: int) -> list[int]:
+def greedy_tokens(reference: ForwardPass, prompt: Sequence[int], count: int) -> list[int]:
     token_ids = list(prompt)
     for _ in range(count):
         token_ids.append(int(np.argmax(reference.logits(token_ids)[-1])))

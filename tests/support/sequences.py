@@ -7,7 +7,6 @@ from typing import Any
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.request_table import RequestTable
 from xla_engine.engine.requests.sequence import LiveSequence
-from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.engine.requests.validation import CheckedRequest
 from xla_engine.sampling_params import SamplingParams
 
@@ -20,13 +19,10 @@ def live_sequence(
     *,
     stop_ids: tuple[int, ...] = (),
     eos_ids: tuple[int, ...] = (),
-    buffer: TokenBuffer | None = None,
     collector: OutputCollector | None = None,
 ) -> LiveSequence:
     """A sequence of a table of its own. tokenizer: whatever decodes."""
     table = RequestTable(tokenizer)
-    if buffer is not None:
-        table.token_buffer = buffer
     checked = CheckedRequest(None, prompt, params, stop_ids, eos_ids)
     own = OutputCollector() if collector is None else collector
     table.open(name, checked, mask=None, seed=0, collector=own, now=0.0, options={})

@@ -45,7 +45,7 @@ def storm(rng: random.Random, turns: int = 40) -> Loop:
             if request_id not in loop.live:
                 times = rng.choice([(None, None), (None, None), (4, None), (30, 2)])
                 loop.submit(within(some_request(rng, request_id), loop.now, times))
-        loop.held = frozenset(name for name in loop.live if rng.random() < 0.2)
+        loop.blocked = frozenset(name for name in loop.live if rng.random() < 0.2)
         loop.pass_time(1)
         if rng.random() < 0.03:
             loop.restart()

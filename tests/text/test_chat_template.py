@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from xla_engine.text.chat_template import _PROCESS, Message, chosen_template, re
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 HELLO = [{"role": "user", "content": "Hello"}]
+SHOWN = "{{ messages[0].content }}"
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 
 def test_rendering_is_transformers() -> None:
-    """Texts equal those of `apply_chat_template` (make_golden_chat.py); chats that it refuses are refused."""
+    """Texts equal those of `apply_chat_template` (make_golden_chat.py), unless it drops a text or a call, which ours
+    has. Chats that it refuses are refused, except calls, which are told in another form."""
     golden = json.loads((GOLDEN / "golden.json").read_text(encoding="utf-8"))
-    refused = 0
+    counts = Counter[str]()
     for case in golden["cases"]:
         source = (GOLDEN / f"{case['template']}.jinja").read_text(encoding="utf-8")
         template = ChatTemplate(sources={"default": source}, special_tokens=TOKENS)
@@ -36,14 +39,25 @@ def test_rendering_is_transformers() -> None:
         options = {name: value for name, value in case["options"].items() if name in known}
         extra = {name: value for name, value in case["options"].items() if name not in known}
         messages = golden["conversations"][case["conversation"]]
-        if case["text"] is None:
-            refused += 1
-            with pytest.raises(ChatTemplateError):
-                render_chat(messages, template, chat_template_kwargs=extra, **options)
-        else:
+        said = [message["content"].split("</think>")[-1].strip() for message in messages]
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+        try:
             text = render_chat(messages, template, chat_template_kwargs=extra, **options)
-            assert text == case["text"], case
-    assert refused > 10 and len(golden["cases"]) - refused > 100
+        except ChatTemplateError:
+            assert case["text"] is None and (not calls or options.get("continue_final_message")), case
+            counts["refused"] += 1
+            continue
+        assert all(each in text for each in (*said, *calls)), case
+        if case["text"] is None:
+            assert calls, case
+            counts["told in another form"] += 1
+        elif text == case["text"]:
+            counts["equal"] += 1
+        else:
+            assert any(case["text"].count(each) < text.count(each) for each in (*said, *calls)), case
+            counts["dropped by the template"] += 1
+    assert counts["refused"] > 10 and counts["equal"] > 100
+    assert counts["told in another form"] > 10 and counts["dropped by the template"] > 5
 
 
 BOMBS = {
@@ -112,10 +126,7 @@ def test_a_refusal_by_the_template_carries_its_words() -> None:
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'image_url'; only parts"),
         ([{"role": "user", "content": "x", "extra": {1, 2}}], "plain JSON"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            r"tool_calls\[0\].function.arguments is no JSON",
-        ),
+        ([{"role": "assistant", "function_call": {"arguments": {1, 2}}}], "plain JSON"),
     ],
 )
 def test_bad_messages_are_refused_by_place(messages: Any, message: str) -> None:
@@ -181,22 +192,22 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     template = open_model(tmp_path).chat_template()
     assert template == ChatTemplate(sources={"default": PLAIN}, special_tokens=TOKENS)
 
-    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    named = [{"name": "default", "template": "d" + SHOWN}, {"name": "tool_use", "template": "t" + SHOWN}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = open_model(tmp_path).chat_template()
-    assert render_chat(HELLO, template) == "d"
-    assert render_chat(HELLO, template, tools=[{"type": "function"}]) == "t"
+    assert render_chat(HELLO, template) == "dHello"
+    assert render_chat(HELLO, template, tools=[{"type": "function"}]) == "tHello"
 
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
-    assert render_chat(HELLO, open_model(tmp_path).chat_template()) == "processor"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor" + SHOWN}))
+    assert render_chat(HELLO, open_model(tmp_path).chat_template()) == "processorHello"
 
-    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}file")
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}file" + SHOWN)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("r")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<e>"}))
     template = open_model(tmp_path).chat_template()
     assert template is not None and set(template.sources) == {"default", "rag"}
-    assert render_chat(HELLO, template) == "<e>file"
+    assert render_chat(HELLO, template) == "<e>fileHello"
 
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ChatTemplateError, match="no default chat template, only rag"):

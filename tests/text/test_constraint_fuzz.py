@@ -54,14 +54,20 @@ RULES = st.sampled_from([*GRAMMAR.split(), "\n"])
 
 
 def follows_or_refuses(engine: XlaBatchEngine, constraint: dict[str, Any]) -> None:
-    grammars = engine.validator._grammars
+    """Follow a constraint for some tokens. Single tokens are allowed as the mask says, without a mask."""
+    grammars, ends = engine.validator._grammars, set(engine.validator.eos_token_ids)
     try:
         matcher = grammars.matcher(StructuredOutputsParams.from_mapping(constraint))
         for _ in range(6):
             words = matcher.words()
             if not words.any():
                 break
-            matcher.push(int(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[0]))
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits)
+            token, last = int(allowed[0]), int(allowed[-1])
+            for each in {token, last, last // 2, last // 3, *matcher.forced()[:1]} - ends:
+                assert matcher.allows(each) == bits[each], each
+            matcher.push(token)
     except InvalidRequestError as error:
         assert "structured_outputs" in str(error) and len(str(error)) < 4000
 

@@ -13,7 +13,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
-from xla_engine.text.grammar import MAX_RULES, as_lark
+from xla_engine.text.lark import MAX_RULES, as_lark
 
 pytest.importorskip("llguidance")
 

@@ -263,3 +263,10 @@ def test_the_dummy_prefix_is_there_or_not_as_the_family_has_it() -> None:
         backend = made(name)._backend
         token = backend.id_to_token(made(name).encode("cat", add_special_tokens=False)[0])
         assert token is not None and token.startswith("▁") == bool(first), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_bytes_of_a_whole_vocabulary_are_those_of_its_tokens(name: str) -> None:
+    tokenizer = made(name)
+    count = tokenizer.vocab_size + 3
+    assert tokenizer.bytes_of_all(count) == [tokenizer.token_bytes(number) for number in range(count)]

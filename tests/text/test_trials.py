@@ -117,11 +117,11 @@ def test_a_verdict_is_remembered_and_only_so_many_are(
     monkeypatch.setattr(trials._PROCESS, "ask", lambda *given: asked.append(given) or real(*given))
     for _ in range(3):
         with pytest.raises(InvalidRequestError, match="ended its process"):
-            submit(embedded, {"json": {"const": -(2**63), "description": "remembered"}})
+            submit(embedded, {"json": {"enum": [-(2**63), "remembered"]}})
     assert sum("try_constraint" in request for _, request in asked) in (1, 2)  # 2: the tokenizer was not kept
     monkeypatch.setattr(trials, "_VERDICTS", 2)
     monkeypatch.setattr(trials._PROCESS, "ask", lambda *given: asked.append(given) or {})
-    tried = ConstraintTrials("{}", 1, (), {})
+    tried = ConstraintTrials((b"a",), (), (0,), {})
     asked.clear()
     assert all(tried.why_not(grammar) is None for grammar in "abacab")
     assert [json.loads(request)["grammar"] for _, request in asked] == ["a", "b", "c", "b"]
@@ -133,7 +133,7 @@ def test_the_tokenizer_is_told_once_and_again_to_a_new_process(
     """A constraint that kills its child process does not lose the cached tokenizer; a killed worker is replaced and
     initialised again."""
     assert embedded.tokenizer is not None
-    tried = ConstraintTrials(embedded.tokenizer.to_json(), 4096, (0,), {})
+    tried = ConstraintTrials([embedded.tokenizer.token_bytes(n) for n in range(4096)], (0,), (0,), {})
     kinds: list[str] = []
     real = trials._PROCESS.ask
 

@@ -82,6 +82,7 @@ def test_the_golden_values_are_still_those_of_transformers(file: Path, golden: d
 
 @pytest.fixture(scope="module")
 def engine(file: Path) -> Iterator[XlaBatchEngine]:
+    """In the default form: packed weights, activations in eight bits."""
     with opened(file, dtype="bfloat16", max_num_seqs=4) as engine:
         yield engine
 
@@ -109,17 +110,15 @@ def test_two_devices(file: Path) -> None:
     assert found[1]["outputs"] == found[2]["outputs"]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "gguf-int8"])
-def test_eight_bits_are_near_sixteen(
-    file: Path, engine: XlaBatchEngine, tmp_path: Path, quantization: str
-) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "auto"])
+def test_eight_bits_are_near_sixteen(file: Path, tmp_path: Path, quantization: str) -> None:
     """Against bfloat16 on English text: divergence (KL) in nats, and the share of equal most likely tokens."""
-    assert engine.tokenizer is not None
-    text = engine.tokenizer.plain_ids(pydoc_data.topics.topics["assert"])[: 4 * 128]
+    text = Tokenizer.from_pretrained(file).plain_ids(pydoc_data.topics.topics["assert"])[: 4 * 128]
     logits = tmp_path / "bf16.logits"
-    base = measure(engine, text, ctx_size=128, save_logits=logits)
-    options = {"quantization": quantization, "max_num_seqs": 4, "self_check": False}
-    with opened(file, dtype="bfloat16", **options) as eight:
+    options = {"dtype": "bfloat16", "max_num_seqs": 4, "self_check": False}
+    with opened(file, quantization="none", **options) as sixteen:
+        base = measure(sixteen, text, ctx_size=128, save_logits=logits)
+    with opened(file, quantization=quantization, **options) as eight:
         compared = measure(eight, text, ctx_size=128, against=logits).comparison
     assert compared is not None and base.perplexity.ppl.value < 40
     assert 0 < compared.kld.value < 0.005 and compared.same_top.value > 0.93

@@ -31,7 +31,7 @@ class _Result:
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class FileComparison:
     """Two result files, A and B, matched by custom_id.
 
     same: requests whose tokens agree, whether or not their logprobs do.
@@ -96,7 +96,7 @@ def _shown(custom_id: str) -> str:
     return custom_id if custom_id.isprintable() else ascii(custom_id)
 
 
-def compare_files(a: Path | str, b: Path | str) -> Comparison:
+def compare_files(a: Path | str, b: Path | str) -> FileComparison:
     """Match the lines of two result files by custom_id and compare tokens and logprob bits.
 
     Uses the hashes in a line if it has them, and otherwise hashes its token ids and logprobs. If either line has no
@@ -104,7 +104,7 @@ def compare_files(a: Path | str, b: Path | str) -> Comparison:
     """
     results_a, errors_a = _read_results(a)
     results_b, errors_b = _read_results(b)
-    report = Comparison(
+    report = FileComparison(
         errors=(len(errors_a), len(errors_b)),
         fingerprints=(_fingerprints(results_a), _fingerprints(results_b)),
     )

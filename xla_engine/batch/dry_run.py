@@ -1,8 +1,11 @@
-"""Check every line of a batch file as the engine would, without loading weights or using a device."""
+"""Check every line of a batch file as the engine would, without loading weights or using a device.
+
+jax is imported only where the memory of a device decides (`max_model_len`), and for models that read pictures.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,19 +13,20 @@ from typing import Any
 from xla_engine import prompts
 from xla_engine.batch.earlier_runs import LastRun
 from xla_engine.batch.lines import Line, LineReader
-from xla_engine.batch.requests import LineError, LineRequest, Prompt, explain, line_error
-from xla_engine.config import DEFAULT_MAX_MODEL_LEN, KEPT, EngineConfig
+from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
-from xla_engine.images.tower import NO_PICTURES, load_reader, why_no_pictures
-from xla_engine.model_loader.checkpoint import load_weights
-from xla_engine.model_loader.describe import describe
-from xla_engine.model_loader.model_files import open_model
+from xla_engine.errors import TokenLimitError
+from xla_engine.images import NO_PICTURES
+from xla_engine.model_loader.describe import ModelDescription, describe
+from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.quantised.methods import quantisation_fields
-from xla_engine.model_loader.weights import stored_kinds
+from xla_engine.openai.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.prompts import PicturedPrompt, chat_prompt, prompt_parts
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
+
+_SHORT = DEFAULT_MAX_MODEL_LEN // 2  # tokens: two such parts of a request fit whatever the memory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,34 +84,36 @@ class DryReport:
 class DryRun:
     """Checks lines against one model and configuration. Raises CheckpointError and ConfigError."""
 
-    def __init__(self, model_name: Path | str, config: EngineConfig) -> None:
+    def __init__(self, model_name: Path | str, config: EngineConfig, files: ModelFiles | None = None) -> None:
+        """files: the model's, if they are open."""
         self._last_run = LastRun.of(model_name)
-        files = open_model(model_name)
+        files = open_model(model_name) if files is None else files
         tokenizer = Tokenizer.of_model(files)
         described = describe(files, config, None if tokenizer is None else tokenizer.plain_ids)
         config, model = described.options, described.config
+        length = config.context_length(model.max_position_embeddings)
+        self._resolve: Callable[[], int] | None = None
         if config.max_model_len is None and model.max_position_embeddings > DEFAULT_MAX_MODEL_LEN:
-            from xla_engine.runner import backends, sizing  # queries a device's memory
-
-            dtype = "float32" if config.dtype == "float32" else "bfloat16"
-            stored = None
-            if config.quantization in KEPT:
-                stored = stored_kinds(load_weights(described).weights)
-            config = sizing.resolve_length(config, model, dtype, backends.serving_device(), stored)
+            length, self._resolve = DEFAULT_MAX_MODEL_LEN, partial(_resolved_length, described)
         quantised = quantisation_fields(described.fields)
         self._quantised = None if quantised is None else str(quantised.values["quant_method"])
         self._template = described.chat_template
+        pictures, why_none = None, NO_PICTURES
+        if described.family.vision:
+            from xla_engine.images.tower import load_reader, why_no_pictures
+
+            pictures, why_none = load_reader(described), why_no_pictures(described) or NO_PICTURES
         self._validator = RequestValidator(
             vocab_size=model.vocab_size,
             eos_token_ids=described.special_tokens.eos_token_ids,
-            max_model_len=config.context_length(model.max_position_embeddings),
+            max_model_len=length,
             tokenizer=tokenizer,
             takes_turns=config.scheduling_policy == "round_robin",
             has_dry=config.enable_dry,
             pooler=described.pooling,
             hidden_size=model.hidden_size,
-            pictures=load_reader(described),
-            images=why_no_pictures(described) or NO_PICTURES,
+            pictures=pictures,
+            images=why_none,
         )
 
     def run(
@@ -130,20 +136,33 @@ class DryRun:
 
     def _check(self, request: LineRequest, report: DryReport) -> LineError | None:
         params = request.params
+        needs_limit = params.max_tokens is None or params.truncate_prompt_tokens == -1
+        if self._resolve is not None and (needs_limit or (params.max_tokens or 0) > _SHORT):
+            self._settle(self._resolve)
         try:
             placed = [self._placed(prompt) for prompt in request.prompts]
             lengths = [
                 len(
                     self._validator.token_ids(
-                        prompt_parts(prompt).content, params, add_special_tokens=special
+                        prompt_parts(prompt).content,
+                        params,
+                        add_special_tokens=special,
+                        pictured=isinstance(prompt, PicturedPrompt),
                     )
                 )
                 for prompt, special in placed
             ]
+            if self._resolve is not None and max(lengths, default=0) > _SHORT:
+                self._settle(self._resolve)
             self._validator.token_mask(params, self._validator.stop_token_ids(params))
-            self._validator.check_options(**request.options)
+            self._validator.check_options("submit", dict(request.options))  # type: ignore[arg-type]
             self._validator.dry_breakers(params)
             limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
+        except TokenLimitError as error:
+            if self._resolve is None:
+                return line_error(request.line, *explain(error), request.custom_id)
+            self._settle(self._resolve)
+            return self._check(request, report)
         except Exception as error:  # as in a run, a bad request fails alone
             return line_error(request.line, *explain(error), request.custom_id)
         report.ok += 1
@@ -156,6 +175,11 @@ class DryRun:
         report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
 
+    def _settle(self, resolve: Callable[[], int]) -> None:
+        """Find out `max_model_len`, which takes seconds, for a request that may need more than its least."""
+        self._resolve = None
+        self._validator = replace(self._validator, max_model_len=resolve())
+
     def _placed(self, prompt: Prompt) -> tuple[prompts.Prompt, bool]:
         """A prompt with its pictures read, and whether special tokens are added to it."""
         is_chat = isinstance(prompt, Chat)
@@ -164,3 +188,17 @@ class DryRun:
             template = chosen_template(self._template, options.pop("chat_template", None))
             prompt = chat_prompt(partial(render_chat, template=template), prompt.messages, **options)
         return self._validator.placed(prompt, add_special_tokens=not is_chat), not is_chat
+
+
+def _resolved_length(model: ModelDescription) -> int:
+    """`max_model_len` as an engine resolves it: from the memory of the device."""
+    from xla_engine.model_loader.checkpoint import load_weights
+    from xla_engine.model_loader.weights import stored_kinds
+    from xla_engine.runner import backends, sizing, weight_form
+
+    config = model.options
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    form = weight_form.resolve_form(config, model.config, dtype, stored_kinds(load_weights(model).weights))
+    device = backends.serving_device()
+    resolved = sizing.resolve_length(form.config, model.config, form.spec_of, device)
+    return resolved.context_length(model.config.max_position_embeddings)

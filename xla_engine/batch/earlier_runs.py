@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from xla_engine.config import AUTO, ISAS
+from xla_engine.config import AUTO, ISAS, KEPT
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.environment import compile_cache_directory
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
@@ -41,14 +41,16 @@ def recall(digest: str | None) -> EngineIdentity | None:
 
 def elsewhere(digest: str | None, here: EngineIdentity) -> EngineIdentity | None:
     """The identity of an engine that ran on another kind of machine, found by its digest: `here` with other C++
-    kernels, and maybe another default length. None if it differs in something else."""
+    kernels, and maybe another default length or form of the weights. None if it differs in something else."""
     isas = (None, *(isa for isa in ISAS if isa not in (AUTO, "none", "amx")))  # these are not named
     lengths = (here.config.get("max_model_len"), *(1 << power for power in range(8, 19)), None)
+    names = (here.config["quantization"], None, *KEPT) if "quantization" in here.config else ()
+    forms: list[dict[str, str | None]] = [{}, *({"quantization": form} for form in names)]
     plain = {name: word for name, word in here.platform.items() if name != "isa"}
-    for isa, (attention, linear), length in itertools.product(isas, _BACKENDS, lengths):
+    for form, isa, (attention, linear), length in itertools.product(forms, isas, _BACKENDS, lengths):
         named = {} if isa is None or attention == "xla" else {"isa": isa}
         platform = plain | {"attention": attention, "linear": linear} | named
-        found = replace(here, platform=platform, config={**here.config, "max_model_len": length})
+        found = replace(here, platform=platform, config={**here.config, "max_model_len": length, **form})
         if found.digest() == digest:
             return found
     return None

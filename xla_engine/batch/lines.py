@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, BinaryIO
 
-from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_line
+from xla_engine.openai.requests import LineError, LineRequest, line_error, parse_line
 
 MAX_LINE_BYTES = 8 * 2**20
 COUNTED_BYTES = 256 * 2**20  # lines of larger files are not counted beforehand

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from xla_engine.batch.lines import LineIndex
-from xla_engine.batch.results import parse_record_id
+from xla_engine.batch.record_ids import parse_record_id
 from xla_engine.errors import ResumeError
 from xla_engine.utils.new_file import open_new
 
@@ -228,12 +228,26 @@ def _whole_members(file: BinaryIO, path: Path) -> tuple[int, int]:
     return end, size
 
 
+def file_lines(path: Path | str) -> Iterator[bytes]:
+    """The lines of a file, each with its newline, and what follows the last newline. Raises OSError."""
+    try:
+        yield from _lines(path)
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"{path} is damaged or truncated: {error}") from error
+
+
 def _lines(path: Path | str, size: int | None = None) -> Iterator[bytes]:
     """Lines of a file, decompressed; only of the first `size` bytes if given."""
     with gzip.open(path) if is_packed(path) else open(path, "rb") as file:
         while (size is None or size > 0) and (line := file.readline()):
             size = None if size is None else size - len(line)
             yield line
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without a torn end, each with its newline. Raises ResumeError and OSError."""
+    _, size = _whole_part(path)
+    return _lines(path, size)
 
 
 def _rewrite_without_errors(path: Path) -> None:

@@ -14,22 +14,21 @@ from functools import partial
 from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
-from xla_engine.batch.requests import LineError, LineRequest, explain, line_error
-from xla_engine.batch.results import (
-    ResultHeader,
-    asked_for,
-    error_line,
-    line_digest,
-    output_error,
-    record_id,
-    result_line,
-    salt_of,
-)
+from xla_engine.batch.receipts import receipt_line
+from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.errors import EngineClosedError, ResumeError, XlaEngineError
+from xla_engine.openai.requests import LineError, LineRequest, explain, line_error
+from xla_engine.openai.results import (
+    ResultHeader,
+    asked_for,
+    error_line,
+    output_error,
+    result_line,
+)
 from xla_engine.outputs import RequestOutput
 
 SHOWN_ERRORS = 5  # line errors shown in the summary; the output file has all of them
@@ -46,11 +45,12 @@ class Writer(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """A line in flight: its request, the id of its output line, and the results of its prompts so far."""
+    """A line in flight: its request, the id of its output line, the results of its prompts so far, and its bytes."""
 
     request: LineRequest
     name: str
     outputs: list[RequestOutput | None]
+    raw: bytes | None
 
 
 class BatchRun:
@@ -62,7 +62,8 @@ class BatchRun:
 
     engine: an `XlaBatchEngine`; requests from other callers are left alone.
     lines: from `read_lines`.
-    sink: takes output lines. errors: takes error lines; None writes them to `sink`.
+    sink: takes output lines. errors: takes error lines; None writes them to `sink`. receipts: takes a receipt of each
+        line, before the line itself.
     header: the fields that all results share.
     defaults: sampling fields for lines that do not set them.
     done: lines that an earlier run finished, which are skipped.
@@ -78,6 +79,7 @@ class BatchRun:
         *,
         header: ResultHeader,
         errors: Writer | None = None,
+        receipts: Writer | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
@@ -88,6 +90,7 @@ class BatchRun:
         self._lines = iter(lines)
         self._sink = sink
         self._errors = sink if errors is None else errors
+        self._receipts = receipts
         self._header = header
         self._reader = LineReader(defaults)
         self._salt = salt_of(defaults)
@@ -99,7 +102,7 @@ class BatchRun:
         self._jobs: dict[int, _Job] = {}  # by line
         self._order: deque[int] = deque()  # ordered output: lines read but not yet written
         # ordered output: results waiting for an earlier line
-        self._held: dict[int, tuple[Writer, bytes]] = {}
+        self._held: dict[int, tuple[Writer, bytes, bytes]] = {}
         self._pictures: dict[str, Future[Any]] = {}  # prompts whose pictures are being read
         self._readers = ThreadPoolExecutor(
             READERS, thread_name_prefix="pictures"
@@ -180,9 +183,10 @@ class BatchRun:
         if self._ordered:
             self._order.append(line.number)
         if isinstance(request, LineError):
-            self._put_error(request, record_id(line.number, digest))
+            self._put_error(request, record_id(line.number, digest), line.raw)
         else:
-            self._submit(_Job(request, record_id(line.number, digest), [None] * len(request.prompts)))
+            name = record_id(line.number, digest)
+            self._submit(_Job(request, name, [None] * len(request.prompts), line.raw))
 
     def _is_done(self, number: int, digest: int) -> bool:
         """Whether an earlier run finished the line. Ends this run if that run had a different input."""
@@ -271,11 +275,20 @@ class BatchRun:
         del self._live[output.request_id]  # last, so that an interrupt leaves no line half finished
 
     def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
-        self._put(job.request.line, self._sink, result_line(job.request, outputs, job.name, self._header))
+        request = job.request
+        answer = result_line(request, outputs, job.name, self._header)
+        receipt = b""
+        if self._receipts is not None:
+            receipt = receipt_line(job.raw, request.line, request.custom_id, answer, outputs)
+        self._put(request.line, self._sink, answer, receipt)
         del self._jobs[job.request.line]
         self.totals.ok += 1
         for output in outputs:
-            self.totals.count(output, default_limit=job.request.default_limit)
+            self.totals.count(
+                output,
+                default_limit=job.request.default_limit,
+                default_sampling=job.request.default_sampling,
+            )
 
     def _fail(self, job: _Job, error: LineError) -> None:
         """Fail a line, and abort its other prompts."""
@@ -283,7 +296,7 @@ class BatchRun:
             with contextlib.suppress(Exception):
                 self._engine.abort(request_id)
             del self._live[request_id]
-        self._put_error(error, job.name)
+        self._put_error(error, job.name, job.raw)
         del self._jobs[job.request.line]
 
     def _engine_died(self, error: Exception) -> None:
@@ -296,21 +309,26 @@ class BatchRun:
             line, custom_id = job.request.line, job.request.custom_id
             self._fail(job, line_error(line, *explain(error), custom_id))
 
-    def _put_error(self, error: LineError, name: str) -> None:
-        self._put(error.line, self._errors, error_line(error, name))
+    def _put_error(self, error: LineError, name: str, raw: bytes | None) -> None:
+        answer, receipt = error_line(error, name), b""
+        if self._receipts is not None:
+            receipt = receipt_line(raw, error.line, error.custom_id, answer, (), error.code)
+        self._put(error.line, self._errors, answer, receipt)
         self.totals.failed[error.code] += 1
         if len(self.totals.first_errors) < SHOWN_ERRORS:
             self.totals.first_errors.append(error)
 
-    def _put(self, number: int, writer: Writer, data: bytes) -> None:
+    def _put(self, number: int, writer: Writer, data: bytes, receipt: bytes) -> None:
         if not self._ordered:
-            self._write(writer, data)
+            self._write(writer, data, receipt)
             return
-        self._held[number] = (writer, data)
+        self._held[number] = (writer, data, receipt)
         while self._order and self._order[0] in self._held:
             self._write(*self._held.pop(self._order.popleft()))
 
-    def _write(self, writer: Writer, data: bytes) -> None:
+    def _write(self, writer: Writer, data: bytes, receipt: bytes) -> None:
+        if self._receipts is not None:
+            self._receipts.write(receipt)
         writer.write(data)
         self.totals.written += 1
 

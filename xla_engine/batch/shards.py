@@ -19,11 +19,11 @@ from typing import Any
 
 from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode
-from xla_engine.batch.requests import custom_id_of
-from xla_engine.batch.results import DigestedLines
+from xla_engine.batch.record_ids import DigestedLines
 from xla_engine.batch.resume import FinishedLines, ResultsInOrder, Sink, is_packed
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import ConfigError, OutputError
+from xla_engine.openai.requests import custom_id_of
 from xla_engine.utils.json_line import dump_line
 from xla_engine.utils.new_file import replacing
 
@@ -98,6 +98,12 @@ def read_state(output: Path | str) -> ShardState | None:
         return None
     except (ValueError, TypeError) as error:
         raise OutputError(f"{path} does not say what {output} is a shard of: {error}") from error
+
+
+def is_empty(output: Path | str) -> bool:
+    """Whether an output is that of a finished shard without lines. Raises OutputError."""
+    state = read_state(output)
+    return state is not None and state.finished and not state.lines
 
 
 def check_continued(output: Path | str, shard: Shard | None) -> None:

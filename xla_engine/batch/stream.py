@@ -34,11 +34,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
-from xla_engine.batch.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
-from xla_engine.batch.stream_controls import Controls, Names, Sent
+from xla_engine.batch.stream_controls import Controls, Names, SentRequest
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import EngineClosedError, InvalidRequestError, XlaEngineError
+from xla_engine.openai.requests import LineError, LineRequest, explain, line_error, parse_object, parse_record
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.scheduler import QueueFullError
 from xla_engine.utils.json_line import dump_line
@@ -184,7 +184,7 @@ class EventStream:
         if len(request.prompts) > 1:
             raise InvalidRequestError("--stream accepts one prompt per line; give each prompt its own line")
         request_id = f"batch-{request.line}"  # as in a batch file, so that a line gets the same noise
-        self._names.begin(Sent(request.custom_id, request_id))
+        self._names.begin(SentRequest(request.custom_id, request_id))
         (prompt,) = request.prompts
         try:
             submit_prompt(
@@ -215,7 +215,7 @@ class EventStream:
         if self._on_turn is not None:
             self._on_turn()
 
-    def _send(self, live: Sent, output: RequestOutput) -> None:
+    def _send(self, live: SentRequest, output: RequestOutput) -> None:
         for completion in output.outputs:
             self._send_delta(live, completion)
         if not output.finished:
@@ -238,34 +238,27 @@ class EventStream:
             self.totals.ok += 1
             self.totals.count(output)
 
-    def _send_delta(self, live: Sent, completion: CompletionOutput) -> None:
+    def _send_delta(self, live: SentRequest, completion: CompletionOutput) -> None:
         index = completion.index
         tokens, characters = live.tokens.get(index, 0), live.characters.get(index, 0)
         sent = live.texts.pop(index, None)
         if sent is not None:  # it was extended: some of the text sent at its end may have to be replaced
             characters = len(os.path.commonprefix([sent, completion.text]))  # noqa: RUF071, they are no paths
-        token_ids, text = completion.token_ids[tokens:], completion.text[characters:]
+        new, text = completion.part(slice(tokens, None)), completion.text[characters:]
         is_behind = sent is not None and characters < len(sent)
-        if not token_ids and not text and not is_behind:
+        if not new.token_ids and not text and not is_behind:
             return
         live.tokens[index], live.characters[index] = len(completion.token_ids), len(completion.text)
         event = {
             "event": "delta",
             "id": live.name,
             "index": index,
-            "token_ids": list(token_ids),
+            "token_ids": list(new.token_ids),
             "text": text,
         }
         if is_behind:
             event["text_from"] = characters
-        if completion.logprobs is not None:
-            event["logprobs"] = list(completion.logprobs[tokens:])
-        if completion.top_logprobs is not None:
-            tops = completion.top_logprobs[tokens:]
-            event["top_logprobs"] = [
-                {token_id: entry.logprob for token_id, entry in top.items() if entry.logprob > -math.inf}
-                for top in tops
-            ]
+        event |= {name: list(map(_plain, values)) for name, values in new.columns().items()}
         self._put(event)
 
     def _engine_died(self, error: Exception) -> None:
@@ -276,7 +269,7 @@ class EventStream:
             self._finish_without_result(live, "error", message)
         self._names.clear()
 
-    def _finish_without_result(self, live: Sent, reason: str, message: str | None = None) -> None:
+    def _finish_without_result(self, live: SentRequest, reason: str, message: str | None = None) -> None:
         event = {"event": "finish", "id": live.name, "finish_reasons": [reason], "usage": None}
         self._put(event if message is None else {**event, "error": message})
         self.totals.failed["aborted" if reason == "abort" else "engine_error"] += 1
@@ -296,6 +289,13 @@ class EventStream:
     def _put(self, event: Mapping[str, Any]) -> None:
         self._events.put(dump_line({**event, "seq": self._seq}))
         self._seq += 1
+
+
+def _plain(value: Any) -> Any:
+    """A token's value in an event. Of a token and its likeliest rivals, the log-probabilities that are finite."""
+    if isinstance(value, Mapping):
+        return {token_id: each.logprob for token_id, each in value.items() if each.logprob > -math.inf}
+    return value
 
 
 class EventWriter:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from xla_engine.batch.fields import SUBMIT_FIELDS
 from xla_engine.batch.submit import whole_request
 from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.openai.fields import SUBMIT_FIELDS
 from xla_engine.scheduler import Row, VerifyRow
+from xla_engine.utils.plain import integer_of
+from xla_engine.utils.shown import shown
 
 if TYPE_CHECKING:
     from xla_engine.open_engine import EngineClient
@@ -19,7 +21,7 @@ OPS = ("submit", "cancel", "list", "extend", "peek", "stats", "step", "drain")
 
 
 @dataclass(slots=True)
-class Sent:
+class SentRequest:
     """A request: the caller's id and the engine's, and the numbers of tokens and characters sent of each choice.
 
     texts: for a request that has ended, the text of each choice as sent.
@@ -41,12 +43,12 @@ class Names:
     """
 
     def __init__(self, keep: int) -> None:
-        self.live: dict[str, Sent] = {}
-        self.named: dict[str, Sent] = {}
-        self.ended: dict[str, Sent] = {}
+        self.live: dict[str, SentRequest] = {}
+        self.named: dict[str, SentRequest] = {}
+        self.ended: dict[str, SentRequest] = {}
         self._keep = keep
 
-    def begin(self, sent: Sent) -> None:
+    def begin(self, sent: SentRequest) -> None:
         """Register a live request."""
         self.live[sent.request_id] = self.named[sent.name] = sent
 
@@ -58,7 +60,7 @@ class Names:
         if len(self.ended) > self._keep:
             del self.ended[next(iter(self.ended))]
 
-    def drop(self, request_id: str) -> Sent:
+    def drop(self, request_id: str) -> SentRequest:
         """Forget a live request."""
         sent = self.live.pop(request_id)
         del self.named[sent.name]
@@ -118,7 +120,7 @@ class Controls:
                 self._turns_left, self._answer = math.inf, {"event": "drain"}
             case _:
                 known = ", ".join(f'"{each}"' for each in OPS)
-                raise InvalidRequestError(f"op must be one of {known}, not {op!r}")
+                raise InvalidRequestError(f"op must be one of {known}, not {shown(op)}")
 
     def _cancel(self, record: Mapping[str, Any]) -> None:
         name = self._name(record, 'write {"op": "cancel", "id": ID}', others=())
@@ -130,17 +132,25 @@ class Controls:
     def _list(self, record: Mapping[str, Any]) -> None:
         self._check_empty("list", record)
         snapshot = self._engine.snapshot()
-        running = [slot.request for slot in snapshot.slots if slot.request is not None]
+        views = [
+            *((view, None) for view in snapshot.draining),
+            *((slot.request, slot.slot) for slot in snapshot.slots if slot.request is not None),
+            *((view, None) for view in snapshot.waiting),
+        ]
         requests = [
             {
                 "id": self._own_name(view.request_id),
                 "status": str(view.status),
+                "slot": None if slot is None else slot.index,
+                "epoch": None if slot is None else slot.epoch,
                 "prompt_tokens": view.prompt_tokens,
                 "max_tokens": view.max_tokens,
                 "generated": view.credited,
+                "remaining": view.max_tokens - view.credited,
+                "quantum": view.quantum_left,
                 "reason": None if view.decision is None else view.decision.reason,
             }
-            for view in (*snapshot.draining, *running, *snapshot.waiting)
+            for view, slot in views
         ]
         self._put({"event": "list", "requests": requests})
 
@@ -185,8 +195,8 @@ class Controls:
         self._put({"event": "extend", "id": name})
 
     def _step(self, record: dict[str, Any]) -> None:
-        turns = record.pop("turns", 1)
-        if record or isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+        turns = integer_of(record.pop("turns", 1))
+        if record or turns is None or turns < 1:
             raise InvalidRequestError('write {"op": "step"} or {"op": "step", "turns": N}')
         self._turns_left, self._answer = turns, {"event": "step", "turns": 0}
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xla_engine import prompts
-from xla_engine.batch.requests import LineRequest, Prompt
 from xla_engine.engine.protocol import LineEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
+from xla_engine.openai.requests import LineRequest, Prompt
 from xla_engine.prompts import chat_prompt, has_pictures
 from xla_engine.text.parsers.chats import Chat
 
@@ -42,9 +42,11 @@ def submit_prompt(
     options: Mapping[str, Any] = request.options
     if adapter is not None:
         options = {**options, "lora_request": adapter}
+    made = ready_prompt(engine, prompt) if ready is None else ready
+    text = prompts.prompt_parts(made).text if isinstance(prompt, Chat) else None
     engine.submit(
-        ready_prompt(engine, prompt) if ready is None else ready,
-        request.params,
+        made,
+        request.reading.sampling(request.params, text),
         request_id=request_id,
         on_refused=on_refused,
         collector=collector,

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from xla_engine.batch.requests import LineError
 from xla_engine.observability.stats import EngineStats
+from xla_engine.openai.requests import LineError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import DEFAULT_MAX_TOKENS
 from xla_engine.utils.quantiles import Quantiles
@@ -19,10 +19,12 @@ class RunTotals:
     first_errors: the first few errors, in the order of the input.
     finish_reasons: counts over the sequences of the lines with a result.
     cut_by_default: sequences that ended at the default `max_tokens`.
+    sampled_by_default: sequences with the default temperature.
     prompt_tokens, generated_tokens: of the lines with a result.
     ttft: seconds to the first token, of the lines with a result.
     inter_token: seconds between tokens, of the lines with a result.
     first_token_at: seconds on the run's clock; None before the first token.
+    failed_before: lines for which an earlier run wrote an error, and which this run skips.
     resumed: lines skipped because an earlier run had finished them.
     interrupted: whether the user stopped the run.
     failure: why the run ended early: the engine failed, the input became unreadable, or the output was another run's.
@@ -35,12 +37,14 @@ class RunTotals:
     first_errors: list[LineError] = field(default_factory=list)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     cut_by_default: int = 0
+    sampled_by_default: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     ttft: Quantiles = field(default_factory=Quantiles)
     inter_token: Quantiles = field(default_factory=Quantiles)
     first_token_at: float | None = None
     resumed: int = 0
+    failed_before: int = 0
     interrupted: bool = False
     failure: Exception | None = None
     written: int = 0
@@ -51,13 +55,17 @@ class RunTotals:
         """Lines that ended in this run."""
         return self.ok + self.failed.total()
 
-    def count(self, output: RequestOutput, *, default_limit: bool = False) -> None:
-        """Add the tokens and times of a finished request; `default_limit` as in `LineRequest`."""
+    def count(
+        self, output: RequestOutput, *, default_limit: bool = False, default_sampling: bool = False
+    ) -> None:
+        """Add the tokens and times of a finished request; `default_limit`, `default_sampling` as in `LineRequest`."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self.finish_reasons.update(str(completion.finish_reason) for completion in output.outputs)
         if default_limit:
             self.cut_by_default += sum(each.finish_reason == "length" for each in output.outputs)
+        if default_sampling:
+            self.sampled_by_default += len(output.outputs)
         if (metrics := output.metrics) is None:
             return
         at = metrics.first_token_time
@@ -79,7 +87,8 @@ def summary_lines(
     """
     rate = totals.generated_tokens / max(wall, 1e-9)
     codes = _counts(totals.failed)
-    before = f"; {totals.resumed} done before" if totals.resumed else ""
+    failed_before = f", {totals.failed_before} of them failed" if totals.failed_before else ""
+    before = f"; {totals.resumed} done before{failed_before}" if totals.resumed else ""
     rows = [
         (
             "requests",
@@ -89,12 +98,14 @@ def summary_lines(
         ),
         ("finish reasons", _counts(totals.finish_reasons) or "none"),
         *_cut_lines(totals),
+        *_sampling_lines(totals),
         ("wall time", f"{wall:.2f} s"),
         ("tokens", f"{totals.prompt_tokens} prompt, {totals.generated_tokens} generated, {rate:.1f} tok/s"),
         *_memory_lines(stats),
         ("time to first token", _quantiles(totals.ttft)),
         ("inter-token latency", _quantiles(totals.inter_token)),
         ("slot occupancy", f"{stats.occupancy:.1%}"),
+        *_mask_lines(stats, wall),
         ("start-up", parts or f"{stats.load_seconds:.2f} s load, {stats.compile_seconds:.2f} s compile"),
         (
             "cold start",
@@ -114,6 +125,13 @@ def _cut_lines(totals: RunTotals) -> list[tuple[str, str]]:
     return [("cut short", f"{totals.cut_by_default} texts {why}")]
 
 
+def _sampling_lines(totals: RunTotals) -> list[tuple[str, str]]:
+    if not totals.sampled_by_default:
+        return []
+    why = "were sampled at 1, as the model recommends no temperature; use --temperature T for another"
+    return [("sampling", f"{totals.sampled_by_default} texts without a temperature {why}")]
+
+
 def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
     """Prefix cache hits, blocks in files, and preemptions; no line for a count of zero."""
     lines = []
@@ -125,6 +143,14 @@ def _memory_lines(stats: EngineStats) -> list[tuple[str, str]]:
     if stats.preemptions:
         lines.append(("preemptions", f"{stats.preemptions}"))
     return lines
+
+
+def _mask_lines(stats: EngineStats, wall: float) -> list[tuple[str, str]]:
+    """What token masks took; no line without constraints."""
+    if not stats.mask_seconds:
+        return []
+    share = stats.mask_seconds / max(wall, 1e-9)
+    return [("constraints", f"token masks took {stats.mask_seconds:.2f} s, {share:.1%} of the wall time")]
 
 
 def _counts(counts: Counter[str]) -> str:

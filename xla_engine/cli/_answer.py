@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,15 +40,6 @@ def show_answer(engine: EngineClient, submit: Callable[[], str]) -> RequestOutpu
         signal.signal(signal.SIGINT, before)
 
 
-def note_temperature(fields: Mapping[str, Any]) -> None:
-    """Tell a person that sampling is plain if neither they nor the model chose a temperature: small models ramble."""
-    if "temperature" not in fields:
-        click.echo(
-            "(temperature is 1, as the model recommends none; --temperature 0 gives the likeliest text)",
-            err=True,
-        )
-
-
 def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: str | None) -> dict[str, Any]:
     """Arguments of `submit` for a conversation. template: jinja2 source that replaces the checkpoint's."""
     return {"prompt": engine.render_chat(messages, chat_template=template), "add_special_tokens": False}
@@ -64,8 +55,6 @@ def run_prompt(
     """
     template = defaults.pop("chat_template", None)
     check_tokenizer(options["model"])
-    if options["model"] is not None:
-        note_temperature(defaults)
     with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
         has_template = template is not None or engine.chat_template is not None
         if chat is None and has_template:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _help
-from xla_engine.cli._help import engine_option, together
+from xla_engine.cli._help import engine_options, together
 from xla_engine.config import EngineConfig
+from xla_engine.environment import has_accelerator
 from xla_engine.errors import ConfigError, XlaEngineError
-from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler.policy import POLICIES
+from xla_engine.sampling_params import FOR_READERS, SamplingParams
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.startup import StartTimes, startup_line
 
@@ -54,8 +54,8 @@ data_parallel_option = click.option(
 model_option = click.option(
     "--model",
     metavar="MODEL",
-    help="Hugging Face model directory, .gguf file, hub id (OWNER/NAME, OWNER/NAME:Q8_0 for GGUF), or package:NAME, "
-    "the model in an installed Python package.  "
+    help="Hugging Face model directory, .gguf file (any part of a split one) or its folder, hub id (OWNER/NAME, "
+    "OWNER/NAME:Q8_0 for GGUF), or package:NAME, the model in an installed Python package.  "
     "[default: embedded model]",
 )
 
@@ -70,141 +70,11 @@ def place_model(options: dict[str, Any]) -> None:
     options["model"] = model or options["model"]
 
 
-# Fields of `EngineConfig` except the number of slots.
-device_options = together(
-    engine_option(
-        "memory_utilization",
-        "Use at most this share of the available memory.",
-        kind=click.FloatRange(0, 1, min_open=True),
-    ),
-    engine_option(
-        "max_model_len",
-        "Maximum number of prompt plus generated tokens of a request.  [default: the model's, or what fits into a "
-        "quarter of the machine's memory]",
-    ),
-    engine_option("dtype", "Dtype of weights and activations; auto is the checkpoint's.", kind=_help.DTYPE),
-    engine_option(
-        "quantization",
-        "int8: quantise weights and activations to eight bits: half the memory, different tokens, a small loss. "
-        "packed or gguf: keep the weights of a quantised checkpoint packed: less memory, the same tokens. "
-        "packed-int8 or gguf-int8: the same with activations in eight bits: faster, different tokens, a small loss. "
-        "The other names say how the checkpoint is stored: they change nothing, and any other checkpoint is refused.",
-        kind=_help.QUANTIZATION,
-    ),
-    engine_option(
-        "kv_cache_dtype",
-        "int8: keep keys and values in eight bits: half the memory, long contexts decode faster, different tokens, a "
-        "small loss. auto: as --dtype.",
-    ),
-    engine_option("enable_prefix_caching", "Compute the common beginning of prompts once."),
-    engine_option("preemption", "Let a waiting request preempt a running one that is behind it in line."),
-    engine_option(
-        "swap_space",
-        "Host memory for the KV cache of preempted requests; the rest is recomputed.",
-        "GiB",
-        kind=click.FloatRange(0),
-    ),
-    engine_option(
-        "num_blocks",
-        "Let slots share N KV blocks of 64 tokens and allocate them as they grow, instead of reserving "
-        "--max-model-len tokens each.",
-    ),
-    engine_option(
-        "kv_cache_memory_bytes",
-        "Like --num-blocks, with as many blocks as fit into N bytes; auto uses the available memory.",
-        "N|auto",
-    ),
-    engine_option(
-        "mamba_cache_mode",
-        "align: models with recurrent layers also reuse prefixes that prompts share, from states that are saved "
-        "every --mamba-block-size tokens.",
-    ),
-    engine_option(
-        "mamba_block_size",
-        "Tokens from one saved state of recurrent layers to the next.  [default: 1024]",
-        "N",
-    ),
-    engine_option(
-        "mamba_cache_states",
-        "Maximum number of saved states of recurrent layers.  [default: two for each slot]",
-        "N",
-    ),
-    engine_option(
-        "prefix_cache_dir",
-        "Keep the KV blocks of shared prefixes in files here, for later starts and other processes. Needs "
-        "--num-blocks or --kv-cache-memory-bytes. The files contain prompts in clear.",
-        "DIR",
-    ),
-    engine_option(
-        "prefix_cache_bytes",
-        "Delete the least recently used of these files beyond N bytes.",
-        "N",
-    ),
-    engine_option(
-        "image_cache_bytes",
-        "Memory for the features of pictures; with 0, the vision tower is not loaded.  [default: 64 MiB]",
-        "N",
-    ),
-    engine_option(
-        "allowed_local_media_path",
-        "Requests may name pictures in this folder by path.",
-        "DIR",
-    ),
-    engine_option(
-        "allowed_media_domains",
-        "Requests may name pictures on these hosts by address; exact names, with commas between them.",
-        "HOSTS",
-        default="",
-    ),
-    engine_option(
-        "mm_processor_kwargs",
-        "Replace fields of the checkpoint's image processor: '{\"max_pixels\": 262144}'.",
-        "JSON",
-    ),
-    engine_option(
-        "tensor_parallel_size",
-        "Number of devices that share the model; each holds a part of every weight.",
-        "N",
-    ),
-    engine_option("attention_backend", "auto is the fastest on this device; xla is pure JAX.", "NAME"),
-    engine_option(
-        "bits",
-        "machine: what is fastest here. portable: the same bits on every processor with AVX2, AVX-512 or NEON; what "
-        "cannot have them is refused.",
-    ),
-    engine_option(
-        "isa",
-        "Instruction set of the C++ kernels, such as avx2; auto is the best one; none is pure JAX.",
-        "NAME",
-    ),
-    engine_option("enable_dry", "Support dry_multiplier and penalty_last_n in requests."),
-    engine_option(
-        "speculative_config",
-        "Draft tokens and verify several in one step, without changing results: "
-        '\'{"method": "suffix"}\', "ngram", "mtp", or "draft_model" or "eagle3" with "model"; and '
-        '"num_speculative_tokens".',
-        "JSON",
-    ),
-    engine_option(
-        "shadow_rate",
-        "Fraction of requests to run again, alone and by plain decode, to check that they get the same bits.",
-        "SHARE",
-        kind=click.FloatRange(0, 1),
-    ),
-)
-
-
-# Fields of `EngineConfig`.
-engine_options = together(
-    engine_option(
-        "max_num_seqs",
-        "Number of requests decoded together; auto is as many as fit into memory.",
-        "N|auto",
-    ),
-    device_options,
-)
+# Fields of `EngineConfig` except the number of slots; then all.
+device_options = engine_options("model")
+slot_options = engine_options("slots", "model")
 # Options of every command that loads a model.
-model_options = together(model_option, engine_options)
+model_options = together(model_option, slot_options)
 
 
 def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
@@ -219,11 +89,7 @@ def _log(context: click.Context, option: click.Parameter, value: bool) -> None:
     log.setLevel(logging.INFO)
 
 
-phase_timers_option = engine_option(
-    "phase_timers",
-    "Measure the host's time in each step, for step logs, the status file and metrics.",
-    is_flag=True,
-)
+phase_timers_option = engine_options("timers")
 verbose_option = click.option(
     "-v",
     "--verbose",
@@ -234,27 +100,7 @@ verbose_option = click.option(
 )
 
 
-# Fields of `EngineConfig` for the order of requests and the size of steps.
-scheduling_options = together(
-    engine_option(
-        "scheduling_policy",
-        f"Which request gets a slot next: {', '.join(POLICIES)}, or your own by its import path.",
-        kind=_help.Policy(),
-        name="--policy",
-    ),
-    engine_option("quantum", "Steps in a request's time slice under the policy round_robin."),
-    engine_option(
-        "priority_aging",
-        "How many later requests may overtake a waiting one: for each level of priority between them, and under "
-        "shortest_prompt, deadline and longest_prefix in total.",
-    ),
-    engine_option(
-        "max_num_batched_tokens",
-        "Maximum number of tokens computed in one step.  [default: all slots and the largest prefill call]",
-    ),
-)
-
-
+scheduling_options = engine_options("scheduling")
 generation_config_option = together(
     click.option(
         "--generation-config",
@@ -294,13 +140,7 @@ request_defaults = together(
 
 # Time limits on the device, for commands that run unattended.
 time_limits = together(
-    engine_option(
-        "step_timeout_s",
-        "If a step takes longer, treat the device as lost and end every request with an error.  [default: wait]",
-        "SECONDS",
-        kind=click.FloatRange(0, min_open=True),
-        name="--step-timeout",
-    ),
+    engine_options("limits"),
     click.option(
         "--start-timeout",
         "start_timeout_s",
@@ -311,14 +151,7 @@ time_limits = together(
 )
 
 
-# Fields of `EngineConfig` for pooling.
-pooling_options = together(
-    engine_option("runner", "Generate text, or one vector per prompt; auto follows the checkpoint."),
-    engine_option(
-        "pooler_config", 'Override how the checkpoint pools: \'{"pooling_type": "MEAN"}\'.', "JSON"
-    ),
-    engine_option("hf_overrides", "Override fields of config.json of a pooling model.", "JSON"),
-)
+pooling_options = engine_options("pooling")
 
 
 def _adapters(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -330,7 +163,7 @@ def _adapters(context: click.Context, option: click.Parameter, values: tuple[str
 
 # Adapters that requests select by name, and their limits.
 lora_options = together(
-    engine_option("enable_lora", "Let each request use its own LoRA adapter.", is_flag=True),
+    engine_options("lora"),
     click.option(
         "--lora-modules",
         metavar="NAME=PATH",
@@ -338,11 +171,6 @@ lora_options = together(
         callback=_adapters,
         help="A LoRA adapter in PEFT's format, for requests whose model is NAME; repeatable. Needs --enable-lora.",
     ),
-    engine_option(
-        "max_loras",
-        "Maximum number of adapters in memory; at least those of --lora-modules.",
-    ),
-    engine_option("max_lora_rank", "Highest rank of an adapter."),
 )
 
 
@@ -383,16 +211,34 @@ def startup_errors() -> Iterator[None]:
         raise NotStarted(f"the engine could not start: {type(error).__name__}: {error}") from error
 
 
-def begin_start(options: Mapping[str, Any]) -> None:
-    """Begin what takes long at a first start: a part of the C++ kernels compiles while jax is imported.
-
-    Until the engine is ready, or the command ends, Python collects no garbage: a start makes many objects that stay.
-    """
-    from xla_engine.runner.native_library.compiled import begin_compiling
-
+def pause_collections() -> None:
+    """Let Python collect no garbage until `resume_collections`, or until the command ends: imports and the reading of
+    a model make many objects that stay, and a collection looks at all of them."""
     if gc.isenabled():
         gc.disable()
         click.get_current_context().call_on_close(gc.enable)
+
+
+def resume_collections() -> None:
+    """Let Python collect garbage again, without a look at the objects that exist now."""
+    gc.freeze()
+    gc.enable()
+
+
+def begin_start(options: Mapping[str, Any]) -> None:
+    """Begin what takes long while jax is imported: a part of the C++ kernels compiles at a first start, and the pages
+    of packed weights are made. Until the engine is ready, Python collects no garbage.
+    """
+    from xla_engine.model_loader.gguf.parts import parts_of
+    from xla_engine.runner.native_library.compiled import begin_compiling
+    from xla_engine.utils.pages_ahead import touch_ahead
+
+    model = Path(options["model"] or "")
+    stays_packed = model.suffix == ".gguf" and options["quantization"] not in (None, "none", "int8")
+    if stays_packed and options.get("data_parallel_size", 1) == 1 and not has_accelerator():
+        with contextlib.suppress(OSError):  # reported when the file is opened
+            touch_ahead(sum(part.stat().st_size for part in parts_of(model)))
+    pause_collections()
     begin_compiling(options["isa"])
 
 
@@ -406,7 +252,9 @@ def load_engine(
     """
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.model_loader.peft.request import LoRARequest
+    from xla_engine.observability.log import engine_log
     from xla_engine.open_engine import open_engine
+    from xla_engine.runner.weight_form import note_of
 
     fields = config_fields(options)
     screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
@@ -415,11 +263,17 @@ def load_engine(
         progress = progress if times is None else times.following(progress)
         model = options.get("files", options["model"]) if engines == 1 else options["model"]
         engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
-    gc.enable()
+    resume_collections()
     with engine:
         for number, (name, path) in enumerate(options.get("lora_modules", {}).items(), 1):
             engine.add_lora(LoRARequest(name, number, path))
             engine.pin_lora(number)
+        if isinstance(engine, XlaBatchEngine):
+            note = engine.runner.form_note
+        else:
+            note = note_of(engine.identity().config["quantization"])
+        if note is not None and not engine_log.isEnabledFor(logging.INFO):
+            click.echo(note, err=True)
         if isinstance(engine, XlaBatchEngine) and fields.get("max_model_len") is None:
             limit = engine.checkpoint.config.max_position_embeddings
             if engine.max_model_len < limit:
@@ -440,11 +294,13 @@ def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatch
         yield engine
 
 
-def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
+def sampling_fields(options: dict[str, Any], *, for_reader: bool = False, **given: Any) -> dict[str, Any]:
     """Sampling fields for requests that do not set them.
 
     They are the model's recommendations, unless switched off by an option, those of --override-generation-config, and
     those of `given` that are not None.
+
+    for_reader: a person reads the answer, so `reader_defaults` apply, which one line says.
     """
     from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.describe import sampling_defaults
@@ -455,10 +311,29 @@ def sampling_fields(options: dict[str, Any], **given: Any) -> dict[str, Any]:
         # opened here once, and used again by `load_engine`
         options["files"] = open_model(options["model"] or embedded_model_directory())
         fields = sampling_defaults(options["files"])
-    fields |= options.pop("override_generation_config")
-    fields |= {name: value for name, value in given.items() if value is not None}
+    chosen = options.pop("override_generation_config")
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    defaults = reader_defaults(options) if for_reader else {}
+    fields = {**defaults, **fields, **chosen}
     SamplingParams.from_mapping(fields)
+    if defaults and "temperature" not in chosen:
+        from xla_engine.runner.jax_settings import check_platform
+
+        check_platform()  # if there is no such device, that is all that is said
+        used = ", ".join(f"{name} {fields[name]}" for name in defaults)
+        click.echo(
+            f"(the model recommends no sampling: {used}; --temperature 0 gives the likeliest text)", err=True
+        )
     return fields
+
+
+def reader_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling fields for answers that a person reads, if the model is asked and recommends none."""
+    from xla_engine.model_loader.describe import sampling_defaults
+
+    if options["generation_config"] != "model":
+        return {}
+    return {} if not sampling_defaults(options["files"]).keys().isdisjoint(FOR_READERS) else dict(FOR_READERS)
 
 
 def text_of(path: str | Path | None) -> str | None:

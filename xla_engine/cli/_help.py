@@ -9,37 +9,32 @@ from typing import Any
 
 import click
 
-from xla_engine.config import AUTO, STORED_AS, EngineConfig
+from xla_engine.config import AUTO, EngineConfig
+from xla_engine.config_options import Group, Option, option_of
 from xla_engine.scheduler.user_policy import find_policy
 
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-DTYPE = click.Choice(["auto", "bfloat16", "float32"])
-QUANTIZATION = click.Choice(["int8", "packed", "packed-int8", "gguf", "gguf-int8", *STORED_AS])
-SECTIONS = {  # sections of help: titles, and the options in each
-    "Model": """
-        model dtype quantization bits chat_template_path tensor_parallel_size attention_backend isa
-        enable_lora lora_modules max_loras max_lora_rank runner pooler_config hf_overrides""",
+# Sections of help in order, and their options besides those of `EngineConfig`, which name their section themselves.
+SECTIONS = {
+    "Model": "model chat_template_path lora_modules",
     "Input and output": """
-        output_path errors_path resume retry_failed overwrite ordered created fingerprint max_line_bytes
-        no_progress""",
-    "While it runs": "status_path metrics_path step_log_path phase_timers verbose",
-    "Tables": "prompt_column prompt_template image_column id_column sampling_columns keep_columns journal",
+        output_path errors_path receipts_path sign_path resume retry_failed overwrite ordered created fingerprint
+        max_line_bytes encoding no_progress""",
+    "While it runs": "status_path metrics_path step_log_path verbose",
+    "Tables": """
+        prompt_column prompt_template image_column id_column sampling_columns keep_columns json_columns journal""",
     "More than one engine": "shard data_parallel_size",
     "Defaults of requests": """
-        max_tokens temperature seed generation_config override_generation_config chat system""",
-    "Slots and memory": """
-        max_num_seqs max_model_len memory_utilization num_blocks kv_cache_memory_bytes kv_cache_dtype
-        swap_space enable_prefix_caching mamba_cache_mode mamba_block_size mamba_cache_states
-        prefix_cache_dir prefix_cache_bytes keep_finished""",
-    "Pictures": "image_cache_bytes allowed_local_media_path allowed_media_domains mm_processor_kwargs",
-    "Scheduling": """
-        scheduling_policy quantum priority_aging preemption max_num_batched_tokens lag speculative_config
-        shadow_rate step_timeout_s start_timeout_s""",
+        max_tokens temperature seed truncate_prompt_tokens schema_path generation_config
+        override_generation_config chat system""",
+    "Slots and memory": "",
+    "Pictures": "",
+    "Scheduling": "start_timeout_s",
 }
 
 
-def together(*options: Option) -> Option:
+def together(*options: Decorator) -> Decorator:
     """Combine options into one decorator, in this order."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +55,11 @@ def _hosts(context: click.Context, option: click.Parameter, value: str) -> tuple
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
+def _numbers(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
+    """Parse numbers above 0 with commas between them."""
+    return tuple(click.IntRange(1)(each.strip(), option, context) for each in value.split(","))
+
+
 def json_value(context: click.Context, option: click.Parameter, value: str | None) -> Any:
     try:
         return None if value is None else json.loads(value)
@@ -67,28 +67,63 @@ def json_value(context: click.Context, option: click.Parameter, value: str | Non
         raise click.BadParameter(f'{error}; give a JSON object, such as {{"name": "value"}}') from error
 
 
-_PARSERS = {"N|auto": _auto_or_number, "HOSTS": _hosts, "JSON": json_value}  # by what help calls the value
+_PARSERS: dict[str, Any] = {  # by what help calls the value
+    "N|auto": _auto_or_number,
+    "N,N": _numbers,
+    "HOSTS": _hosts,
+    "JSON": json_value,
+}
 
 
-def engine_option(field: str, about: str, metavar: str | None = None, **more: Any) -> Option:
-    """`field_option` for a field of `EngineConfig`, with the type of its limits.
+def _type_of(about: Option) -> Any:
+    """The type of an option's values on the command line; None leaves it to the default."""
+    if about.metavar == "POLICY":
+        return Policy()
+    if about.metavar in _PARSERS:
+        return str
+    if about.least is not None:
+        return click.IntRange(about.least)
+    if about.is_number:
+        low = about.low if about.above is None else about.above
+        return click.FloatRange(low, about.high, min_open=about.above is not None)
+    words = about.words or (about.choices if about.metavar is None else ())
+    return click.Choice(words) if words else None
 
-    metavar: what help calls the value, in place of the choices or the least number.
-    """
-    limits = EngineConfig.__dataclass_fields__[field].metadata
-    kind: Any = None
-    if metavar in _PARSERS:
-        kind, more = str, {"callback": _PARSERS[metavar], **more}
-    elif "least" in limits:
-        kind = click.IntRange(limits["least"])
-    elif "choices" in limits and metavar is None:
-        kind = click.Choice(limits["choices"])
-    return field_option(EngineConfig, field, about, **{"kind": kind, "metavar": metavar, **more})
+
+def choice_of(field: str) -> click.Choice[str]:
+    """The words of a field of `EngineConfig`, for an option of a command that takes the same."""
+    about = option_of(EngineConfig.__dataclass_fields__[field])
+    return click.Choice(about.words or about.choices)
+
+
+def engine_option(field: str, about: str = "") -> Decorator:
+    """The option for a field of `EngineConfig`, as the field declares it. about: other help."""
+    declared = EngineConfig.__dataclass_fields__[field]
+    known = option_of(declared)
+    more: dict[str, Any] = {}
+    if known.metavar in _PARSERS:
+        more["callback"] = _PARSERS[known.metavar]
+    if isinstance(declared.default, tuple):
+        more["default"] = ",".join(map(str, declared.default))
+    if not known.no_flag:
+        more["is_flag"] = True
+    if known.metavar != "POLICY":
+        more["metavar"] = known.metavar
+    return field_option(
+        EngineConfig, field, about or known.help, kind=_type_of(known), name=known.flag, **more
+    )
+
+
+def engine_options(*groups: Group) -> Decorator:
+    """The options of all fields of `EngineConfig` in these groups, in the order of the fields."""
+    fields = EngineConfig.__dataclass_fields__.values()
+    chosen = [each for each in fields if option_of(each).help and option_of(each).group in groups]
+    return together(*(engine_option(each.name) for each in chosen))
 
 
 def field_option(
     record: Any, field: str, about: str, kind: Any = None, *, name: str = "", **more: Any
-) -> Option:
+) -> Decorator:
     """The option for a field of a record, with the field's default.
 
     about: its help. kind: its type. name: by default the field's.
@@ -100,10 +135,30 @@ def field_option(
 
 
 class Sectioned(click.Command):
-    """A command whose help groups its options under the headings of `SECTIONS`."""
+    """A command whose help groups its options under the headings of `SECTIONS`. It knows other programs' names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click; the error for an option of llama.cpp or vLLM says what to write instead."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from xla_engine.cli._other_names import other_name  # a table that few commands need
+
+            known = {
+                name
+                for parameter in self.get_params(ctx)
+                for name in (*parameter.opts, *parameter.secondary_opts)
+            }
+            if (message := other_name(given, known)) is None:
+                raise
+            raise click.UsageError(message, ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         heading = {name: title for title, names in SECTIONS.items() for name in names.split()}
+        for each in EngineConfig.__dataclass_fields__.values():
+            if option_of(each).section:
+                heading[each.name] = option_of(each).section
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)

@@ -15,21 +15,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import click
 
+from xla_engine.batch.datasets.answers import AnswerColumns
 from xla_engine.batch.datasets.files import OUTPUTS, exists, file_system, is_table, is_url, kind_of
-from xla_engine.batch.datasets.output import Finished, digest_of, kept_columns, publish
+from xla_engine.batch.datasets.output import Finished, digest_of, kept_columns, publish, result_columns
 from xla_engine.batch.datasets.rows import RowColumns, row_lines, template_columns
 from xla_engine.batch.datasets.tables import Table
-from xla_engine.batch.fields import SUBMIT_FIELDS
+from xla_engine.batch.encodings import as_utf8, check_is_utf8
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.output_file import Mode
-from xla_engine.batch.requests import LineRequest, parse_line
-from xla_engine.batch.results import DigestedLines
+from xla_engine.batch.record_ids import DigestedLines
 from xla_engine.batch.resume import is_packed
 from xla_engine.batch.shards import Shard, state_path
 from xla_engine.batch.submit import reads_pictures
 from xla_engine.cli._common import NotStarted
 from xla_engine.cli._help import together
 from xla_engine.errors import OutputError
+from xla_engine.openai.fields import SUBMIT_FIELDS
+from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.parsers.chats import Chat
 
@@ -48,6 +50,7 @@ class TableOptions:
     id_column: str | None = None
     sampling_columns: str | None = None
     keep_columns: str | None = None
+    json_columns: bool = False
     journal: str | None = None
 
     @property
@@ -78,6 +81,11 @@ table_options = together(
         "--keep-columns", metavar="NAME,...", help="Input columns to copy to an OUTPUT table.  [default: all]"
     ),
     click.option(
+        "--json-columns",
+        is_flag=True,
+        help="Add a column to an OUTPUT table for each property of --json-schema.",
+    ),
+    click.option(
         "--journal",
         metavar="FILE",
         help="Where results are kept until an OUTPUT table or URL is written.  [default: OUTPUT.journal.jsonl]",
@@ -99,29 +107,46 @@ class Input:
 
 @contextlib.contextmanager
 def open_lines(
-    source: str, options: TableOptions, max_line_bytes: int, *, count: bool = False, keep: bool = False
+    source: str,
+    options: TableOptions,
+    max_line_bytes: int,
+    *,
+    count: bool = False,
+    keep: bool = False,
+    encoding: str | None = None,
 ) -> Iterator[Input]:
     """Read lines from a file of requests or from a table. Raises ConfigError and OSError.
 
-    count: whether to count the lines. keep: whether the output keeps columns.
+    count: whether to count the lines. keep: whether the output keeps columns. encoding: by default UTF-8.
     """
     if is_table(source) or options.asks_for_columns:
-        yield _table_lines(source, options, max_line_bytes, count=count, keep=keep)
+        table = Table(source, encoding)
+        yield _table_lines(table, options, max_line_bytes, count=count, keep=keep)
     elif is_url(source):
         system, path = file_system(source)
         compression = "gzip" if is_packed(source) else None
         with system.open(path, "rb", compression=compression) as file:
-            yield Input(lines=read_lines(file, max_line_bytes), total=None, file=None)
+            yield Input(
+                lines=read_lines(_text(file, source, encoding), max_line_bytes), total=None, file=None
+            )
     else:
         with open_input(source) as file:
-            total = count_lines(file, max_line_bytes) if count else None
-            yield Input(lines=read_lines(file, max_line_bytes), total=total, file=file)
+            text = _text(file, source, encoding)
+            total = count_lines(text, max_line_bytes) if count else None
+            yield Input(lines=read_lines(text, max_line_bytes), total=total, file=file)
+
+
+def _text(file: BinaryIO, name: str, encoding: str | None) -> BinaryIO:
+    """Lines of requests; a wrong one in UTF-8 fails alone."""
+    if encoding is None:
+        check_is_utf8(file, name)
+        return file
+    return as_utf8(file, name, encoding)
 
 
 def _table_lines(
-    source: str, options: TableOptions, max_line_bytes: int, *, count: bool, keep: bool
+    table: Table, options: TableOptions, max_line_bytes: int, *, count: bool, keep: bool
 ) -> Input:
-    table = Table(source)
     columns = RowColumns(
         prompt=options.prompt_column,
         template=options.prompt_template,
@@ -166,17 +191,18 @@ class TableOutput:
     journal: the file of result lines that the run writes and resumes.
     """
 
-    def __init__(self, out: str, options: TableOptions) -> None:
+    def __init__(self, out: str, options: TableOptions, answers: AnswerColumns | None) -> None:
         self.out = out
+        self._answers = answers
         name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
         self.journal = Path(options.journal or f"{name}.journal.jsonl")
         self._pictures = options.image_column is not None
         self._claims_to_be_whole = False
 
     @classmethod
-    def wanted(cls, out: str, options: TableOptions) -> TableOutput | None:
-        """A `TableOutput` if the output needs one; None if it can grow line by line."""
-        return cls(out, options) if is_url(out) or kind_of(out) in OUTPUTS else None
+    def wanted(cls, out: str, options: TableOptions, answers: AnswerColumns | None) -> TableOutput | None:
+        """A `TableOutput` if the output needs one; None if it can grow line by line. answers: as in `publish`."""
+        return cls(out, options, answers) if is_url(out) or kind_of(out) in OUTPUTS else None
 
     def check(self, source: str, mode: Mode) -> None:
         """Raise OutputError if the output exists and must not be overwritten. Raises OSError."""
@@ -192,8 +218,11 @@ class TableOutput:
             raise OutputError(f"{self.out} already exists; use --overwrite to replace it")
         self._claims_to_be_whole = not self.journal.exists()
 
-    def begin(self, lines: Iterator[Line], defaults: Mapping[str, Any]) -> Iterator[Line]:
-        """Pass the input's lines through and digest them for the marker of the finished table."""
+    def begin(self, source: Input, defaults: Mapping[str, Any]) -> Iterator[Line]:
+        """Pass the input's lines through and digest them for the marker of the finished table. Raises ConfigError."""
+        if self._answers is not None:
+            self._answers.check_names((*source.columns, *result_columns(pictures=self._pictures)))
+        lines = source.lines
         self._lines = DigestedLines(lines, defaults)
         return iter(self._lines)
 
@@ -220,7 +249,14 @@ class TableOutput:
 
     def finish(self, source: Input, shard: Shard | None, *, failed: bool) -> None:
         """Write the table, and delete the journal unless lines failed, because --retry-failed needs it then."""
-        publish(self.journal, self.out, source.table, source.columns, pictures=self._pictures)
+        publish(
+            self.journal,
+            self.out,
+            source.table,
+            source.columns,
+            pictures=self._pictures,
+            answers=self._answers,
+        )
         if not failed:
             marker = Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard))
             marker.write(self.journal, self.out)
@@ -273,8 +309,12 @@ def check_first_line(
 
 def check_tokenizer(model: str | None, otherwise: str = "") -> None:
     """Raise NotStarted if a model's directory has no tokenizer, which text needs. otherwise: another remedy."""
+    from xla_engine.model_loader.safetensors_files import has_weight_files  # imports numpy
+
     files = Path(model or "")
-    if model and (files / "config.json").exists() and not (files / "tokenizer.json").exists():
+    if not model or not (files / "config.json").exists() or not has_weight_files(files):
+        return
+    if not (files / "tokenizer.json").exists():
         raise NotStarted(
             f"no_tokenizer: {model} has no tokenizer.json, which text needs; put the model's tokenizer.json "
             f"there{otherwise}"

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import click
 
+import xla_engine
+from xla_engine.batch.datasets.answers import AnswerColumns
 from xla_engine.batch.earlier_runs import LastRun, elsewhere, recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
-from xla_engine.batch.requests import LineError
-from xla_engine.batch.results import ResultHeader
+from xla_engine.batch.receipts import ReceiptFile, receipts_header
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.shards import Shard, ShardOutput
+from xla_engine.batch.signatures import Signer
 from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
@@ -35,11 +37,13 @@ from xla_engine.cli._input import (
     open_input,
     open_lines,
 )
-from xla_engine.config import EngineConfig
+from xla_engine.config import AUTO, EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError
 from xla_engine.observability.status_file import LiveFile, status_file
 from xla_engine.observability.step_log_writer import logging_steps
+from xla_engine.openai.requests import LineError
+from xla_engine.openai.results import ResultHeader
 from xla_engine.utils.progress import Progress
 from xla_engine.utils.startup import StartTimes
 
@@ -47,9 +51,9 @@ if TYPE_CHECKING:
     from xla_engine.engine.identity import EngineIdentity
     from xla_engine.open_engine import EngineClient
 
-_imported_at = time.monotonic()
 Names = Callable[[str], str | None]  # custom_id by engine request id
 _ASKED = (signal.SIGINT, signal.SIGTERM)
+_BOOT_S = 1.0  # an interpreter starts in less, unless the machine is very busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +64,24 @@ class Watched:
     metrics_path: str | None = None
     step_log_path: str | None = None
 
-    def logging(self, engine: EngineClient, names: Names) -> contextlib.AbstractContextManager[None]:
-        """Write the step log while the block runs. Raises OSError and ConfigError."""
+    @contextlib.contextmanager
+    def logging(self, engine: EngineClient, names: Names) -> Iterator[None]:
+        """Write the step log while the block runs, or until the disk is full. Raises OSError and ConfigError."""
         if self.step_log_path is None:
-            return contextlib.nullcontext()
+            yield
+            return
         from xla_engine.engine.batch_engine import XlaBatchEngine
 
         assert isinstance(engine, XlaBatchEngine)  # `run` rejects a step log with data parallelism
-        return logging_steps(engine, self.step_log_path, names=names)
+        ended = False
+        try:
+            with logging_steps(engine, self.step_log_path, names=names):
+                yield
+                ended = True
+        except OSError as error:
+            if not ended:
+                raise
+            click.echo(f"the step log could not be written: {_common.os_message(error)}", err=True)
 
     def begin(self, engine: EngineClient, names: Names, run: Callable[[], Mapping[str, Any]]) -> LiveFiles:
         """Create the files that are updated repeatedly, and write each once. run: returns the run's own counts."""
@@ -96,17 +110,24 @@ class LiveFiles:
     def report_failures(self) -> None:
         for what, file in self._files.items():
             if file.failure is not None:
-                click.echo(f"the {what} file could not be written: {file.failure}", err=True)
+                click.echo(
+                    f"the {what} file could not be written: {_common.os_message(file.failure)}", err=True
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Paths that `run` reads and writes. errors: None if errors go to the output."""
+    """Paths that `run` reads and writes. errors: None if errors go to the output. receipts: None for no receipts.
+
+    sign: the file of the private key that signs them; None leaves them unsigned.
+    """
 
     source: str
     output: str
     errors: str | None
     mode: Mode
+    receipts: str | None = None
+    sign: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +144,8 @@ class Settings:
     no_progress: bool
     drain_timeout_s: float | None
     shard: Shard | None
+    encoding: str | None
+    answers: AnswerColumns | None
 
 
 def run_file(files: Files, settings: Settings, engine_options: dict[str, Any]) -> None:
@@ -144,7 +167,7 @@ def _exit(totals: RunTotals) -> None:
     """Exit with the command's status, unless all lines have results."""
     if totals.interrupted:
         sys.exit(_common.INTERRUPTED)
-    if totals.failed or totals.failure is not None:
+    if totals.failed or totals.failed_before or totals.failure is not None:
         sys.exit(_common.SOME_FAILED)
 
 
@@ -152,12 +175,20 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
     times, shows = StartTimes(_process_start()), not settings.no_progress
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
-            table = TableOutput.wanted(files.output, settings.tables)
-            if table is None and (settings.tables.keep_columns, settings.tables.journal) != (None, None):
-                raise OutputError("--keep-columns and --journal are for a table, or a URL, as OUTPUT")
+            table = TableOutput.wanted(files.output, settings.tables, settings.answers)
+            if table is None and (
+                (settings.tables.keep_columns, settings.tables.journal) != (None, None) or settings.answers
+            ):
+                raise OutputError(
+                    "--keep-columns, --json-columns and --journal are for a table, or a URL, as OUTPUT"
+                )
             if table is not None:
                 if files.errors is not None:
                     raise OutputError(f"{files.output} has a column for errors; leave out --errors")
+                if files.receipts is not None:
+                    raise OutputError(
+                        f"{files.output} is a table, and receipts are of lines; write the results to a .jsonl file"
+                    )
                 table.check(files.source, files.mode)
                 files = replace(files, output=str(table.journal))
             source = stack.enter_context(
@@ -167,9 +198,10 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     settings.max_line_bytes,
                     count=shows and settings.shard is None,
                     keep=table is not None,
+                    encoding=settings.encoding,
                 )
             )
-            lines = source.lines if table is None else table.begin(source.lines, settings.defaults)
+            lines = source.lines if table is None else table.begin(source, settings.defaults)
             if table is not None and table.is_whole(lines, settings.shard):
                 return RunTotals(), [f"{table.out} is complete; there is nothing to do"]
             request, lines = check_first_line(lines, files.source, engine_options["model"], settings.defaults)
@@ -181,6 +213,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 if path is not None
             ]
             _check_distinct([source.file, *(output.file for output in outputs)], files)
+            receipts = None
+            if files.receipts is not None:
+                signer = None if files.sign is None else Signer.read(files.sign)
+                receipts = ReceiptFile(Path(files.receipts), files.mode, signer)
+                receipts.check((files.source, files.output, files.errors))
             for output in outputs:
                 output.claim(done)
             lines = shard.begin(lines, settings.defaults)
@@ -201,13 +238,19 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             header = _header(engine, settings, done, engine_options["model"])
             stack.enter_context(settings.watched.logging(engine, lambda name: batch.custom_id(name)))
             sinks = [output.begin() for output in outputs]
+            if receipts is not None:
+                stack.callback(receipts.close)
+                receipts.begin(receipts_header(engine, header, settings.defaults), done)
         began = time.monotonic()
-        progress = Progress(source.total, slots=engine.max_num_seqs, stream=sys.stderr if shows else None)
+        progress = Progress(
+            source.total, slots=engine.max_num_seqs, before=len(done), stream=sys.stderr if shows else None
+        )
         batch = BatchRun(
             engine,
             lines,
             sinks[0],
             errors=sinks[-1],
+            receipts=receipts,
             header=header,
             defaults=settings.defaults,
             ordered=settings.ordered,
@@ -221,6 +264,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
         doing = "finishing the running requests"
         with progress, interrupts(batch.interrupt, doing, settings.drain_timeout_s):
             totals = batch.run()
+            totals.failed_before = done.errors
             show(last=True)
         live.report_failures()
         ended = time.monotonic()
@@ -233,6 +277,8 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             ).keep(engine_options["model"] or embedded_model_directory())
             for output in outputs:
                 output.close()
+            if receipts is not None:
+                receipts.finish()
             shard.finish(done, totals, header.system_fingerprint)
             if table is not None:
                 table.finish(source, settings.shard, failed=bool(done.errors or totals.failed))
@@ -251,12 +297,16 @@ def _check_distinct(opened: list[Any], files: Files) -> None:
 
 
 def _as_recorded(options: dict[str, Any], done: FinishedLines) -> dict[str, Any]:
-    """Options of a resumed run. `max_model_len` defaults to the first run's, whose memory or default may have
-    differed."""
-    made_with = recall(done.system_fingerprint)
-    if made_with is None or options["max_model_len"] is not None:
+    """Options of a resumed run. `max_model_len` and the form of the weights default to the first run's, whose memory
+    or defaults may have differed."""
+    if (made_with := recall(done.system_fingerprint)) is None:
         return options
-    return options | {"max_model_len": made_with.config.get("max_model_len")}
+    recorded = {}
+    if options["max_model_len"] is None:
+        recorded["max_model_len"] = made_with.config.get("max_model_len")
+    if options["quantization"] == AUTO:
+        recorded["quantization"] = made_with.config.get("quantization")
+    return options | recorded
 
 
 def _header(engine: EngineClient, settings: Settings, done: FinishedLines, model: str | None) -> ResultHeader:
@@ -285,7 +335,10 @@ def _differences(identity: EngineIdentity, digest: str | None) -> str:
     if (made_with := recall(digest)) is not None:
         return f"then and now, {'; '.join(made_with.differences(identity))}"
     if (made_with := elsewhere(digest, identity)) is not None:
-        return f"on another machine and here, {'; '.join(made_with.differences(identity))}"
+        found = f"on another machine and here, {'; '.join(made_with.differences(identity))}"
+        form = made_with.config.get("quantization")
+        same = form == identity.config.get("quantization")
+        return found if same else f"{found}; add --quantization {form or 'none'}"
     here = ", ".join(f"{name} {word}" for name, word in identity.platform.items())
     return f"another model, option, version or device (it did not run on this machine: {here})"
 
@@ -342,14 +395,16 @@ def _output_failed(files: Files, error: OSError) -> NoReturn:
 
 
 def _process_start() -> float:
-    """Start of this process on the monotonic clock; if the system cannot tell, the import of this module."""
+    """Start of this program on the monotonic clock: of the process, or the first import of the package if the process
+    ran something else before (`pip install ... && xla-engine` is one process in many shells), or the system cannot
+    tell."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError, IndexError):
-        return _imported_at
+        return xla_engine.IMPORTED_AT
     began = time.monotonic() - age
-    return began if 0 <= _imported_at - began < 60 else _imported_at
+    return began if 0 <= xla_engine.IMPORTED_AT - began < _BOOT_S else xla_engine.IMPORTED_AT
 
 
 def _own_stdin() -> BinaryIO:
@@ -395,8 +450,12 @@ def dry_run(source: str, settings: Settings, options: dict[str, Any]) -> None:
         from xla_engine.batch.dry_run import DryRun
 
         fields = _common.config_fields(options)
-        checks = DryRun(options["model"] or embedded_model_directory(), EngineConfig(**fields))
-        with open_lines(source, settings.tables, settings.max_line_bytes) as opened:
+        model = options["model"] or embedded_model_directory()
+        checks = DryRun(model, EngineConfig(**fields), options.get("files"))
+        _common.resume_collections()
+        with open_lines(
+            source, settings.tables, settings.max_line_bytes, encoding=settings.encoding
+        ) as opened:
             _, lines = check_first_line(opened.lines, source, options["model"], settings.defaults)
             report = checks.run(
                 lines, defaults=settings.defaults, on_error=lambda error: click.echo(_told(error))
@@ -417,23 +476,28 @@ def interrupts(
 ) -> Iterator[None]:
     """Call `interrupt` on each signal, and print `doing` after the first one. Main thread only.
 
+    After the second one, signals have their default effect, so that a third ends the process in any case.
+
     drain_timeout_s: seconds after SIGTERM at which `interrupt` is called again; None disables this.
     """
-    said = False
+    asked = 0
 
     def say(text: str) -> None:
         with contextlib.suppress(OSError):  # straight to the terminal: the streams may be in use
             os.write(2, f"\n{text}\n".encode())
 
     def handle(number: int, _: Any) -> None:
-        nonlocal said
+        nonlocal asked
+        asked += 1
         if number == signal.SIGALRM:
             say(f"not finished after {drain_timeout_s} s; cancelling the rest")
-        elif not said:
-            said = True
+        elif asked == 1:
             say(f"{doing}; a second signal stops at once")
             if number == signal.SIGTERM and drain_timeout_s is not None:
                 signal.setitimer(signal.ITIMER_REAL, max(drain_timeout_s, 1e-6))
+        if asked > 1:
+            for each in _ASKED:
+                signal.signal(each, signal.SIG_DFL)
         interrupt()
 
     before: dict[signal.Signals, Any] = {}

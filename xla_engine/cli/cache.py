@@ -27,7 +27,7 @@ def list_(directory: Path, as_json: bool) -> None:
 
     Blocks of one kind are used by engines of that model, with those options, code and machine.
     """
-    from xla_engine.prefix_cache.files import ABOUT, entries, kinds
+    from xla_engine.runner.prefix_files.files import ABOUT, entries, kinds
     from xla_engine.utils.tables import aligned
 
     sizes: dict[Path, list[int]] = {folder: [] for folder in kinds(directory)}
@@ -103,7 +103,7 @@ def verify(directory: Path, sample: int, check_seed: int, model: str | None, **o
 @click.option("--kind", metavar="NAME", help="Only this kind, as `list` names it.")
 def clear(directory: Path, kind: str | None) -> None:
     """Delete the blocks in DIR. Engines that use it compute them again."""
-    from xla_engine.prefix_cache.files import delete_all, kinds
+    from xla_engine.runner.prefix_files.files import delete_all, kinds
 
     chosen = [folder for folder in kinds(directory) if kind is None or folder.name.startswith(kind)]
     if kind is not None and len(chosen) != 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common, _help
-from xla_engine.cli._answer import chat_prompt, note_temperature, show_answer
+from xla_engine.cli._answer import chat_prompt, show_answer
 from xla_engine.cli._input import check_tokenizer
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
@@ -65,7 +65,9 @@ def chat(
     _common.place_model(options)
     with _common.startup_errors():
         _common.begin_start(options)
-        fields = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
+        fields = _common.sampling_fields(
+            options, for_reader=True, max_tokens=max_tokens, temperature=temperature
+        )
         template = _common.text_of(chat_template_path)
         interactive = sys.stdin.isatty()
         check_tokenizer(options["model"])
@@ -73,8 +75,6 @@ def chat(
             click.echo(
                 "the embedded model answers with Python functions; name another with --model", err=True
             )
-        else:
-            note_temperature(fields)
         with _common.load_engine(options, show=sys.stderr.isatty()) as engine:
             if template is None and engine.chat_template is None:
                 raise _common.NotStarted(
@@ -149,21 +149,43 @@ class _Session:
         self._template = template
         self._system = system
         self._said: list[dict[str, str]] = []
+        self._first = 0  # of what was said, that is still sent
 
-    @property
-    def _messages(self) -> list[dict[str, str]]:
-        return [*([{"role": "system", "content": self._system}] if self._system else []), *self._said]
+    def _messages(self, first: int = 0) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, *self._said[first:]]
+
+    def _request(self) -> dict[str, Any]:
+        """The conversation as a request. If it has outgrown the context, the oldest turns are left out from now on, so
+        that half of the context is free. Raises InvalidRequestError."""
+        engine, oldest, tokenizer = self._engine, self._first, self._engine.tokenizer
+        most = engine.max_model_len - (self._fields.get("max_tokens") or 1)
+        while True:
+            request = chat_prompt(engine, self._messages(self._first), self._template)
+            length = (
+                0 if tokenizer is None else len(tokenizer.encode(request["prompt"], add_special_tokens=False))
+            )
+            if length <= most or self._first + 1 == len(self._said):
+                break
+            most, self._first = min(most, engine.max_model_len // 2), self._first + 2
+        if self._first > oldest:
+            click.echo(
+                f"(the conversation has outgrown the {engine.max_model_len} tokens of --max-model-len: its first "
+                f"{self._first} messages are no longer sent)",
+                err=True,
+            )
+        return request
 
     def answer(self, text: str) -> None:
         """Answer a message, and add both to the conversation. Raises InvalidRequestError."""
         self._said.append({"role": "user", "content": text})
         try:
-            request = chat_prompt(self._engine, self._messages, self._template)
+            request = self._request()
             params = SamplingParams.from_mapping(self._fields)
             output = show_answer(self._engine, lambda: self._engine.submit(params=params, **request))
         except TokenLimitError as error:
             self._said.pop()
-            raise InvalidRequestError(f"{error}; /reset begins a new conversation") from error
+            raise InvalidRequestError(f"{error}; use a shorter message") from error
         except InvalidRequestError:
             self._said.pop()
             raise
@@ -187,6 +209,7 @@ class _Session:
                 self._system = value or None
             case "/reset":
                 self._said.clear()
+                self._first = 0
             case "/seed":
                 self._set("seed", value)
             case "/set" if not value:
@@ -194,7 +217,7 @@ class _Session:
             case "/set":
                 self._set(*value.partition(" ")[::2])
             case "/save" if value:
-                saved = {"messages": self._messages, **self._fields}
+                saved = {"messages": self._messages(), **self._fields}
                 Path(value).expanduser().write_text(json.dumps(saved, ensure_ascii=False) + "\n", "utf-8")
                 click.echo(f"saved to {value}", err=True)
             case "/save":

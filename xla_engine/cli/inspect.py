@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 )
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
-@_common.engine_options
+@_common.slot_options
 def inspect(model: str | None, as_json: bool, **options: Any) -> None:
     """Show what MODEL is and what it needs on this machine, without reading its weights.
 
@@ -40,14 +40,18 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
       xla-engine inspect ./SmolLM2-135M
       xla-engine inspect ./Llama-3.1-8B --max-model-len 8192 --max-num-seqs 64 --json
     """
+    _common.pause_collections()
     with _common.startup_errors():
         from xla_engine.batch.earlier_runs import LastRun
         from xla_engine.config import EngineConfig
-        from xla_engine.engine.inspection import inspect_model, report_lines
         from xla_engine.environment import embedded_model_directory
+        from xla_engine.model_loader.model_files import open_model
 
         named = model or embedded_model_directory()
-        report, last = inspect_model(named, EngineConfig(**options)), LastRun.of(named)
+        files, config = open_model(named), EngineConfig(**options)  # errors show before jax is imported
+        from xla_engine.engine.inspection import inspect_model, report_lines
+
+        report, last = inspect_model(files, config), LastRun.of(named)
     if as_json:
         told = None if last is None else {**asdict(last), "tokens_per_s": last.tokens_per_s}
         click.echo(json.dumps(report.to_json() | {"last_run": told}))

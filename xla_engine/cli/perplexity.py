@@ -24,7 +24,11 @@ from xla_engine.utils.progress import counting
     help="Compare with the logits that --save-logits, or llama-perplexity --kl-divergence-base, wrote.",
 )
 @click.option("--against-model", metavar="MODEL", help="Compare with this model.  [default: --model]")
-@click.option("--against-dtype", type=_help.DTYPE, help="Compare with this dtype.  [default: --dtype]")
+@click.option(
+    "--against-dtype",
+    type=_help.choice_of("dtype"),
+    help="Compare with this dtype.  [default: --dtype]",
+)
 @click.option(
     "--against-quantization",
     type=click.Choice(["none", "int8", "packed", "packed-int8", "gguf", "gguf-int8"]),
@@ -67,7 +71,8 @@ def perplexity(
         raise _common.NotStarted(
             "--against names saved logits; leave out --against-model, -dtype, -quantization"
         )
-    options["max_model_len"] = options["max_model_len"] or ctx_size + 1
+    if options["max_model_len"] in (None, ctx_size):  # one more position, for the token after a window
+        options["max_model_len"] = ctx_size + 1
     with contextlib.ExitStack() as stack, _common.startup_errors():
         text = _read(text_path)
         if save_logits is not None and not Path(save_logits).parent.is_dir():

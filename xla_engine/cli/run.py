@@ -1,9 +1,14 @@
 """`xla-engine run`: run a file of requests, check it, run a stream, or complete one prompt."""
 
+import os
+from glob import has_magic
 from typing import Any
 
 import click
 
+from xla_engine.batch.datasets.answers import AnswerColumns, read_schema
+from xla_engine.batch.datasets.files import is_url
+from xla_engine.batch.encodings import check_encoding
 from xla_engine.batch.lines import MAX_LINE_BYTES
 from xla_engine.batch.output_file import Mode
 from xla_engine.batch.shards import Shard
@@ -19,6 +24,14 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
         return None if value is None else Shard.parse(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def _encoding(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    try:
+        encoding = None if value is None else check_encoding(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+    return None if encoding == "utf-8" else encoding
 
 
 @click.command(cls=_help.Sectioned, short_help="Complete a file of requests.")
@@ -41,6 +54,18 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
     metavar="FILE",
     help="Write lines without a result to this file.  [default: OUTPUT]",
 )
+@click.option(
+    "--receipts",
+    "receipts_path",
+    metavar="FILE",
+    help="Write a receipt of each answer to this file, for `xla-engine audit`.",
+)
+@click.option(
+    "--sign",
+    "sign_path",
+    metavar="KEY",
+    help="Sign the receipts with the Ed25519 private key in this file, in PEM or OpenSSH's format (extra `receipts`).",
+)
 @click.option("--resume", is_flag=True, help="Continue from the results in OUTPUT.")
 @click.option("--retry-failed", is_flag=True, help="Like --resume, but run lines with an error again.")
 @click.option("--overwrite", is_flag=True, help="Replace the results in OUTPUT.")
@@ -51,7 +76,11 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
     help="Run only job I of N (from 0) over the same INPUT; `xla-engine merge` joins their outputs.",
 )
 @table_options
-@click.option("--dry-run", is_flag=True, help="Check every line and count tokens; run nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check every line and count tokens; run nothing. It takes all options of the run, and writes no file.",
+)
 @click.option(
     "--stream",
     is_flag=True,
@@ -92,9 +121,7 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
 @_common.scheduling_options
 @_common.phase_timers_option
 @_common.verbose_option
-@_help.engine_option(
-    "keep_finished", "With --stream: keep this many finished requests, so that they can be extended."
-)
+@_help.engine_options("kept")
 @_common.generation_config_option
 @_common.chat_template_option
 @click.option(
@@ -109,12 +136,31 @@ def _shard(context: click.Context, option: click.Parameter, value: str | None) -
     help="Extract reasoning from replies: think or harmony.  [default: leave it in the text]",
 )
 @_common.request_defaults
+@click.option(
+    "--truncate-prompt-tokens",
+    metavar="N",
+    type=click.IntRange(-1),
+    help="Keep only the last N tokens of longer prompts, for requests that do not say; -1 keeps as many as fit.  "
+    "[default: a prompt that does not fit is an error]",
+)
+@click.option(
+    "--json-schema",
+    "schema_path",
+    metavar="FILE",
+    help="Answers are JSON that matches the schema in this file, for requests without a format of their own.",
+)
 @click.option("--ordered", is_flag=True, help="Write results in input order, not as they finish.")
 @click.option(
     "--max-line-bytes",
     type=click.IntRange(1),
     default=MAX_LINE_BYTES,
     help="Maximum length of an input line; longer lines get an error.",
+)
+@click.option(
+    "--encoding",
+    metavar="NAME",
+    callback=_encoding,
+    help="Encoding of a text INPUT, such as cp1252 (Excel's), latin-1 or utf-16.  [default: utf-8]",
 )
 @click.option("--created", type=int, help='Unix time written as "created".  [default: now]')
 @click.option("--fingerprint", is_flag=True, help="Add hashes to results, for `xla-engine compare`.")
@@ -134,6 +180,8 @@ def run(
     system: str | None,
     output_path: str | None,
     errors_path: str | None,
+    receipts_path: str | None,
+    sign_path: str | None,
     resume: bool,
     retry_failed: bool,
     overwrite: bool,
@@ -141,7 +189,9 @@ def run(
     stream: bool,
     max_tokens: int | None,
     temperature: float | None,
+    truncate_prompt_tokens: int | None,
     chat_template_path: str | None,
+    schema_path: str | None,
     tool_parser: str | None,
     reasoning_parser: str | None,
     **options: Any,
@@ -175,7 +225,7 @@ def run(
     \b
     Exit status: 0 all lines have results, 1 some failed, 2 could not start, 130 interrupted by Ctrl-C or SIGTERM.
     The first Ctrl-C or SIGTERM lets running requests finish; the second stops at once, as does
-    --drain-timeout after a SIGTERM. Requests without a result then get no line.
+    --drain-timeout after a SIGTERM; a third kills the process. Requests without a result then get no line.
 
     \b
     Examples:
@@ -187,25 +237,47 @@ def run(
       cat in.jsonl | xla-engine run --stream
     """
     with _common.startup_errors():
-        if not dry_run:
+        is_named = prompt is None and input_path is not None and input_path != "-"
+        if input_path is not None and is_named and not is_url(input_path) and not has_magic(input_path):
+            os.stat(input_path)  # a missing file is told before the model is opened
+        if dry_run:
+            _common.pause_collections()
+        else:
             _common.begin_start(options)
-        defaults = _common.sampling_fields(options, max_tokens=max_tokens, temperature=temperature)
+        defaults = _common.sampling_fields(
+            options,
+            for_reader=prompt is not None,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
         if (template := _common.text_of(chat_template_path)) is not None:
             defaults["chat_template"] = template
         if tool_parser is not None or reasoning_parser is not None:
             defaults |= Dialect.named(tool_parser, reasoning_parser).as_defaults()
+        answers = None
+        if schema_path is not None:
+            schema = read_schema(schema_path)
+            defaults["structured_outputs"] = {"json": schema}
+            answers = AnswerColumns.of(schema) if options["json_columns"] else None
+        elif options["json_columns"]:
+            raise click.UsageError("--json-columns needs --json-schema FILE.")
     settings = _run.Settings(
         defaults=defaults,
         tables=(tables := TableOptions(**_common.take(options, TableOptions))),
+        answers=answers,
         watched=_run.Watched(**_common.take(options, _run.Watched)),
         **_common.take(options, _run.Settings),
     )
     if options["data_parallel_size"] > 1 and settings.watched.step_log_path is not None:
         raise click.UsageError("--step-log writes the steps of one engine; leave out --data-parallel-size.")
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
-    _one_of({"--dry-run": dry_run, "--stream": stream, "-o": output_path is not None})
-    _one_of({"--dry-run": dry_run, "--stream": stream, "--shard": settings.shard is not None})
+    _one_of({"--dry-run": dry_run, "--stream": stream})
+    _one_of({"--stream": stream, "-o": output_path is not None})
+    _one_of({"--stream": stream, "--receipts": receipts_path is not None})
+    _one_of({"--stream": stream, "--shard": settings.shard is not None})
     _one_of({"--raw": raw, "--chat": chat, "--system": system is not None and not chat})
+    _one_of({"--stream": stream, "--encoding": settings.encoding is not None})
     _one_of({"--stream": stream, "options of tables": tables != TableOptions()})
     if prompt is not None:
         _one_of(
@@ -213,6 +285,7 @@ def run(
                 "--prompt": True,
                 "INPUT": input_path is not None,
                 "-o": output_path is not None,
+                "--receipts": receipts_path is not None,
                 "--dry-run": dry_run,
                 "--stream": stream,
                 "--shard": settings.shard is not None,
@@ -237,6 +310,8 @@ def run(
                 "Missing argument 'INPUT': a file of requests, - for standard input; or --prompt TEXT."
             )
         input_path = "-"
+    if sign_path is not None and receipts_path is None:
+        raise click.UsageError("--sign signs receipts; add --receipts FILE.")
     if retry_failed and settings.ordered:
         raise _common.NotStarted("--retry-failed appends lines that failed before, so it excludes --ordered")
     if dry_run:
@@ -252,6 +327,8 @@ def run(
             output=output_path,
             errors=errors_path,
             mode=Mode.OVERWRITE if overwrite else mode,
+            receipts=receipts_path,
+            sign=sign_path,
         )
         _run.run_file(files, settings, options)
 

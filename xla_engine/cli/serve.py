@@ -23,6 +23,16 @@ _UVICORN = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 _setting = partial(_help.field_option, ServerSettings)
 
 
+def _keys_in(path: Path | None) -> tuple[str, ...]:
+    try:
+        return () if path is None else read_api_keys(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--api-key-file {_common.os_message(error, str(path))}. Write the keys into it, one per line, or "
+            "leave the option out"
+        ) from error
+
+
 @click.command(cls=_help.Sectioned, short_help="Serve OpenAI's HTTP protocol.")
 @_common.model_argument
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them.")
@@ -138,7 +148,7 @@ def serve(
         from xla_engine.environment import api_keys_from_environment
         from xla_engine.text.parsers.chats import REASONING_PARSERS, TOOL_PARSERS
 
-        keys = api_keys_from_environment() + (read_api_keys(api_key_file) if api_key_file else ())
+        keys = api_keys_from_environment() + _keys_in(api_key_file)
         model = options["model"]
         own = names or ("embedded" if model is None else Path(model).name or str(model),)
         if taken := set(own) & options["lora_modules"].keys():
@@ -154,6 +164,7 @@ def serve(
             adapter_names=tuple(options["lora_modules"]),
             api_keys=keys,
             sampling_defaults=defaults,
+            reader_defaults=_common.reader_defaults(options),
             **_common.take(options, ServerSettings),
         )
         _check_one_of("--tool-parser", settings.tool_parser, TOOL_PARSERS)

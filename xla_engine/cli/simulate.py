@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xla_engine.scheduler import SchedulerConfig
     from xla_engine.tools.simulator.cost import CostModel, Machine, StatedMachine
     from xla_engine.tools.simulator.replicas import Goal
-    from xla_engine.tools.simulator.report import Report
+    from xla_engine.tools.simulator.report import SimulationReport
     from xla_engine.tools.simulator.trace import Arrival
 
 HOPELESS = 1.0  # relative residual at which a cost model is useless
@@ -228,7 +228,7 @@ def simulate(
             title=title,
         )
     else:
-        reports: dict[str, Report] = {}
+        reports: dict[str, SimulationReport] = {}
         for name, config in configs.items():
             with _common.startup_errors():
                 began = time.monotonic()
@@ -318,9 +318,9 @@ def _simulate(
     cost: Any,
     arrivals: Iterator[Arrival],
     step_log_path: str | None,
-) -> Report:
+) -> SimulationReport:
     from xla_engine.observability.step_log_writer import StepLogWriter
-    from xla_engine.tools.simulator.clock import Clock
+    from xla_engine.tools.simulator.clock import SimulatedClock
     from xla_engine.tools.simulator.cost import machine_of
     from xla_engine.tools.simulator.simulate import Simulation
 
@@ -331,7 +331,7 @@ def _simulate(
             engine = {**source.engine, "device": f"simulated {source.engine.get('device', '')}"}
             log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
         machine = replace(machine_of(source), rows=config.max_num_seqs)
-        simulation = Simulation(config, machine, Clock(cost), lag=int(source.engine["lag"]), log=log)
+        simulation = Simulation(config, machine, SimulatedClock(cost), lag=int(source.engine["lag"]), log=log)
         try:
             return simulation.run(arrivals)
         except PolicyError as error:
@@ -372,7 +372,7 @@ def simulate_machines(
     )
     from xla_engine.tools.simulator.report import extrapolations, to_json
 
-    def simulate(number: int) -> Report:
+    def simulate(number: int) -> SimulationReport:
         began = time.monotonic()
         simulated = replace(machine, rows=config.max_num_seqs)
         report = simulate_replicas(config, simulated, cost, arrivals(), replicas=number, lag=lag)

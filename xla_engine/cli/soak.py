@@ -43,11 +43,11 @@ from xla_engine.utils.progress import counting
     default=256,
     help="Maximum number of prompt plus generated tokens.",
 )
-@_help.engine_option("dtype", "Dtype of the weights.", kind=_help.DTYPE)
-@_help.engine_option("quantization", "As for `run`.", kind=_help.QUANTIZATION)
+@_help.engine_option("dtype", "Dtype of the weights.")
+@_help.engine_option("quantization", "As for `run`.")
 @_help.engine_option("kv_cache_dtype", "As for `run`.")
-@_help.engine_option("attention_backend", "As for `run`.", "NAME")
-@_help.engine_option("isa", "As for `run`.", "NAME")
+@_help.engine_option("attention_backend", "As for `run`.")
+@_help.engine_option("isa", "As for `run`.")
 def soak(
     model: str | None,
     minutes: float | None,

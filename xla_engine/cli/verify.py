@@ -1,14 +1,16 @@
 """`xla-engine verify`: check that batching changes no bit, in this engine or in a server."""
 
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from xla_engine.cli import _common, _help
+from xla_engine.config import AUTO
 from xla_engine.utils.progress import counting
 
 
@@ -26,14 +28,21 @@ from xla_engine.utils.progress import counting
     "--baseline", metavar="FILE", help="Compare with answers that --save wrote, for example before a restart."
 )
 @click.option(
-    "--markdown", "form", flag_value="markdown", default=None, help="A report for an issue tracker."
+    "--markdown",
+    "form",
+    flag_value="markdown",
+    default=None,
+    help="With --url: a report for an issue tracker.",
 )
-@click.option("--json", "form", flag_value="json", help="A report as JSON.")
+@click.option("--json", "form", flag_value="json", help="The report as one JSON document on standard output.")
 @_common.model_options
 @_common.scheduling_options
 @_common.verbose_option
 @click.option(
-    "--requests", type=click.IntRange(1), default=200, help="Random requests to compare; 30 with --url."
+    "--requests",
+    type=click.IntRange(1),
+    default=200,
+    help="Random requests to compare; 30 with --url, 8 with --against reference.",
 )
 @click.option(
     "--schedules", type=click.IntRange(1), default=4, help="Random schedules that share the requests."
@@ -41,11 +50,13 @@ from xla_engine.utils.progress import counting
 @click.option("--seed", type=int, default=0, help="Seed of the random requests and schedules.")
 @click.option(
     "--against",
-    type=click.Choice(["alone", "config", "speculation", "transformers", "golden"]),
+    type=click.Choice(["alone", "config", "speculation", "reference", "transformers", "golden"]),
     default="alone",
     help="alone: in a batch against alone, bit for bit. config: other engine configurations, and prefill for "
-    "decode. speculation: right, wrong and mixed drafts against none. transformers: greedy tokens in float32 (extra "
-    "`oracle`). golden: the embedded model with --bits portable, against the bits that every processor must give.",
+    "decode. speculation: right, wrong and mixed drafts against none. reference: greedy tokens and their "
+    "log-probabilities against a forward pass in NumPy that shares no code with the engine, in float32 and as "
+    "configured. transformers: greedy tokens in float32 (extra `oracle`; no GGUF files). golden: the embedded model "
+    "with --bits portable, against the bits that every processor must give.",
 )
 @click.option(
     "--oracle-python",
@@ -81,8 +92,10 @@ def verify(
     That is level A, promised everywhere. Level B (--against config) is promised with the C++ kernels, in
     bfloat16 and int8, and elsewhere reported: each first difference is printed with the gap between the two largest
     logits. Speculation
-    (--against speculation) changes no bit wherever an engine takes a `speculative_config` at all. Level C
-    (--against transformers) compares tokens with an external implementation.
+    (--against speculation) changes no bit wherever an engine takes a `speculative_config` at all. Level C compares
+    with another implementation: --against reference reads any model itself, GGUF and packed files included, and
+    allows differences of log-probabilities up to a tolerance, 0.001 nats in float32; --against transformers needs
+    torch.
 
     With --url a server answers: repeated requests, among 8 and 48 others, after cached prefixes, streamed, cut,
     scored, with equal seeds. Only addresses of this machine, unless --remote; at most 400 requests, 60,000 tokens
@@ -99,6 +112,7 @@ def verify(
       xla-engine verify --num-blocks 40 --policy round_robin --quantum 1
       xla-engine verify --against config
       xla-engine verify --against speculation --requests 50
+      xla-engine verify --model ./model.Q4_K_M.gguf --against reference
       xla-engine verify --against golden --isa avx2
       xla-engine verify --record failing.json
       xla-engine verify --url http://127.0.0.1:8000
@@ -106,8 +120,10 @@ def verify(
     if url is not None:
         sys.exit(_verify_url(context))
     for name in _OF_SERVERS[1:]:
-        if _given(context, name):
-            raise _common.NotStarted(f"{_option(context, name)} needs --url")
+        if _given(context, name) and options[name] != "json":
+            raise _common.NotStarted(
+                f"{'--markdown' if name == 'form' else _option(context, name)} needs --url"
+            )
         del options[name]
     if against == "golden":
         sys.exit(_verify_golden(context))
@@ -135,8 +151,27 @@ def verify(
             if record_path is not None and report.record is not None:
                 with _common.startup_errors():
                     write_record(record_path, report.record)
-            click.echo("\n".join(report.lines()))
+            _print(context, report.lines, report.as_json)
             failed = not report.ok
+        elif against == "reference":
+            from xla_engine.equivalence import against_reference
+
+            with _common.startup_errors():
+                count = stack.enter_context(
+                    counting("reference", sys.stderr, engine.checkpoint.config.num_hidden_layers)
+                )
+                outcomes = against_reference.against_reference(
+                    engine,
+                    requests=requests if _given(context, "requests") else against_reference.REQUESTS,
+                    seed=seed,
+                    progress=count,
+                )
+            _print(
+                context,
+                lambda: against_reference.lines(outcomes),
+                lambda: against_reference.as_json(outcomes),
+            )
+            failed = not all(each.ok for each in outcomes)
         else:
             with _common.startup_errors():
                 if against == "transformers":
@@ -152,9 +187,10 @@ def verify(
                     }[against]
                     count = stack.enter_context(counting(what, sys.stderr))
                     results = _counted(across(engine, requests=requests, seed=seed), count)
-            click.echo("\n".join(levels.table(results)))
             promised = against != "config" or engine.runner.has_one_row_code  # otherwise only reported
             failed = promised and any(each.differing_tokens or each.differing_bits for each in results)
+            ok = not failed
+            _print(context, lambda: levels.table(results), lambda: levels.as_json(against, results, ok=ok))
     if failed:
         sys.exit(_common.SOME_FAILED)
 
@@ -171,7 +207,7 @@ def _counted(results: Iterable[Any], count: Callable[[str], None] | None) -> lis
 
 def _verify_golden(context: click.Context) -> int:
     """Repeat the golden file of bits "portable" and return the exit status."""
-    known = ("against", "isa", "quantization", "verbose")
+    known = ("against", "form", "isa", "quantization", "verbose")
     if others := _others(context, known):
         raise _common.NotStarted(
             f"--against golden uses its own model and options, apart from --isa and --quantization: leave "
@@ -181,14 +217,24 @@ def _verify_golden(context: click.Context) -> int:
         from xla_engine.equivalence import portable
 
         asked = context.params["quantization"]
-        names = [name for name, kind in portable.PRECISIONS.items() if asked in (None, kind)]
+        names = [name for name, kind in portable.PRECISIONS.items() if asked in (AUTO, kind or "none")]
         if not names:
             raise _common.NotStarted(
                 f"--against golden compares bfloat16 and int8, not --quantization {asked}"
             )
         results = _counted(portable.against_golden(context.params["isa"], names), count)
-    click.echo("\n".join(portable.lines(results)))
+    _print(context, lambda: portable.lines(results), lambda: portable.as_json(results))
     return _common.SOME_FAILED if any(each.differing for each in results) else 0
+
+
+def _print(
+    context: click.Context, lines: Callable[[], Sequence[str]], as_json: Callable[[], dict[str, Any]]
+) -> None:
+    """Print a report: as text, or with --json as one line."""
+    if context.params["form"] == "json":
+        click.echo(json.dumps(as_json(), allow_nan=False))
+    else:
+        click.echo("\n".join(lines()))
 
 
 _OF_SERVERS = ("url", "remote", "api_key_env", "is_long", "save", "baseline", "form")

@@ -17,11 +17,11 @@ from xla_engine.data_parallel import totals
 from xla_engine.data_parallel.adapters import key_reader
 from xla_engine.data_parallel.fleet import Fleet
 from xla_engine.data_parallel.request import RemoteRequest
-from xla_engine.data_parallel.turns import Turns
+from xla_engine.data_parallel.turns import FleetLoop
 from xla_engine.engine.client import drain_engine, step_engine
 from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.locked import locked
-from xla_engine.engine.protocol import RequestOptions, deadlines
+from xla_engine.engine.protocol import SubmitOptions, deadlines
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.sequence import noise_key
 from xla_engine.engine.requests.validation import RequestValidator
@@ -31,7 +31,7 @@ from xla_engine.errors import ConfigError, InvalidRequestError, OneEngineError
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.peft.request import LoRARequest
-from xla_engine.observability.metrics import Family, engine_metrics, text_of
+from xla_engine.observability.metrics import MetricFamily, engine_metrics, text_of
 from xla_engine.observability.observer import Observers
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
@@ -91,7 +91,7 @@ class DataParallelEngine:
         name = None if model is None else str(model)
         fleet = Fleet(name, config or EngineConfig(), engines, progress)
         self._fleet = fleet
-        self._turns = turns = Turns(fleet, key_reader(described, fleet.config))
+        self._turns = turns = FleetLoop(fleet, key_reader(described, fleet.config))
         self._adapters = turns.adapters
         self.lock, self.clock = turns.lock, turns.clock
         self.observers = Observers()  # never called, because engines do not send their plans
@@ -156,22 +156,17 @@ class DataParallelEngine:
 
     @locked
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        collector: OutputCollector | None = None,
-        on_refused: Callable[[Exception], object] | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]
     ) -> str:
         """As `XlaBatchEngine.submit`, with the same errors. A new constraint is tried here at once, and raises here
         if it is bad; on_refused is called if an engine still rejects it."""
         self._turns.check_open()
         self._turns.settle()
         params = params or self.default_params
-        request_id = self._free_id() if request_id is None else request_id
+        add_special_tokens = options.pop("add_special_tokens", True)
+        collector, on_refused = options.pop("collector", None), options.pop("on_refused", None)
+        if (request_id := options.pop("request_id", None)) is None:
+            request_id = self._free_id()
         if request_id in self._turns.live:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
@@ -354,7 +349,7 @@ class DataParallelEngine:
             submitted=self._submitted,
         )
 
-    def metrics(self, model_name: str | None = None) -> list[Family]:
+    def metrics(self, model_name: str | None = None) -> list[MetricFamily]:
         """As `XlaBatchEngine.metrics`, over all engines."""
         return engine_metrics(
             self.stats(),

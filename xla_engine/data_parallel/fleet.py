@@ -175,7 +175,7 @@ def _stop(process: subprocess.Popen[Any], results: int) -> None:
 
 
 DEATHS_IN_A_ROW = 5  # an engine that ends this often without finishing a request is not restarted
-# options in which engines differ; they change no bit
+# Options that are divided among the engines; no bit depends on them.
 OWN_SHARE = ("memory_utilization", "swap_space", "max_waiting")
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from xla_engine.observability.stats import EngineStats
 from xla_engine.scheduler import FinishReason, Snapshot
 from xla_engine.scheduler.snapshot import Counters
 
-# maximum over engines, because they run in parallel
+# The maximum over the engines is reported, because they run in parallel.
 LONGEST = ("load_seconds", "compile_seconds", "last_step_age_s")
 NOW = ("waiting", "running", "slots_used", "slots")  # only of current processes
 OWN = ("finished", "recoveries", "submitted")  # counted in the parent

@@ -23,7 +23,7 @@ LOOK_AHEAD = 256  # how many requests may overtake one that waits for room for i
 IDLE_WAIT_S = 1.0  # timeout of a wait for messages, which then begins again
 
 
-class Turns:
+class FleetLoop:
     """The counterpart of `Loop` and `Driver` for several engines.
 
     lock: guards the state of requests, and is notified at the end of each turn. Methods that do not take it need

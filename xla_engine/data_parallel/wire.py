@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ def _view(values: Message) -> RequestView:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentOutput:
     """How much of a request was sent: of each sequence, and how many times and prompt logprobs."""
 
     seen: AllSeen = field(default_factory=lambda: AllSeen(Seen))
@@ -75,7 +75,7 @@ class Sent:
     prompt: int = 0
 
 
-def news_of(output: RequestOutput, sent: Sent) -> Message:
+def news_of(output: RequestOutput, sent: SentOutput) -> Message:
     """The part of `output` that was not sent yet; updates `sent`."""
     parts = []
     for completion in output.outputs:
@@ -84,13 +84,9 @@ def news_of(output: RequestOutput, sent: Sent) -> Message:
         parts.append(
             {
                 "index": completion.index,
-                "tokens": completion.token_ids[start:],
+                "columns": {name: _to_json(each[start:]) for name, each in completion.columns().items()},
                 "text": completion.text[seen.characters :],
                 "sum": completion.cumulative_logprob,
-                "logprobs": None if completion.logprobs is None else completion.logprobs[start:],
-                "top": None
-                if completion.top_logprobs is None
-                else _tops_to_json(completion.top_logprobs[start:]),
                 "finish": completion.finish_reason,
                 "stop": completion.stop_reason,
             }
@@ -100,7 +96,7 @@ def news_of(output: RequestOutput, sent: Sent) -> Message:
     if output.error is not None:
         news["error"] = output.error
     if (scores := output.prompt_logprobs) is not None:
-        news["prompt"] = _tops_to_json(scores[sent.prompt :])
+        news["prompt"] = _to_json(scores[sent.prompt :])
         sent.prompt = len(scores)
     if (metrics := output.metrics) is not None:
         times = metrics.token_times[sent.times :]
@@ -110,44 +106,53 @@ def news_of(output: RequestOutput, sent: Sent) -> Message:
     return news
 
 
-def _tops_to_json(tops: Any) -> list[Any]:
-    return [None if top is None else [[token, *entry] for token, entry in top.items()] for top in tops]
+def _to_json(values: Sequence[Any]) -> list[Any]:
+    """The values of tokens: numbers as they are, the likeliest tokens of each as a list of lists."""
+    return [
+        [[token, *entry] for token, entry in each.items()] if isinstance(each, Mapping) else each
+        for each in values
+    ]
 
 
-def _tops_of(values: list[Any]) -> list[Any]:
-    return [None if top is None else {token: Logprob(*entry) for token, *entry in top} for top in values]
+def _of_json(values: list[Any]) -> list[Any]:
+    """The inverse of `_to_json`."""
+    return [
+        {token: Logprob(*entry) for token, *entry in each} if isinstance(each, list) else each
+        for each in values
+    ]
 
 
 @dataclass(slots=True)
 class _Sequence:
-    tokens: list[int] = field(default_factory=list)
+    """What was received of a sequence. columns: as in `CompletionOutput.columns`."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {"token_ids": []})
     text: str = ""
     total: float | None = None
-    logprobs: list[float] | None = None
-    tops: list[dict[int, Logprob]] | None = None
     finish: str | None = None
     stop: int | str | None = None
 
     def add(self, part: Message) -> None:
-        self.tokens += part["tokens"]
+        for name, values in part["columns"].items():
+            self.columns.setdefault(name, []).extend(_of_json(values))
         self.text += part["text"]
         self.total, self.finish, self.stop = part["sum"], part["finish"], part["stop"]
-        if part["logprobs"] is not None:
-            self.logprobs = (self.logprobs or []) + part["logprobs"]
-        if part["top"] is not None:
-            self.tops = (self.tops or []) + _tops_of(part["top"])
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.columns["token_ids"]
 
     def completion(self, index: int, since: Seen) -> CompletionOutput:
-        new = slice(since.tokens, None)
+        columns: dict[str, Any] = {
+            name: tuple(values[since.tokens :]) for name, values in self.columns.items()
+        }
         return CompletionOutput(
             index=index,
             text=self.text[since.characters :],
-            token_ids=tuple(self.tokens[new]),
             cumulative_logprob=self.total,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs[new]),
-            top_logprobs=None if self.tops is None else tuple(self.tops[new]),
             finish_reason=self.finish,
             stop_reason=self.stop,
+            **columns,
         )
 
 
@@ -170,7 +175,7 @@ class Received:
             self.sequences[part["index"]].add(part)
         self.finished, self.error = news["finished"], news.get("error")
         if "prompt" in news:
-            self.prompt = (self.prompt or []) + _tops_of(news["prompt"])
+            self.prompt = (self.prompt or []) + _of_json(news["prompt"])
         if "times" in news:
             self.admitted, self.first, self.ended, times = news["times"]
             self.times += times

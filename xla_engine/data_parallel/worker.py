@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from xla_engine.data_parallel.wire import Message, Sent, config_of, decode, encode, news_of
+from xla_engine.data_parallel.wire import Message, SentOutput, config_of, decode, encode, news_of
 from xla_engine.engine.protocol import SHADOW_S
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 
@@ -52,7 +52,7 @@ class _Entry:
         from xla_engine.engine.requests.output_collector import OutputCollector
 
         self.number, self.name = number, name
-        self.sent = Sent()
+        self.sent = SentOutput()
         self.collector = OutputCollector(lambda: news.append(self), every_token=every_token)
 
 

@@ -7,6 +7,7 @@ from xla_engine.errors import AdaptersBusyError, CheckpointError, InvalidRequest
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.model_loader.peft.adapter import read_adapter
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.runner import Runner
 
 
@@ -28,7 +29,10 @@ class Adapters:
     """
 
     def __init__(
-        self, runner: Runner, checkpoint: Checkpoint, slots_in_use: Callable[[], Collection[int]]
+        self,
+        runner: Runner | EncoderRunner,
+        checkpoint: Checkpoint,
+        slots_in_use: Callable[[], Collection[int]],
     ) -> None:
         """slots_in_use: returns the slots of requests that run or may still run."""
         self._runner = runner

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import AUTO, EngineConfig
 from xla_engine.engine.adapters import Adapters
 from xla_engine.engine.client import drain_engine, step_engine
 from xla_engine.engine.continuations import Continuations
@@ -17,7 +18,7 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.intake import Intake
 from xla_engine.engine.locked import locked
 from xla_engine.engine.loop import Loop
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, SubmitOptions
 from xla_engine.engine.recovery import Recovery
 from xla_engine.engine.reports import Reports
 from xla_engine.engine.requests.output_collector import OutputCollector
@@ -33,7 +34,7 @@ from xla_engine.engine.stored_prefixes import stored_prefixes
 from xla_engine.engine.turn import Turn
 from xla_engine.engine.weight_updates import WeightUpdates
 from xla_engine.environment import embedded_model_directory
-from xla_engine.errors import ConfigError
+from xla_engine.errors import ConfigError, NotPackableError
 from xla_engine.graphs.inventory import GraphReport
 from xla_engine.images.tower import load_reader, load_tower
 from xla_engine.model_loader.chat_templates import ChatTemplate
@@ -43,18 +44,20 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.observability.log import ProgressLog, engine_log
-from xla_engine.observability.metrics import Family, text_of
+from xla_engine.observability.metrics import MetricFamily, text_of
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import EngineStats
 from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.proposers import device_proposer_of
+from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import InFlight
+from xla_engine.runner.jax_settings import check_platform, with_own_settings
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
-from xla_engine.runner.self_check.remembered import self_check
+from xla_engine.runner.self_check.remembered import self_check, self_check_config
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Peek, Scheduler, Snapshot
@@ -92,6 +95,7 @@ class XlaBatchEngine:
         engine.close()
     """
 
+    @with_own_settings
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -115,21 +119,43 @@ class XlaBatchEngine:
         """
         config = config or EngineConfig()
         pooler = (pooler or PoolingForm()) if config.pools else None
-        runner = Runner(
-            checkpoint.config,
-            checkpoint.weights,
-            checkpoint.dtype,
-            config,
-            device_proposer=device_proposer_of(config, checkpoint, tokenizer, draft),
-            pooling=None if pooler is None else pooler.pooling_type,
-            tower=None if isinstance(tower, str) else tower,
-            progress=progress,
-        )
+        device_proposer = device_proposer_of(config, checkpoint, tokenizer, draft)
+
+        def start(config: EngineConfig, shares: Runner | None = None) -> Runner | EncoderRunner:
+            if checkpoint.config.encoder is not None:
+                model, weights = checkpoint.config, checkpoint.weights
+                return EncoderRunner(model, weights, checkpoint.dtype, config, progress=progress)
+            return Runner(
+                checkpoint.config,
+                checkpoint.weights,
+                checkpoint.dtype,
+                config,
+                device_proposer=device_proposer if shares is None else None,
+                pooling=None if pooler is None else pooler.pooling_type,
+                tower=None if isinstance(tower, str) else tower,
+                leaves=None if shares is None else shares.weights.leaves,
+                progress=progress,
+            )
+
+        try:
+            runner = start(config)
+        except NotPackableError as error:
+            if config.quantization != AUTO:
+                raise
+            runner = start(replace(config, quantization=None))
+            runner.form_note = f"weights are dequantised to {checkpoint.dtype}: {error}"
         self.config = config = runner.config
         self.self_check: SelfCheck | None = None
-        if config.self_check:
+        if config.self_check and isinstance(runner, Runner):
             progress(StartupStep("self-check"))
-            self.self_check = self_check(runner, checkpoint.config.vocab_size, checkpoint.fingerprint)
+            vocab_size, checked = checkpoint.config.vocab_size, runner
+
+            def with_pool(blocks: int) -> Runner:
+                other = start(self_check_config(config, blocks), checked)
+                assert isinstance(other, Runner)
+                return other
+
+            self.self_check = self_check(runner, vocab_size, checkpoint.fingerprint, with_pool)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         pipeline: StepPipeline[InFlight] = StepPipeline(scheduler, lag=config.lag)
         kept = KeptRequests(config.keep_finished, lambda name: pipeline.scheduler.ended.pop(name, None))
@@ -138,13 +164,14 @@ class XlaBatchEngine:
             pipeline=pipeline,
             runner=runner,
             table=table,
-            speculator=make_speculator(config, runner, self.self_check, table),
-            shadow=ShadowProbe(runner, config) if config.shadow_rate else None,
+            shadow=ShadowProbe(runner, config) if config.shadow_rate and isinstance(runner, Runner) else None,
             timer=PhaseTimer() if config.phase_timers else None,
             step_timeout_s=config.step_timeout_s,
         )
         state.masks.on_made = state.ready.set
-        state.prefixes = stored_prefixes(config, runner, checkpoint.fingerprint, state.ready.set)
+        if isinstance(runner, Runner):  # an encoder has none of these
+            state.speculator = make_speculator(config, runner, self.self_check, table)
+            state.prefixes = stored_prefixes(config, runner, checkpoint.fingerprint, state.ready.set)
         self.lock, self.observers = state.lock, state.observers
         self.runner = runner
         self.tokenizer = tokenizer
@@ -179,13 +206,15 @@ class XlaBatchEngine:
         self._continuations = Continuations(state, self._intake, self.validator, self.adapters)
         self._weights = WeightUpdates(state, config, checkpoint)
         self._reports = Reports(state, config, self._recovery.faults, self.adapters, self._weights)
-        runner.count_padding(table.token_buffer.histograms.prefill_padding)
+        runner.count_padding(table.histograms.prefill_padding)
         release_free_memory()
         self._log_progress()
 
     def _log_progress(self) -> None:
-        """Log the limits once, and the progress from now on."""
+        """Log the form of the weights and the limits once, and the progress from now on."""
         runner, progress = self.runner, ProgressLog(self.clock())
+        if runner.form_note is not None:
+            engine_log.info("%s", runner.form_note)
         self._loop.log_progress = lambda: engine_log.info("%s", progress.line(self.stats(), self.clock()))
         if engine_log.isEnabledFor(logging.INFO):
             limits = ", ".join(
@@ -209,6 +238,7 @@ class XlaBatchEngine:
 
         Raises CheckpointError.
         """
+        check_platform()
         files = open_model(embedded_model_directory() if model is None else model)
         tokenizer = Tokenizer.of_model(files)
         described = describe(
@@ -225,6 +255,10 @@ class XlaBatchEngine:
             progress=progress,
         )
         engine.default_params = SamplingParams.from_mapping(described.sampling_defaults)
+        if (config or EngineConfig()).generation_config == "model" and described.recommends_no_sampling:
+            engine_log.info(
+                "the model recommends no sampling: requests without a temperature are sampled at 1"
+            )
         return engine
 
     def render_chat(
@@ -237,37 +271,23 @@ class XlaBatchEngine:
         return render_chat(messages, chosen_template(self.chat_template, chat_template), **options)
 
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        collector: OutputCollector | None = None,
-        on_refused: Callable[[Exception], object] | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]
     ) -> str:
         """Queue a prompt (text, token ids or a dict around either); returns the request's id.
 
-        request_id: names the request in outputs and, unless `params` has a seed, keys its noise. None takes the next
-            free number.
-        add_special_tokens: tokenise text with the begin token; false if a chat template has already added it.
-        collector: receives the request's outputs; by default `step` returns them.
-        on_refused: by default `submit` waits until a new constraint is compiled, which may take a second. With this
-            callback it returns at once and compiles in a background thread; the request waits meanwhile. If
-            the constraint is invalid, the request ends without an output, and a turn calls `on_refused` with the error
-            that `submit` would have raised.
-        options: priority, deadlines, cache salt, adapter; see `RequestOptions`.
+        options: its id and its reader, priority, deadlines, cache salt, adapter; see `SubmitOptions`.
 
         Raises InvalidRequestError (TokenLimitError if prompt and max_tokens do not fit), QueueFullError if the queue
         is bounded and full, and EngineClosedError if the engine is closed or draining. An error changes nothing.
         """
         wanted = params or self.default_params
+        add_special_tokens = options.pop("add_special_tokens", True)
+        request_id, on_refused = options.pop("request_id", None), options.pop("on_refused", None)
+        reader = self._reader(options.pop("collector", None))
         self.check_open()
         if on_refused is None:
             self.validator.try_constraint(wanted)  # without the lock, so that other threads can run turns
         prompt = self.read_pictures(prompt, add_special_tokens=add_special_tokens)
-        reader = self._reader(collector)
         with self.lock:
             self._intake.check_open()
             return self._intake.submit(
@@ -648,7 +668,7 @@ class XlaBatchEngine:
 
     @locked
     def snapshot(self) -> Snapshot:
-        """Slots, queue, times, and the reason for each sequence's last scheduling decision."""
+        """Slots, queue, times, and what each sequence does now or waits for."""
         return self._reports.snapshot()
 
     @locked
@@ -665,7 +685,7 @@ class XlaBatchEngine:
         return self._reports.stats()
 
     @locked
-    def metrics(self, model_name: str | None = None) -> list[Family]:
+    def metrics(self, model_name: str | None = None) -> list[MetricFamily]:
         """All metrics: counters, gauges and histograms, as docs/operators.md explains them.
 
         model_name: the value of their label; None takes the name of the checkpoint.

@@ -37,7 +37,7 @@ class Continuations:
         """As `XlaBatchEngine.extend`."""
         self._intake.check_open()
         kept = self._kept(request_id)
-        self._check_options(options)
+        self._check_options("extend", options)
         parts = [
             self._longer(part, part.request_id, max_tokens, collector, options) if part.can_go_on else part
             for part in kept
@@ -83,7 +83,7 @@ class Continuations:
         table = self._table
         if (saved := table.kept.saved.get(name)) is None:
             raise InvalidRequestError(f"no request is saved as {name!r}")
-        self._check_options(options)
+        self._check_options("restore", options)
         request_id = table.free_id(len(saved)) if request_id is None else request_id
         table.check_free(request_id, len(saved))
         if all(part.finished for part in saved):
@@ -155,8 +155,8 @@ class Continuations:
         self._table.check_free(request_id, len(found))
         return found
 
-    def _check_options(self, options: RequestOptions) -> None:
-        self._validator.check_options(**options)
+    def _check_options(self, call: str, options: RequestOptions) -> None:
+        self._validator.check_options(call, options)
         for name in ("cache_salt", "lora_request"):
             if name in options:
                 raise InvalidRequestError(f"{name} cannot change when a request continues: leave it out")
@@ -175,7 +175,7 @@ class Continuations:
 
         own_mask: it gets a copy of the mask, because the sequence may be continued again.
         """
-        self._validator.check_more(len(part.prompt_token_ids), part.num_tokens, max_tokens)
+        max_tokens = self._validator.check_more(len(part.prompt_token_ids), part.num_tokens, max_tokens)
         cap, before = part.num_tokens + max_tokens, part.request
         row = _with_own_mask(part.settings) if own_mask else part.settings
         deadline, queue_deadline = deadlines(options, self._state.clock())
@@ -192,6 +192,7 @@ class Continuations:
         return part.successor(request, row, collector)
 
     def _queue_again(self, request_id: str, parts: Sequence[LiveSequence]) -> None:
+        self._state.ready.set()  # an engine that was idle has work now
         running, scheduler = sum(not part.finished for part in parts), self._state.scheduler
         self._validator.check_queue(running, scheduler.num_waiting, scheduler.num_free)
         self._intake.queue(request_id, self._table.enter(request_id, tuple(parts)), self._go_on)

@@ -1,24 +1,86 @@
 """Delivers sampled tokens to their requests, and ends requests."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
-from xla_engine.engine.requests.sequence import LiveSequence
+from xla_engine.engine.requests.sequence import LiveSequence, Sink
 from xla_engine.engine.state import EngineState
+from xla_engine.observability.histogram import Histogram
 from xla_engine.scheduler import (
     NO_CHOICE,
-    Chunk,
-    Continuation,
+    Decoded,
     Events,
     FinishReason,
     Plan,
+    Row,
     StepResult,
-    Swap,
     TokenEvent,
 )
 
 NO_NUMBERS = "no token could be sampled: the logits are not finite"
+
+
+class DecodedRows:
+    """The sequences of a decode step's rows, sorted by what they do with a token.
+
+    Kept from step to step as long as the scheduler plans the same rows.
+
+    rows: as planned. step, now: their latest step, and when it was read.
+    sinks: slot and `LiveSequence.sink` of those that only keep the token. scored: slot and sequence of those that keep
+    log-probabilities, too. immediate: of those that look at each token.
+    kept: the sequences in `sinks` and `scored`.
+    """
+
+    def __init__(self, rows: Sequence[Row], live: Mapping[str, LiveSequence]) -> None:
+        self.rows = rows
+        self.step, self.now = -2, 0.0  # before any step
+        self.sinks: list[tuple[int, Sink]] = []
+        self.scored: list[tuple[int, LiveSequence]] = []
+        self.immediate: list[tuple[int, LiveSequence]] = []
+        self.kept: list[LiveSequence] = []
+        for row in rows:
+            if (sequence := live.get(row.request_id)) is None:
+                continue  # it has just failed
+            if (sink := sequence.sink) is not None:
+                self.sinks.append((row.slot.index, sink))
+                self.kept.append(sequence)
+            elif sequence.immediate:
+                self.immediate.append((row.slot.index, sequence))
+            else:
+                self.scored.append((row.slot.index, sequence))
+                self.kept.append(sequence)
+        self.lasts = not any(sequence.is_repeating for _, sequence in self.immediate)
+
+    def keep(
+        self,
+        step: int,
+        decoded: Decoded,
+        now: float,
+        histogram: Histogram,
+        before: "DecodedRows | None" = None,
+    ) -> None:
+        """Append the tokens of a step, and add the times since the tokens before them to the histogram.
+
+        before: the rows of the step before, if they were others.
+        """
+        tokens, latest, count = decoded.tokens, self.now, len(self.kept)
+        if self.step + 1 != step:  # these rows are new, but most of them had a token in the step before
+            latest = -math.inf if before is None else before.now
+            times = [sequence.last_token_time for sequence in self.kept]
+            count = times.count(latest)
+            for time in times if count < len(times) else ():
+                if time is not None and time != latest:
+                    histogram.add(now - time)
+        if count:
+            histogram.add(now - latest, count)
+        for slot, (take, stamp) in self.sinks:
+            take(tokens[slot])
+            stamp(now)
+        for slot, sequence in self.scored:
+            sequence.keep(decoded.sample(slot), now)
+        self.step, self.now = step, now
 
 
 class Delivery:
@@ -26,29 +88,12 @@ class Delivery:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-
-    def begin_decoding(self, plan: Plan) -> None:
-        """Tell the token buffer which requests decode in which slots from this step on, or the next."""
-        table, step = self._state.table, plan.step
-        parts: tuple[Chunk | Swap | Continuation, ...] = (*plan.first_rows, *plan.resumes, *plan.continues)
-        for part in (*parts, *plan.to_decode):
-            request = table[part.request_id]
-            if not request.constrained:
-                self._give(request, request.take, None)  # tokens from the slot it had before
-                # With speculation a step may have several tokens of a row; `deliver` hands those over directly.
-                if not request.finished and plan.width == 0:
-                    table.token_buffer.begin(request, part.slot.index, plan.joins)
-        # Constrained rows come last, and may not decode in the next step.
-        for row in reversed(plan.decode):
-            one = table.get(row.request_id)
-            if one is None or not one.constrained:
-                break
-            table.token_buffer.begin(one, row.slot.index, step, step + 1)
+        self._decoded: DecodedRows | None = None
 
     def deliver(self, plan: Plan, result: StepResult, events: Events) -> None:
-        """Deliver first tokens, and the next token of immediate requests; buffered requests take theirs later."""
+        """Deliver the tokens of a step, and end the requests that have their last one."""
         state = self._state
-        table, now, token_buffer = state.table, state.clock(), state.table.token_buffer
+        table, now = state.table, state.clock()
         state.last_answer = now
         for event in events.first:
             request = table[event.request_id]
@@ -57,23 +102,32 @@ class Delivery:
             else:
                 self._give(request, partial(request.add, event.sample, now), event.finish_reason)
         ends = {event.request_id: event.finish_reason for event in events.ended}
-        for name in [name for name, reason in ends.items() if reason is FinishReason.ERROR]:
+        failed = [name for name, reason in ends.items() if reason is FinishReason.ERROR]
+        for name in failed:
             del ends[name]
             self.end(name, FinishReason.ERROR, NO_NUMBERS)
         for name, several in groupby(events.several, key=lambda event: event.request_id):
             self._give_several(name, list(several), now)
-        token_buffer.append(plan.step, result.decode, now)
-        for request in token_buffer.immediate():
-            self._give(request, request.take, ends.pop(request.request_id, None))
-            if not (request.finished or request.immediate):
-                token_buffer.make_buffered(request)
+        rows, before = events.rows, self._decoded
+        decoded = before
+        if decoded is None or decoded.rows is not rows or not decoded.lasts or failed:
+            decoded = DecodedRows(rows, table.live)
+        decoded.keep(plan.step, result.decode, now, table.histograms.inter_token_seconds, before)
+        self._decoded = decoded if table else None
+        for slot, request in decoded.immediate:
+            if not request.finished:
+                sample = result.decode.sample(slot)
+                self._give(request, partial(request.add, sample, now), ends.pop(request.request_id, None))
         for name, reason in ends.items():
             if reason is not None and table.get(name) is not None:  # a stop string may have ended it already
                 self.end(name, reason)
-        for request in token_buffer.streamed():
-            request.collector.put(request.reader)
-        for request in token_buffer.next_to_flush():
-            self._give(request, request.take, None)
+        for sequence in decoded.kept:
+            if not sequence.collector.every_token:
+                continue
+            if sequence.failure is not None:
+                self._give(sequence, sequence.decode_text, None)
+            elif not sequence.finished:
+                sequence.collector.put(sequence.reader)
 
     def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:
         """Deliver all tokens that one step has for a request."""
@@ -113,7 +167,7 @@ class Delivery:
         masks = self._state.masks
         if not masks:
             return frozenset()
-        waits = masks.make()
+        waits = masks.make(overlaps=bool(self._state.pipeline.in_flight))
         for row, error in masks.take_failed():
             waits -= {row.request_id}
             self._state.scheduler.finish(row.request_id, FinishReason.ERROR)
@@ -150,9 +204,3 @@ class Delivery:
         for request in one.open(mask=None):
             state.observers.queued(request)
             self.end(request.request_id, reason, error)
-
-    def lost_slot(self, name: str, step: int) -> None:
-        """Note that a sequence was preempted: it does not decode from `step` on."""
-        sequence = self._state.table[name]
-        sequence.preemptions += 1
-        self._state.table.token_buffer.bound(sequence, step)

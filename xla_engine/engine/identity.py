@@ -61,18 +61,6 @@ class EngineIdentity:
         return {"model": self.model, "dtype": self.dtype, **self.platform, **options}
 
 
-def logprob_bits(value: float) -> int:
-    """The float32 bits of a log-probability."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return int(bits)
-
-
-def logprob_of(bits: int) -> float:
-    """The log-probability with these float32 bits."""
-    (value,) = struct.unpack("<f", struct.pack("<I", bits))
-    return float(value)
-
-
 def tokens_sha256(token_ids: Sequence[int]) -> str:
     """sha256 over the ids as little-endian int32."""
     return hashlib.sha256(struct.pack(f"<{len(token_ids)}i", *token_ids)).hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.config import AUTO, IMAGE_CACHE_BYTES, KEPT, SMALLEST_BATCH, EngineConfig
+from xla_engine.engine.form_estimates import form_estimates
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
@@ -18,16 +19,17 @@ from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.model_files import ModelFiles, open_model
-from xla_engine.model_loader.pooling import choose_runner, decoder_fields
+from xla_engine.model_loader.pooling import choose_runner, decoder_fields, encoder_options
 from xla_engine.model_loader.quantised.methods import without_method
 from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
 from xla_engine.model_loader.vision import load_vision
-from xla_engine.model_loader.weights import DTYPES, StoredWeights, stored_kinds
+from xla_engine.model_loader.weights import StoredWeights, stored_kinds
 from xla_engine.runner import memory
-from xla_engine.runner.backends import library_of, make_spec, serving_device
+from xla_engine.runner.backends import library_of, serving_device
 from xla_engine.runner.features import place_bytes, places_within
 from xla_engine.runner.memory import size
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
+from xla_engine.runner.weight_form import resolve_form
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.tables import aligned
 
@@ -55,6 +57,7 @@ class Inspection:
     vision: of a model with a vision tower, the bytes of its weights and of the room for features, and how many
         tokens of pictures that is, and how many slices pictures of up to that size have; or why the engine
         would read no pictures.
+    forms: what each form of the weights needs, as `FormEstimate`; the one that would run first.
     memory: the memory plan for the given configuration, in bytes, including bytes per token and per slot.
     fits: for each max_model_len, the bytes that each max_num_seqs needs, and the most slots that fit.
     problems: why the model cannot run, or why a part of the report is missing.
@@ -74,6 +77,7 @@ class Inspection:
     dtype: str | None = None
     backends: dict[str, str] | None = None
     vision: dict[str, Any] | None = None
+    forms: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] | None = None
     fits: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -165,20 +169,21 @@ def _vision(model: ModelDescription) -> dict[str, Any] | None:
 def _account(report: Inspection, model: ModelConfig, config: EngineConfig, stored: StoredKinds) -> None:
     """Fill in backends, memory and `fits`. Raises ConfigError if the configuration does not fit."""
     assert report.dtype is not None
-    dtype, device = DTYPES[report.dtype], serving_device()
+    device = serving_device()
     free = memory.available_to_each(device, config.tensor_parallel_size)
     budget = None if free is None else int(free * config.memory_utilization)
-    specs: dict[ModelConfig, ModelSpec] = {}
+    form = resolve_form(config, model, report.dtype, stored)
+    config = form.config
+    if model.encoder is not None:
+        _account_encoder(report, form.spec_of(model), encoder_options(config, model), budget)
+        return
 
     def spec_of(length: int) -> ModelSpec:
-        bounded = model.within(length)
-        if bounded not in specs:
-            specs[bounded] = make_spec(config, bounded, dtype, stored)
-        return specs[bounded]
+        return form.spec_of(model.within(length))
 
     vision = report.vision or {}
     extra = memory.ExtraMemory(vision.get("weights", 0) + vision.get("features", 0))
-    config = resolve_length(config, model, report.dtype, device, stored)
+    config = resolve_length(config, model, form.spec_of, device)
     length = config.context_length(model.max_position_embeddings)
     spec = spec_of(length)
     refusal = None
@@ -198,13 +203,8 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
                 if spec.leaves[leaf].form is None and kind not in TensorFiles.dtypes
             )
         )
-    report.backends = {
-        "attention": spec.attention.name,
-        "linear": "xla" if spec.products is None else spec.products.name,
-        "isa": spec.isa or "none",
-        "library": library_of(spec) or "none",
-        "device": f"{device.platform} ({device.device_kind})",
-    }
+    report.forms = [asdict(each) for each in form_estimates(spec, config.quantization, stored)]
+    report.backends = _backends(spec)
     report.memory = {
         "max_model_len": length,
         "max_num_seqs": config.max_num_seqs,
@@ -220,6 +220,26 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
         report.fits.append({"max_model_len": length, "needed": needed, "most_slots": plan.most_slots})
     if refusal is not None:
         raise refusal
+
+
+def _account_encoder(report: Inspection, spec: ModelSpec, config: EngineConfig, budget: int | None) -> None:
+    """As `_account`, for an encoder, whose texts keep nothing on the device."""
+    length = config.context_length(spec.config.max_position_embeddings)
+    plan = memory.encoder_plan(spec, length, budget)
+    report.backends = _backends(spec)
+    report.memory = {"max_model_len": length, **asdict(plan), "needed": plan.needed}
+    memory.check_memory(plan)
+
+
+def _backends(spec: ModelSpec) -> dict[str, str]:
+    device = serving_device()
+    return {
+        "attention": spec.attention.name,
+        "linear": "xla" if spec.products is None else spec.products.name,
+        "isa": spec.isa or "none",
+        "library": library_of(spec) or "none",
+        "device": f"{device.platform} ({device.device_kind})",
+    }
 
 
 def report_lines(report: Inspection) -> list[str]:
@@ -260,13 +280,30 @@ def report_lines(report: Inspection) -> list[str]:
         lines += [
             _row("backends", by),
             _row("engine dtype", str(report.dtype)),
+        ]
+        if "kv_bytes_per_token" not in account:  # an encoder
+            needed = f"weights {size(account['weights'])} + workspace {size(account['workspace'])}"
+            lines += [
+                _row("needed", f"{needed} = {size(account['needed'])}; texts keep nothing in memory"),
+                _row("one text", f"up to {account['max_model_len']} tokens"),
+            ]
+            return lines + [line for problem in report.problems for line in ("", f"cannot run: {problem}")]
+        lines += [
             _row("KV per token", size(account["kv_bytes_per_token"]) + (" beyond windows" if window else "")),
             _row("one slot", f"{size(account['slot'])} at max_model_len {account['max_model_len']}"),
             _row("needed", account["arithmetic"]),
+            *(_row("weights" if not at else "", _form_words(form)) for at, form in enumerate(report.forms)),
             "",
             *_table(report.fits, account["available"]),
         ]
     return lines + [line for problem in report.problems for line in ("", f"cannot run: {problem}")]
+
+
+def _form_words(form: dict[str, Any]) -> str:
+    rate = form["tokens_per_s"]
+    estimate = "" if rate is None else f", about {rate:.0f} tokens/s for one request"
+    chosen = "  (these options)" if form["chosen"] else ""
+    return f"{size(form['weights'])} with quantization {form['quantization']}{estimate}{chosen}"
 
 
 def _row(name: str, text: str) -> str:

@@ -179,9 +179,7 @@ class Loop:
             table[name].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
-                self._delivery.lost_slot(decision.request_id, plan.step)
-        for name in plan.to_speculate:
-            table.token_buffer.bound(table[name], plan.step)
+                table[decision.request_id].preemptions += 1
         self._start(plan, table.settings, None if speculator is None else speculator.drafts(plan))
         state.observers.started(plan)
         for reuse in plan.reuses:
@@ -191,8 +189,7 @@ class Loop:
             prefixes.started(plan, now)
         for name in plan.admitted:
             table[name].admit(now)
-        self._delivery.begin_decoding(plan)
-        state.work.started(plan, table.token_buffer.histograms, state.scheduler.blocks_used)
+        state.work.started(plan, table.histograms, state.scheduler.blocks_used)
         if state.shadow is not None:
             state.shadow.step()
         if not state.work.steps % LOG_STEPS and engine_log.isEnabledFor(logging.INFO):
@@ -262,7 +259,7 @@ class Loop:
         scheduler = self._state.scheduler
         if (action := scheduler.preempt(name, how=how, to_back=to_back)) is None:
             return False
-        self._delivery.lost_slot(name, scheduler.counters().steps_planned)
+        self._state.table[name].preemptions += 1
         # The step being read may hold a later token of the sequence, whose first token will be dropped.
         if action == "replay":
             self._state.table[name].rewind()

@@ -45,6 +45,27 @@ class RequestOptions(SharedOptions, total=False):
     lora_request: LoRARequest | None
 
 
+class SubmitOptions(RequestOptions, total=False):
+    """Options of `XlaBatchEngine.submit`; all are optional.
+
+    request_id: names the request in outputs and, unless its parameters have a seed, keys its noise. None takes the
+        next free number.
+    add_special_tokens: tokenise text with the begin token; false if a chat template has already added it.
+    collector: receives the request's outputs; by default `step` returns them.
+    on_refused: by default `submit` waits until a new constraint is compiled, which may take a second. With this
+        callback it returns at once and compiles in a background thread; the request waits meanwhile. If the
+        constraint is invalid, the request ends without an output, and a turn calls `on_refused` with the error that
+        `submit` would have raised.
+
+    The others are those of `RequestOptions`.
+    """
+
+    request_id: str | None
+    add_special_tokens: bool
+    collector: OutputCollector | None
+    on_refused: Callable[[Exception], object] | None
+
+
 def deadlines(options: RequestOptions, now: float) -> tuple[float | None, float | None]:
     """`deadline` and `queue_deadline` of a `Request` with these options from `now` on."""
     seconds, in_queue = options.get("deadline_s"), options.get("queue_timeout_s")
@@ -96,15 +117,7 @@ class LineEngine(Protocol):
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
     ) -> str: ...
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        collector: OutputCollector | None = None,
-        on_refused: Callable[[Exception], object] | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]
     ) -> str: ...
     def read_pictures(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prompt: ...
     def adapter_named(self, name: str | None) -> LoRARequest | None: ...

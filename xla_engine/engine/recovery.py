@@ -260,7 +260,6 @@ class Recovery:
         state.pipeline.restart(self.faults.only, list(table))
         for name in table:
             table[name].rewind()
-        table.token_buffer.clear()
         if state.speculator is not None:
             state.speculator.restart()
         if state.shadow is not None:

@@ -10,9 +10,9 @@ from xla_engine.engine.identity import EngineIdentity
 from xla_engine.engine.recovery import Faults
 from xla_engine.engine.state import EngineState
 from xla_engine.engine.weight_updates import WeightUpdates
-from xla_engine.observability.metrics import Family, engine_metrics
+from xla_engine.observability.metrics import MetricFamily, engine_metrics
 from xla_engine.observability.stats import EngineStats
-from xla_engine.prefix_cache.storage import Counts
+from xla_engine.runner.prefix_files.storage import BlockCounts
 from xla_engine.scheduler import Peek, Snapshot
 from xla_engine.scheduler.peek import peek
 
@@ -48,7 +48,7 @@ class Reports:
         now, speculator = state.clock(), state.speculator
         blocked = state.masks.make() if state.masks else ()
         wanted = None if speculator is None else speculator.foreseen(state.scheduler)
-        return peek(state.scheduler, wanted, held=blocked, now=now)
+        return peek(state.scheduler, wanted, blocked=blocked, now=now)
 
     def stats(self) -> EngineStats:
         """As `XlaBatchEngine.stats`."""
@@ -56,12 +56,12 @@ class Reports:
         counters, work, scheduler = state.scheduler.counters(), state.work, state.scheduler
         runner = state.runner
         speculator, slots = state.speculator, self._config.num_slots
-        stored = Counts() if state.prefixes is None else state.prefixes.storage.counts
+        stored = BlockCounts() if state.prefixes is None else state.prefixes.storage.counts
         return EngineStats(
             steps=work.steps,
             prefill_calls=runner.prefill_calls,
             prompt_tokens=work.prompt_tokens,
-            generation_tokens=state.table.token_buffer.num_tokens,
+            generation_tokens=state.table.generated,
             finished={str(reason): count for reason, count in state.table.finished.items()},
             recoveries=self._faults.count,
             cached_tokens=counters.cached_tokens,
@@ -69,6 +69,7 @@ class Reports:
             stored_blocks=stored.written,
             failed_blocks=stored.failed,
             preemptions=counters.preemptions,
+            mask_seconds=state.masks.seconds,
             slot_steps_busy=work.slot_steps_busy,
             slot_steps_total=work.decode_steps * slots,
             drafted_tokens=0 if speculator is None else speculator.drafted,
@@ -87,7 +88,7 @@ class Reports:
             slots=slots,
             kv_usage=self._kv_usage(),
             phases=None if state.timer is None else state.timer.times,
-            distributions=state.table.token_buffer.histograms.now(),
+            distributions=state.table.histograms.now(),
         )
 
     def _kv_usage(self) -> float:
@@ -97,7 +98,7 @@ class Reports:
             return blocks / (self._config.num_blocks or 1)
         return scheduler.positions_used / (self._config.num_slots * length)
 
-    def metrics(self, model_name: str | None = None) -> list[Family]:
+    def metrics(self, model_name: str | None = None) -> list[MetricFamily]:
         """As `XlaBatchEngine.metrics`."""
         return engine_metrics(
             self.stats(),

@@ -1,6 +1,7 @@
 """The scheduler's configuration, from the engine's options, the runner's capabilities and the self-check."""
 
 from xla_engine.config import EngineConfig
+from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.scheduler import SchedulerConfig
@@ -8,7 +9,7 @@ from xla_engine.scheduler.policy import PREEMPTIVE
 
 
 def scheduler_config(
-    config: EngineConfig, runner: Runner, found: SelfCheck | None, cache_key: str
+    config: EngineConfig, runner: Runner | EncoderRunner, found: SelfCheck | None, cache_key: str
 ) -> SchedulerConfig:
     """found: the result of the self-check, None if it did not run. cache_key: the model's fingerprint."""
     shown = found if runner.has_one_row_code else None

@@ -8,7 +8,6 @@ was delivered before, and the cost to other requests is only the time of the ext
 
 import logging
 import random
-import struct
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Plan, Row, Sample, Slot
+from xla_engine.utils.token_sample import logprob_bits
 
 _log = logging.getLogger("xla_engine.shadow")
 _NAME = "shadow"  # the request's id, in plans that no scheduler sees
@@ -183,12 +183,9 @@ def _difference(case: _Case, place: int, sample: Sample) -> str | None:
         return f"was {case.tokens[place]} and is {now}"
     if case.logprobs is None or sample.logprob is None:
         return None
-    then, now_bits = struct.pack("<f", case.logprobs[place]), struct.pack("<f", sample.logprob)
-    return (
-        None
-        if then == now_bits
-        else f"had log-probability {case.logprobs[place]:.9g}, has {sample.logprob:.9g}"
-    )
+    if logprob_bits(then := case.logprobs[place]) == logprob_bits(sample.logprob):
+        return None
+    return f"had log-probability {then:.9g}, has {sample.logprob:.9g}"
 
 
 def _is_ready(step: InFlight) -> bool:

@@ -17,6 +17,7 @@ from xla_engine.engine.waiter import Waiter
 from xla_engine.observability.observer import Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
+from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Scheduler
@@ -84,7 +85,7 @@ class EngineState:
     """
 
     pipeline: StepPipeline[InFlight]
-    runner: Runner
+    runner: Runner | EncoderRunner
     table: RequestTable
     speculator: Speculator | None = None
     prefixes: StoredPrefixes | None = None

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from xla_engine import graphs
 from xla_engine.config import EngineConfig
-from xla_engine.prefix_cache.files import BlockFiles
-from xla_engine.prefix_cache.storage import PrefixStorage, Reading
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.instruction_sets import processor
+from xla_engine.runner.prefix_files.files import BlockFiles
+from xla_engine.runner.prefix_files.storage import BlockReading, PrefixStorage
 from xla_engine.runner.program_key import code_digest
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Plan, Request, Scheduler
@@ -32,7 +32,7 @@ class StoredPrefixes:
 
     def __init__(self, storage: PrefixStorage) -> None:
         self.storage = storage
-        self.reading: Reading | None = None
+        self.reading: BlockReading | None = None
         self._started: dict[int, float] = {}  # when each step in flight was started
         self._last_read = 0.0
 

@@ -51,8 +51,8 @@ class WeightUpdates:
             )
         if self._config.quantization in KEPT:
             raise InvalidRequestError(
-                f"quantization {self._config.quantization!r} keeps the weights of the file: start without it to "
-                "update them"
+                f"quantization {self._config.quantization!r} keeps the weights packed as in the file: start the "
+                "engine with quantization 'none' to update them"
             )
         if self._config.prefix_cache_dir is not None:
             raise InvalidRequestError(

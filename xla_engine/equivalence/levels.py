@@ -12,15 +12,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.speculation.proposer import NoProposer, Proposer, Recorded
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import Case, draw_cases
-from xla_engine.equivalence.reference import Reference, logit_gap
+from xla_engine.equivalence.forward_pass import ForwardPass, logit_gap
 from xla_engine.equivalence.verify import VerifyReport, compare
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
@@ -65,7 +66,7 @@ def across_configurations(engine: XlaBatchEngine, *, requests: int, seed: int) -
         if len(case.prompt_token_ids) + case.params.token_limit <= longest
     ]
     expected = run_together(engine, cases)
-    reference = Reference(engine.checkpoint)
+    reference = ForwardPass(engine.checkpoint)
     for name, config in _variants(engine.config):
         with XlaBatchEngine(engine.checkpoint, None, config) as other:
             found = run_together(other, cases)
@@ -99,7 +100,7 @@ def _compared(
     cases: Sequence[Case],
     expected: Mapping[str, CompletionOutput],
     found: Mapping[str, CompletionOutput],
-    reference: Reference | None = None,
+    reference: ForwardPass | None = None,
 ) -> LevelResult:
     """Compare two runs of the same requests. reference: gives the logits at first differences."""
     report = VerifyReport()
@@ -216,7 +217,7 @@ def against_transformers(
     theirs = _ask_oracle(
         python or sys.executable, checkpoint.path, [list(case.prompt_token_ids) for case in cases]
     )
-    reference = Reference(checkpoint)
+    reference = ForwardPass(checkpoint)
     result = LevelResult(level="C", name="transformers, float32", requests=len(cases), differing_bits=None)
     for case, expected in zip(cases, theirs, strict=True):
         tokens = found[case.request_id].token_ids
@@ -253,6 +254,11 @@ def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list
             "interpreter that has torch and transformers with --oracle-python"
         )
     return json.loads(answer.stdout.splitlines()[-1])
+
+
+def as_json(against: str, results: Sequence[LevelResult], *, ok: bool) -> dict[str, Any]:
+    """The results as a JSON object. ok: no difference breaks a promise."""
+    return {"against": against, "ok": ok, "results": [asdict(each) for each in results]}
 
 
 def table(results: Sequence[LevelResult]) -> list[str]:

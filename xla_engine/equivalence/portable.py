@@ -5,7 +5,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from xla_engine.config import EngineConfig
@@ -121,6 +121,17 @@ def lines(results: Sequence[GoldenResult]) -> list[str]:
     wrong = [f"  {each.name}: {', '.join(each.differing[:8])}" for each in results if each.differing]
     last = f"NOT the bits of {ARITHMETIC}" if wrong else f"the bits of {ARITHMETIC}"
     return [*aligned(rows), *wrong, last]
+
+
+def as_json(results: Sequence[GoldenResult]) -> dict[str, Any]:
+    """The results as a JSON object."""
+    ok = not any(each.differing for each in results)
+    return {
+        "against": "golden",
+        "ok": ok,
+        "arithmetic": ARITHMETIC,
+        "results": [asdict(each) for each in results],
+    }
 
 
 def hashes_of(engine: XlaBatchEngine) -> dict[str, str]:

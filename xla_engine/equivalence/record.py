@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.engine.identity import EngineIdentity, logprob_bits
+from xla_engine.engine.identity import EngineIdentity
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.schedule import Action, Schedule
-from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.errors import RecordError as RecordError
+from xla_engine.errors import ConfigError, InvalidRequestError, RecordError
 from xla_engine.observability.step_log import delta
 from xla_engine.outputs import CompletionOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.speculative_config import SpeculativeConfig
+from xla_engine.utils.token_sample import first_difference, logprob_bits
 
 FORMAT, VERSION = "xla-engine record", 1
 
@@ -52,12 +52,11 @@ class Trace:
         An aborted run is compared up to its end.
         """
         mine, theirs = self._samples(), other._samples()
-        for position, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if a != b:
-                return position
+        shared = min(len(mine), len(theirs))
         if "abort" in (self.end, other.end):
-            return None
-        return None if (len(mine), self.end) == (len(theirs), other.end) else min(len(mine), len(theirs))
+            return first_difference(mine[:shared], theirs[:shared])
+        position = first_difference(mine, theirs)
+        return shared if position is None and self.end != other.end else position
 
     def sample(self, position: int) -> tuple[int, int | None] | None:
         """(token id, logprob bits) at a position; None past the end."""

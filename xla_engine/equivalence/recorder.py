@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import logprob_bits
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.record import Record, Step, trace
 from xla_engine.equivalence.schedule import Action, Schedule, run_schedule
@@ -16,6 +15,7 @@ from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import parts_of
 from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
+from xla_engine.utils.token_sample import logprob_bits
 
 
 class Credit(NamedTuple):
@@ -112,7 +112,7 @@ class Recorder:
             decode=tuple(row.slot.index for row in plan.decode),
             width=plan.width,
             verify=tuple((name, slot, width) for name, slot, width in rows["verify"]),
-            held=tuple(sorted(plan.held)),
+            held=tuple(sorted(plan.blocked)),
             is_late=plan.is_late,
         )
 

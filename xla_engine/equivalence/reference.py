@@ -1,103 +1,503 @@
-"""A plain forward pass as a reference for the engine: one sequence, recomputed for every token.
+"""An independent reference for users: a decoder's forward pass in NumPy and float32, written to be read.
 
-It shares only the decoder with the engine; there is no cache, batch, sampler or scheduler.
+It shares no code with the engine, neither kernels nor graphs, nor the loader of its files (`reference_files`). There
+is no cache, batch or sampler: whole sequences go through one layer after the other, whose weights are read when its
+turn comes. What the architectures do differently stands in the functions about config.json, in the words of
+transformers' configurations.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.config import EngineConfig
-from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.attention.dense import attend_densely
-from xla_engine.graphs.config import DeltaForm
-from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
-from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.ops.rope import rope_tables
-from xla_engine.graphs.sampling.logits import ByRow
-from xla_engine.model_loader.checkpoint import Checkpoint
+from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 
-_PADDING = 64  # sequence lengths are padded to multiples of this, so that few shapes compile
+Config = Mapping[str, Any]
+
+ARCHITECTURES = (
+    *("llama", "smollm3", "mistral", "ministral", "granite", "phi3", "qwen2", "qwen3", "qwen3_vl_text"),
+    *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
+    *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
+    *("exaone4", "glm", "glm4"),
+)
+_GEMMA = ("gemma", "gemma2", "gemma3_text")
+_HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
+_QUERIES = 256  # positions whose scores are in memory at a time
+
+
+class UnknownArchitectureError(ValueError):
+    """The reference does not know the model's architecture."""
 
 
 class Reference:
-    """Computes logits of one checkpoint by whole forward passes.
+    """Logits of one model.
 
-    max_model_len: of the engine to compare with, because some rope scalings depend on it.
-    quantized: whether weights and activations of matrix products are int8.
+    context_length: the longest request, by which "dynamic" and "longrope" choose their angles.
+
+    Raises UnknownArchitectureError.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, max_model_len: int | None = None, *, quantized: bool = False
-    ) -> None:
-        self._context_length = EngineConfig(max_model_len=max_model_len).context_length(
-            checkpoint.config.max_position_embeddings
+    def __init__(self, files: ReferenceFiles, context_length: int) -> None:
+        if (kind := files.config.get("model_type")) not in ARCHITECTURES:
+            raise UnknownArchitectureError(
+                f"the reference does not know {kind!r}. It knows {', '.join(ARCHITECTURES)}"
+            )
+        self._files, self._config, self._context_length = files, files.config, context_length
+
+    def logits(
+        self,
+        sequences: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        progress: Callable[[], None] = lambda: None,
+    ) -> Iterator[Array]:
+        """For each of the S sequences, the logits after its positions from `firsts[s]` on: float32 `[n, V]`.
+
+        progress: called after each layer.
+        """
+        c, read = self._config, self._files.read
+        embedding = read("embed_tokens")
+        streams = [embedding[list(tokens)] * np.float32(embedding_factor(c)) for tokens in sequences]
+        del embedding
+        ends = np.cumsum([len(each) for each in streams])[:-1]
+        x = np.concatenate(streams)  # [N, D], the residual stream of all sequences
+        for index in range(c["num_hidden_layers"]):
+            x = self._layer(x, ends, index)
+            progress()
+        x = self._norm(x, "norm")
+        tied = c.get("tie_word_embeddings") or not self._files.has("lm_head")
+        head = read("embed_tokens" if tied else "lm_head")
+        for stream, first in zip(np.split(x, ends), firsts, strict=True):
+            logits = stream[first:] @ head.T * np.float32(logit_factor(c))
+            yield capped(logits, final_cap(c))
+
+    def _layer(self, x: Array, ends: Array, index: int) -> Array:
+        """The residual stream `[N, D]` after layer `index`. Sequences end before rows `ends`."""
+        c, name = self._config, f"layers.{index}."
+        factor = np.float32(c.get("residual_multiplier") or 1)
+        mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
+        mlp = self._experts if self._files.has(self._router(name)) else self._mlp
+        if c["model_type"] in ("cohere", "cohere2"):  # attention and MLP in parallel
+            normed = self._norm(x, f"{name}input_layernorm")
+            return x + mixer(normed, ends, index) + mlp(normed, name)
+        if c["model_type"] in ("olmo2", "olmo3", "exaone4"):  # norms after, none before
+            x = x + self._norm(mixer(x, ends, index), f"{name}post_attention_layernorm")
+            return x + self._norm(mlp(x, name), f"{name}post_feedforward_layernorm")
+        mixed = mixer(self._norm(x, f"{name}input_layernorm"), ends, index)
+        if c["model_type"] in ("gemma2", "gemma3_text"):  # norms before and after
+            x = x + self._norm(mixed, f"{name}post_attention_layernorm")
+            out = mlp(self._norm(x, f"{name}pre_feedforward_layernorm"), name)
+            return x + self._norm(out, f"{name}post_feedforward_layernorm")
+        if c["model_type"] == "glm4":  # the same by other names
+            x = x + self._norm(mixed, f"{name}post_self_attn_layernorm")
+            out = mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
+            return x + self._norm(out, f"{name}post_mlp_layernorm")
+        x = x + factor * mixed
+        return x + factor * mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
+
+    def _linear(self, x: Array, name: str) -> Array:
+        """`x [N, D]` times a weight `[F, D]`, plus the bias if there is one: `[N, F]`."""
+        out: Array = x @ self._files.read(name).T
+        return out + self._files.read(f"{name}.bias") if self._files.has(f"{name}.bias") else out
+
+    def _norm(self, x: Array, name: str) -> Array:
+        """RMSNorm, or LayerNorm for Cohere; Gemma and Qwen3-Next store weights less one."""
+        c, weight = self._config, self._files.read(name)
+        if c["model_type"] in (*_GEMMA, *_HYBRID) and not self._files.norms_whole:
+            weight = weight + 1
+        if c["model_type"] in ("cohere", "cohere2"):
+            x = x - x.mean(axis=-1, keepdims=True)
+        return rms_norm(x, weight, epsilon(c))
+
+    def _attention(self, x: Array, ends: Array, index: int) -> Array:
+        c, name, read, has = self._config, f"layers.{index}.self_attn.", self._files.read, self._files.has
+        heads, kv_heads, width = c["num_attention_heads"], key_heads(c), head_dim(c)
+        if has(f"{name}qkv_proj"):  # Phi: one weight
+            sizes = np.cumsum([heads * width, kv_heads * width])
+            q, k, v = np.split(self._linear(x, f"{name}qkv_proj"), sizes, axis=1)
+        else:
+            q, k, v = (self._linear(x, f"{name}{part}_proj") for part in "qkv")
+        gate = None
+        if c["model_type"] in _HYBRID:  # each head's query, then its gate
+            q, gate = np.split(q.reshape(len(x), heads, 2 * width), 2, axis=2)
+        per_head = has(f"{name}q_norm") and read(f"{name}q_norm").size == width
+        if has(f"{name}q_norm") and not per_head:  # OLMo: over all heads together
+            q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+        q, k, v = (each.reshape(len(x), -1, width) for each in (q, k, v))
+        if per_head:
+            q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+        angles, factor = rotary(c, index, self._context_length)
+        sinks = read(f"{name}sinks") if has(f"{name}sinks") else None
+        adjacent = self._files.rotary_pairs_adjacent or c["model_type"] in _ADJACENT
+        turn = partial(rotated, angles=angles, factor=factor, adjacent=adjacent)
+        out = np.concatenate(
+            [
+                attend(turn(q), turn(k), v, attention_scale(c), window(c, index), attention_cap(c), sinks)
+                for q, k, v in zip(*(np.split(each, ends) for each in (q, k, v)), strict=True)
+            ]
         )
-        self._spec = ModelSpec(checkpoint.config, jnp.dtype(checkpoint.dtype), quantized=quantized)
-        leaves = self._spec.leaves
-        leaves.check_names(checkpoint.weights)
-        kept = dict(
-            part for name, leaf in checkpoint.weights.items() for part in leaves.stored(name, leaf).items()
-        )
-        self._weights = jax.device_put([kept[name] for name in leaves])
-        self._forward = jax.jit(self._logits)
+        out = out if gate is None else out * sigmoid(gate)
+        return self._linear(out.reshape(len(x), -1), f"{name}o_proj")
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Next-token logits after every prefix of `token_ids`: float32 `[len(token_ids), V]`."""
-        padded = -(-len(token_ids) // _PADDING) * _PADDING
-        tokens = np.zeros(padded, np.int32)
-        tokens[: len(token_ids)] = token_ids
-        rope = rope_tables(self._spec.config, padded, context_length=self._context_length)
-        return np.asarray(self._forward(self._weights, rope, tokens))[:, : len(token_ids)].T
+    def _mlp(self, x: Array, name: str, part: str = "mlp.") -> Array:
+        if self._files.has(f"{name}{part}gate_proj"):
+            gate, up = (self._linear(x, f"{name}{part}{each}_proj") for each in ("gate", "up"))
+        else:  # Phi: one weight
+            gate, up = np.split(self._linear(x, f"{name}{part}gate_up_proj"), 2, axis=1)
+        return self._linear(activation(self._config)(gate) * up, f"{name}{part}down_proj")
 
-    def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
-        model = self._spec.merge(weights)
-        config = self._spec.config
+    def _router(self, name: str) -> str:
+        kind = self._config["model_type"]
+        router = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}
+        return name + router.get(kind, "mlp.gate")
 
-        def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-            if isinstance(own, DeltaWeights):
-                return _follow(config.delta, own, qkv)
-            table = rope[config.rope_index(index)]
-            return attend_densely(config, config.attention(index), own, qkv, table)
+    def _experts(self, x: Array, name: str) -> Array:
+        """A mixture of experts: each token takes the ones that the router scores highest."""
+        c, kind = self._config, self._config["model_type"]
+        scores = self._linear(x, self._router(name))  # [N, E]
+        count = c.get("num_experts_per_tok") or {"mixtral": 2, "gpt_oss": 4}.get(kind, 8)
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, :count]  # [N, K]
+        # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
+        renormalised = c.get("norm_topk_prob", kind in _HYBRID) or kind in ("mixtral", "gpt_oss")
+        among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
+        weights = softmax(among) if renormalised else np.take_along_axis(softmax(among), chosen, axis=1)
+        out = np.zeros_like(x)
+        for expert in np.unique(chosen):
+            rows, places = np.nonzero(chosen == expert)
+            out[rows] += weights[rows, places, None] * self._expert(x[rows], name, int(expert))
+        if kind in _HYBRID:  # and one expert for all tokens, with a gate
+            shared = self._mlp(x, name, "mlp.shared_expert.")
+            out += sigmoid(self._linear(x, f"{name}mlp.shared_expert_gate")) * shared
+        return out
 
-        *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
-        logits = model.logits(hidden, ROWS_LEFT)
-        assert not isinstance(logits, ByRow)  # XLA's products never return it
-        return logits
+    def _expert(self, x: Array, name: str, expert: int) -> Array:
+        kind, has = self._config["model_type"], self._files.has
+        if kind == "mixtral":
+            part = f"{name}block_sparse_moe.experts.{expert}."
+            gate, up = self._linear(x, f"{part}w1"), self._linear(x, f"{part}w3")
+            return self._linear(activation(self._config)(gate) * up, f"{part}w2")
+        if kind != "gpt_oss":
+            return self._mlp(x, name, f"mlp.experts.{expert}.")
+        if has(f"{name}mlp.experts.gate_up_proj"):  # [E, D, 2 F], gates and ups in turn
+            part = f"{name}mlp.experts."
+            both = x @ self._files.read(f"{part}gate_up_proj")[expert]
+            both += self._files.read(f"{part}gate_up_proj_bias")[expert]
+            gate, up = both[:, ::2], both[:, 1::2]
+        else:  # GGUF files have them apart
+            part = f"{name}mlp.experts.{expert}."
+            gate, up = (self._linear(x, f"{part}{each}_proj") for each in ("gate", "up"))
+        limit = np.float32(self._config.get("swiglu_limit") or 7)
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        hidden = (up + 1) * gate * sigmoid(np.float32(1.702) * gate)
+        if not has(f"{name}mlp.experts.gate_up_proj"):
+            return self._linear(hidden, f"{part}down_proj")
+        down: Array = hidden @ self._files.read(f"{part}down_proj")[expert]
+        return down + self._files.read(f"{part}down_proj_bias")[expert]
+
+    def _linear_attention(self, x: Array, ends: Array, index: int) -> Array:
+        """A gated DeltaNet layer (Yang, Kautz and Hatamizadeh 2024), one position after the other."""
+        c, name, read = self._config, f"layers.{index}.linear_attn.", self._files.read
+        keys, key_dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
+        values, value_dim = c["linear_num_value_heads"], c["linear_value_head_dim"]
+        shared = values // keys  # value heads of a key head
+        if self._files.has(f"{name}in_proj_qkvz"):  # Qwen3-Next: by key head
+            by_head = self._linear(x, f"{name}in_proj_qkvz").reshape(len(x), keys, -1)
+            sizes = np.cumsum([key_dim, key_dim, shared * value_dim])
+            q, k, v, z = (part.reshape(len(x), -1) for part in np.split(by_head, sizes, axis=2))
+            both = self._linear(x, f"{name}in_proj_ba").reshape(len(x), keys, 2 * shared)
+            b, a = (part.reshape(len(x), values) for part in np.split(both, 2, axis=2))
+            mixed = np.concatenate([q, k, v], axis=1)
+        else:
+            mixed, z, b, a = (self._linear(x, f"{name}in_proj_{part}") for part in ("qkv", "z", "b", "a"))
+        filters = read(f"{name}conv1d").reshape(mixed.shape[1], -1)  # [features, taps], the oldest first
+        decay = np.exp(-np.exp(read(f"{name}A_log")) * softplus(a + read(f"{name}dt_bias")))  # [N, Hv]
+        outs = []
+        parts = (np.split(each, ends) for each in (mixed, decay, sigmoid(b)))
+        for inputs, kept, rate in zip(*parts, strict=True):
+            heads: list[Array] = np.split(
+                silu(convolved(inputs, filters)), [keys * key_dim, 2 * keys * key_dim], axis=1
+            )
+            query, key = (unit(each.reshape(-1, keys, key_dim)).repeat(shared, axis=1) for each in heads[:2])
+            query = query / np.float32(math.sqrt(key_dim))
+            outs.append(delta_rule(query, key, heads[2].reshape(-1, values, value_dim), kept, rate))
+        out = rms_norm(np.concatenate(outs), read(f"{name}norm"), epsilon(c))
+        out *= silu(z.reshape(out.shape))
+        return self._linear(out.reshape(len(x), -1), f"{name}out_proj")
 
 
-class LogitGap(NamedTuple):
-    """The two most likely tokens after a prefix, and their logits."""
-
-    first: int
-    second: int
-    first_logit: float
-    second_logit: float
-
-    @property
-    def size(self) -> float:
-        """How far the logits are apart."""
-        return self.first_logit - self.second_logit
+# Functions of arrays.
 
 
-def logit_gap(reference: Reference, prefix: Sequence[int]) -> LogitGap:
-    """The two largest logits after `prefix`, by the forward pass without a cache."""
-    logits = reference.logits(prefix)[-1]
-    second, first = np.argsort(logits, kind="stable")[-2:].tolist()
-    return LogitGap(first, second, float(logits[first]), float(logits[second]))
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Zhang and Sennrich 2019, over the last axis."""
+    out: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
+    return out
 
 
-def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:
-    """A linear layer over one sequence `[N, projected features]`, position by position."""
-    assert form is not None
+def softmax(scores: Array) -> Array:
+    exp: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exp / exp.sum(axis=-1, keepdims=True)
 
-    def one(state: Any, row: jax.Array) -> tuple[Any, jax.Array]:
-        state, out = delta_decode(form, own, state, row[None], live=jnp.ones(1, bool))
-        return state, out[0]
 
-    return jax.lax.scan(one, make_state(form, 1), projected)[1]
+def sigmoid(x: Array) -> Array:
+    out: Array = 0.5 * (1 + np.tanh(0.5 * x))
+    return out
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def gelu_tanh(x: Array) -> Array:
+    out: Array = (
+        0.5 * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)))
+    )
+    return out
+
+
+def softplus(x: Array) -> Array:
+    out: Array = np.logaddexp(x, np.float32(0))
+    return out
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """A soft limit by tanh."""
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
+
+
+def rotated(x: Array, *, angles: Array, factor: float, adjacent: bool) -> Array:
+    """Rotary embedding (Su et al. 2021) of `x [n, heads, width]`, of as many dimensions as there are angles.
+
+    angles: of one position for each pair of dimensions. factor: multiplies sines and cosines. adjacent: pairs are
+    dimensions 2i and 2i + 1, else i and i + half.
+    """
+    count = 2 * len(angles)
+    at = np.arange(len(x), dtype=np.float32)[:, None, None] * angles
+    cos, sin = np.cos(at) * np.float32(factor), np.sin(at) * np.float32(factor)
+    out = x.copy()
+    turning = out[..., :count]
+    pairs = (
+        (turning[..., ::2], turning[..., 1::2]) if adjacent else np.split(turning, 2, axis=-1)
+    )  # views of out
+    first, second = (each.copy() for each in pairs)
+    pairs[0][:], pairs[1][:] = first * cos - second * sin, second * cos + first * sin
+    return out
+
+
+def attend(
+    q: Array, k: Array, v: Array, scale: float, window: int | None, cap: float | None, sinks: Array | None
+) -> Array:
+    """Causal attention of one sequence: `q [n, H, d]`, `k` and `v` `[n, KV, d]` -> `[n, H, d]`.
+
+    window: the most keys that a query sees. sinks: `[H]`, a score without a value in each head's softmax.
+    """
+    shared = q.shape[1] // k.shape[1]  # consecutive query heads share a key head
+    out = np.empty_like(q)
+    for first in range(0, len(q), _QUERIES):
+        query = np.arange(first, min(first + _QUERIES, len(q)))[:, None]
+        key = np.arange(query[-1, 0] + 1)
+        hidden = (key > query) | (key <= query - (window or len(q)))
+        for head in range(q.shape[1]):
+            scores = q[query[:, 0], head] @ k[: len(key), head // shared].T * np.float32(scale)
+            scores = np.where(hidden, np.float32(-np.inf), capped(scores, cap))
+            if sinks is not None:
+                scores = np.concatenate([scores, np.full((len(scores), 1), sinks[head])], axis=1)
+            out[query[:, 0], head] = softmax(scores)[:, : len(key)] @ v[: len(key), head // shared]
+    return out
+
+
+def convolved(x: Array, filters: Array) -> Array:
+    """Causal convolution of each feature: `x [n, C]` with `filters [C, taps]`."""
+    taps = filters.shape[1]
+    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), x.dtype), x])
+    out: Array = sum(padded[tap : tap + len(x)] * filters[:, tap] for tap in range(taps))  # type: ignore[assignment]
+    return out
+
+
+def unit(x: Array) -> Array:
+    """Vectors of length one."""
+    out: Array = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
+    return out
+
+
+def delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array) -> Array:
+    """A memory per head that corrects what it recalls. q, k, v: `[n, H, d]`. decay, rate: `[n, H]`."""
+    memory = np.zeros((q.shape[1], q.shape[2], v.shape[2]), np.float32)
+    out = np.empty_like(v)
+    for at in range(len(q)):
+        memory *= decay[at][:, None, None]
+        recalled = np.einsum("hkv,hk->hv", memory, k[at])
+        change = (v[at] - recalled) * rate[at][:, None]
+        memory += k[at][:, :, None] * change[:, None, :]
+        out[at] = np.einsum("hkv,hk->hv", memory, q[at])
+    return out
+
+
+# What config.json says.
+
+
+def epsilon(c: Config) -> float:
+    if c["model_type"] in ("cohere", "cohere2"):
+        return float(c.get("layer_norm_eps") or 1e-5)
+    late = ("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4")
+    usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
+    return float(c.get("rms_norm_eps") or usual.get(c["model_type"], 1e-6))
+
+
+def activation(c: Config) -> Callable[[Array], Array]:
+    default = "gelu_pytorch_tanh" if c["model_type"] in _GEMMA else "silu"
+    name = c.get("hidden_activation") or c.get("hidden_act") or default
+    return silu if name in ("silu", "swish") else gelu_tanh
+
+
+def head_dim(c: Config) -> int:
+    wide = ("qwen3", "seed_oss", "ernie4_5", "helium", "glm", "glm4")
+    default = {**dict.fromkeys(_GEMMA, 256), **dict.fromkeys(wide, 128), **dict.fromkeys(_HYBRID, 256)}
+    even = c["hidden_size"] // c["num_attention_heads"]
+    return int(c.get("head_dim") or default.get(c["model_type"], even))
+
+
+def key_heads(c: Config) -> int:
+    return int(c.get("num_key_value_heads") or c["num_attention_heads"])
+
+
+def embedding_factor(c: Config) -> float:
+    return math.sqrt(c["hidden_size"]) if c["model_type"] in _GEMMA else c.get("embedding_multiplier") or 1
+
+
+def logit_factor(c: Config) -> float:
+    if c["model_type"] in ("cohere", "cohere2"):
+        return float(c.get("logit_scale") or 0.0625)
+    return 1 / float(c.get("logits_scaling") or 1)
+
+
+def attention_scale(c: Config) -> float:
+    if c["model_type"] in ("gemma2", "gemma3_text"):
+        return float((c.get("query_pre_attn_scalar") or 256) ** -0.5)
+    return float(c.get("attention_multiplier") or head_dim(c) ** -0.5)
+
+
+def attention_cap(c: Config) -> float | None:
+    return c.get("attn_logit_softcapping", 50.0) if c["model_type"] == "gemma2" else None
+
+
+def final_cap(c: Config) -> float | None:
+    default = 30.0 if c["model_type"] == "gemma2" else None
+    return c.get("final_logit_softcapping", default) if c["model_type"] in _GEMMA else None
+
+
+def slides(c: Config, index: int) -> bool:
+    """Whether a layer's attention has a window, if the model has one."""
+    if (types := c.get("layer_types")) is not None:
+        return bool(types[index] == "sliding_attention")
+    kind = c["model_type"]
+    period = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "cohere2": 4, "exaone4": 4}.get(kind)
+    if period is not None:  # the last of each few layers sees everything
+        pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern")
+        if isinstance(pattern, str):  # a letter for each layer
+            pattern = len(pattern)
+        own = ("gemma3_text", "cohere2", "exaone4")
+        return bool((index + 1) % (pattern if pattern and kind in own else period))
+    if kind in ("qwen2", "qwen3"):
+        return bool(index >= c.get("max_window_layers", 28))
+    return not rotates(c, index) if kind == "smollm3" else kind in ("mistral", "ministral", "mixtral", "phi3")
+
+
+def window(c: Config, index: int) -> int | None:
+    """The most keys that a query of this layer sees; None: all."""
+    switched = ("qwen2", "qwen3", "qwen3_vl_text", "smollm3")
+    if c["model_type"] in switched and not c.get("use_sliding_window"):
+        return None
+    default = {"gpt_oss": 128, "mixtral": None, "phi3": None}.get(c["model_type"], 4096)
+    return c.get("sliding_window", default) if slides(c, index) else None
+
+
+def rotates(c: Config, index: int) -> bool:
+    """Whether a layer has rotary embedding."""
+    if c["model_type"] == "smollm3":
+        flags = c.get("no_rope_layers")
+        interval = c.get("no_rope_layer_interval") or 4
+        return bool(flags[index] if flags else (index + 1) % interval)
+    if c["model_type"] == "exaone4" and c.get("sliding_window", 4096) is None:
+        return True
+    return c["model_type"] not in ("cohere2", "exaone4") or slides(c, index)
+
+
+def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
+    """The angles of one position, one for each pair of dimensions that turn, and the factor of sines and cosines."""
+    kind = c["model_type"]
+    if not rotates(c, index):
+        return np.zeros(0, np.float32), 1.0
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    sliding = kind in ("gemma3_text", "olmo3") and slides(c, index)
+    if "full_attention" in rope or "sliding_attention" in rope:  # an object for each type of layer
+        rope = rope.get("sliding_attention" if sliding else "full_attention") or {}
+    elif sliding:  # the scaling is that of full attention
+        local = c.get("rope_local_base_freq") or (10000.0 if kind == "gemma3_text" else None)
+        rope = {"rope_theta": local or c.get("rope_theta") or rope.get("rope_theta")}
+    defaults = {
+        **dict.fromkeys(("mixtral", "gemma3_text"), 1e6),
+        **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "ernie4_5"), 500000.0),
+        "helium": 100000.0,
+        "smollm3": 2e6,
+        "gpt_oss": 150000.0,
+    }
+    theta = float(rope.get("rope_theta") or c.get("rope_theta") or defaults.get(kind, 10000.0))
+    share = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor")
+    usual = {**dict.fromkeys(_HYBRID, 0.25), **dict.fromkeys(("glm", "glm4"), 0.5)}
+    dims = int(head_dim(c) * (share or usual.get(kind, 1.0)))
+    return frequencies(c, rope, theta, dims, context_length)
+
+
+def frequencies(c: Config, rope: Config, theta: float, dims: int, context: int) -> tuple[Array, float]:
+    """Angles per position of `dims / 2` pairs with the scaling of `rope`, as transformers' `modeling_rope_utils`."""
+    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    longest = c.get("max_position_embeddings") or 2048
+    original = (
+        rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings") or longest
+    )
+    factor = float(rope.get("factor") or 1)
+    exponents = np.arange(0, dims, 2) / dims
+    if scaling == "dynamic":  # a larger base, so that the longest request fits (NTK)
+        reach = max(context / original, 1.0)
+        theta *= (factor * reach - (factor - 1)) ** (dims / (dims - 2))
+    plain = theta**-exponents
+    attention = 1.0
+    if scaling == "linear":
+        plain = plain / factor
+    elif scaling == "llama3":  # divide low frequencies (Llama 3.1)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = original * plain / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        plain = kept * plain + (1 - kept) * plain / factor
+    elif scaling == "yarn":  # Peng et al. 2023
+        bounds = [
+            dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+        ]
+        if rope.get("truncate", True):
+            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+        first, last = max(bounds[0], 0), min(bounds[1], dims - 1)
+        ramp = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
+        plain = (1 - ramp) * plain + ramp * plain / factor
+        attention = rope.get("attention_factor") or yarn_temperature(rope, factor)
+    elif scaling in ("longrope", "su", "divisors"):  # a divisor for each pair
+        long = scaling != "divisors" and context > original
+        plain = plain / np.asarray(rope["long_factor" if long else "short_factor"])
+        extended = float(rope.get("factor") or longest / original)
+        attention = 1.0 if extended <= 1 else math.sqrt(1 + math.log(extended) / math.log(original))
+        attention = 1.0 if scaling == "divisors" else rope.get("attention_factor") or attention
+    elif scaling not in ("default", "dynamic"):
+        raise UnknownArchitectureError(f"the reference does not know the rope type {scaling!r}")
+    return plain.astype(np.float32), float(attention)
+
+
+def yarn_temperature(rope: Config, factor: float) -> float:
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    return of(above) / of(below) if above and below else of(1)

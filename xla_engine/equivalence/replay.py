@@ -8,12 +8,12 @@ from typing import Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import logprob_of
 from xla_engine.equivalence.record import Record, Step, Trace, trace
 from xla_engine.equivalence.recorder import Credit, Recorder
 from xla_engine.errors import EngineFaultError, RecordMismatchError
 from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import Plan, Speculation
+from xla_engine.utils.token_sample import logprob_of
 
 _CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
 
@@ -21,7 +21,7 @@ Sampled = tuple[int, int | None]  # token id and logprob bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ReplayDifference:
     """The first difference between a record and its replay.
 
     what: the difference in words.
@@ -67,7 +67,7 @@ class ReplayReport:
 
     steps: int
     tokens: int
-    difference: Difference | None
+    difference: ReplayDifference | None
     fresh: bool
 
     @property
@@ -179,7 +179,7 @@ class _Check:
         self.run = self._recorder.run
         self._record = record
         self._positions = dict.fromkeys(record.batched, 0)
-        self.difference: Difference | None = None
+        self.difference: ReplayDifference | None = None
         self.same_steps = 0
         self.same_tokens = 0
 
@@ -200,7 +200,7 @@ class _Check:
             return
         if number >= len(self._record.steps):
             what = f"plan: the record ends after {number} steps, the replay goes on"
-            self.difference = Difference(what=what, step=number, turn=step.turn)
+            self.difference = ReplayDifference(what=what, step=number, turn=step.turn)
             return
         self.difference = _plan_difference(number, self._record.steps[number], step)
 
@@ -219,7 +219,7 @@ class _Check:
             what = (
                 f"recorded read in turn {recorded.read}, hash {recorded.hash}; now {step.read}, {step.hash}"
             )
-            self.difference = Difference(what=f"results: {what}", step=number, turn=step.read)
+            self.difference = ReplayDifference(what=f"results: {what}", step=number, turn=step.read)
             return
         self.same_steps += 1
         self.same_tokens += len(credits)
@@ -228,16 +228,16 @@ class _Check:
         """After the last turn, find results in the record that the replay lacks."""
         if self.difference is None and len(self._recorder.steps) < len(self._record.steps):
             what = f"plan: the replay ends after {len(self._recorder.steps)} steps, the record goes on"
-            self.difference = Difference(what=what, step=len(self._recorder.steps))
+            self.difference = ReplayDifference(what=what, step=len(self._recorder.steps))
         for name, found in ((name, trace(output)) for name, output in results.items()):
             recorded = self._record.batched.get(name)
             if self.difference is None and recorded != found:
                 ends = f"{len(found.token_ids)} tokens, {found.end}"
                 if recorded is not None:
                     ends = f"recorded {len(recorded.token_ids)} tokens, {recorded.end}; now {ends}"
-                self.difference = Difference(what=f"results: {ends}", request_id=name)
+                self.difference = ReplayDifference(what=f"results: {ends}", request_id=name)
 
-    def _credit_difference(self, number: int, step: Step, credit: Credit) -> Difference | None:
+    def _credit_difference(self, number: int, step: Step, credit: Credit) -> ReplayDifference | None:
         name = credit.request_id
         recorded = self._record.batched.get(name, Trace(token_ids=(), bits=None, end=None))
         position = self._positions[name] = self._positions.get(name, 0) + 1
@@ -251,7 +251,7 @@ class _Check:
             what = "results: the same token with other logprob bits"
         else:
             what = f"results: recorded finish reason {ends}, now {credit.end}"
-        return Difference(
+        return ReplayDifference(
             what=what,
             step=number,
             turn=step.read,
@@ -263,11 +263,11 @@ class _Check:
         )
 
 
-def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | None:
+def _plan_difference(number: int, recorded: Step, found: Step) -> ReplayDifference | None:
     """The first part of a plan that differs, if any."""
     if recorded.turn != found.turn:
         what = f"plan: recorded in turn {recorded.turn}, now in turn {found.turn}"
-        return Difference(what=what, step=number, turn=found.turn)
+        return ReplayDifference(what=what, step=number, turn=found.turn)
     for name, then, now in (
         ("admitted (request, slot, epoch)", recorded.admitted, found.admitted),
         ("chunks (request, slot, start, length)", recorded.chunks, found.chunks),
@@ -278,7 +278,7 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
             if old == new:
                 continue
             request_id, slot = (new or old)[:2]
-            return Difference(
+            return ReplayDifference(
                 what=f"plan: {name}: recorded {old}, now {new}",
                 step=number,
                 turn=found.turn,
@@ -291,7 +291,9 @@ def _plan_difference(number: int, recorded: Step, found: Step) -> Difference | N
             for a, b in ((recorded.decode, found.decode), (found.decode, recorded.decode))
         )
         what = f"plan: decode slots recorded {list(recorded.decode)}, now {list(found.decode)}"
-        return Difference(what=what, step=number, turn=found.turn, slot=next(iter(left or joined), None))
+        return ReplayDifference(
+            what=what, step=number, turn=found.turn, slot=next(iter(left or joined), None)
+        )
     return None
 
 
@@ -303,16 +305,16 @@ def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
     return None
 
 
-def _with_gap(engine: XlaBatchEngine, record: Record, difference: Difference) -> Difference:
+def _with_gap(engine: XlaBatchEngine, record: Record, difference: ReplayDifference) -> ReplayDifference:
     name, position = difference.request_id, difference.position
     assert name is not None and position is not None
     case = next(case for case in record.schedule.requests if case.request_id == name)
     prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
     if engine.runner.weights.nbytes > _CHEAP_BYTES or case.images:  # the reference reads no pictures
         return difference
-    from xla_engine.equivalence.reference import Reference, logit_gap
+    from xla_engine.equivalence.forward_pass import ForwardPass, logit_gap
 
-    gap = logit_gap(Reference(engine.checkpoint), prefix)
+    gap = logit_gap(ForwardPass(engine.checkpoint), prefix)
     words = f"best token {gap.first} at {gap.first_logit:.6g}, then {gap.second}; gap {gap.size:.6g}"
     return replace(difference, gap=f"{words} (uncached reference)")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
-from xla_engine.prefix_cache.files import ABOUT, DamagedFileError, StoredContent, read_file
+from xla_engine.runner.prefix_files.files import ABOUT, DamagedFileError, StoredContent, read_file
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import Request
 

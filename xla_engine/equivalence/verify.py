@@ -4,37 +4,40 @@ The run alone uses the same engine, executables and batch width, with all other 
 arrival steps, slots (by arrival), lags and aborted neighbours are random.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.identity import logprob_bits
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.record import Record
 from xla_engine.equivalence.recorder import record_schedule
 from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, run_schedule
+from xla_engine.observability.observer import Observer
 from xla_engine.outputs import CompletionOutput, Logprob
 from xla_engine.runner.compile_cache import compiled_by_this_thread, compiles_of_this_thread
+from xla_engine.scheduler import Chunk, Plan, Swap
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
+from xla_engine.utils.token_sample import TokenSample, logprob_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference between a request's runs alone and batched; a sample is (token id, logprob)."""
+    """The first difference between a request's runs alone and batched; None: the run had ended."""
 
     request_id: str
     schedule: int
     position: int
-    alone: tuple[int, float] | None
-    batched: tuple[int, float] | None
+    alone: TokenSample | None
+    batched: TokenSample | None
 
     def __str__(self) -> str:
         return (
             f"schedule {self.schedule}, request {self.request_id}, generated token {self.position}: "
-            f"alone {_describe(self.alone)}, batched {_describe(self.batched)}"
+            f"alone {self.alone or 'ended'}, batched {self.batched or 'ended'}"
         )
 
 
@@ -47,7 +50,8 @@ class VerifyReport:
     aborted_neighbours: requests aborted to disturb the others.
     preempted: slots taken away.
     cached_tokens: prompt tokens found in the prefix cache.
-    admitted_mid_stream: requests that were admitted while others ran.
+    admissions: how often a request got a slot, again after a preemption included. admitted_mid_stream: those while
+        other requests held slots. recycled_slots: those to a slot that another request of the schedule had before.
     finish_reasons: counts over the runs alone.
     differing_tokens: tokens whose id differs from the run alone.
     differing_bits: equal tokens whose logprobs differ in their float32 bits.
@@ -64,7 +68,9 @@ class VerifyReport:
     aborted_neighbours: int = 0
     preempted: int = 0
     cached_tokens: int = 0
+    admissions: int = 0
     admitted_mid_stream: int = 0
+    recycled_slots: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     differing_tokens: int = 0
     differing_bits: int = 0
@@ -82,6 +88,24 @@ class VerifyReport:
     def ok(self) -> bool:
         return not (self.divergences or self.compiled)
 
+    def as_json(self) -> dict[str, Any]:
+        """The report as a JSON object, without the record; null stands for log-probabilities that are not finite."""
+        counts = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("finish_reasons", "divergences", "record")
+        }
+        return {
+            "against": "alone",
+            "ok": self.ok,
+            **counts,
+            "finish_reasons": dict(sorted(self.finish_reasons.items())),
+            "divergences": [
+                {**asdict(each), "alone": _finite(each.alone), "batched": _finite(each.batched)}
+                for each in self.divergences
+            ],
+        }
+
     def lines(self) -> list[str]:
         """The report as text."""
         reasons = ", ".join(f"{name} {count}" for name, count in sorted(self.finish_reasons.items()))
@@ -91,7 +115,9 @@ class VerifyReport:
             f"requests                   {self.requests}  ({reasons})",
             f"schedules                  {self.schedules}",
             f"tokens compared            {self.tokens}",
+            f"admissions                 {self.admissions}",
             f"admitted mid-stream        {self.admitted_mid_stream}",
+            f"into a recycled slot       {self.recycled_slots}",
             f"neighbours aborted         {self.aborted_neighbours}",
             f"preempted                  {self.preempted}",
             f"tokens found in slots      {self.cached_tokens}",
@@ -105,6 +131,31 @@ class VerifyReport:
         lines.extend(f"  {divergence}" for divergence in self.divergences[:20])
         lines.append("same bits alone and batched" if self.ok else "NOT the same bits alone and batched")
         return lines
+
+
+class Admissions:
+    """Counts the admissions of one schedule in a report, as the scheduler's plans make them."""
+
+    def __init__(self, engine: XlaBatchEngine, report: VerifyReport) -> None:
+        self._engine, self._report = engine, report
+        self._waits: set[str] = set()  # admitted requests whose slot is not known yet
+        self._last_holder: dict[int, str] = {}  # by slot
+        self.observer = Observer(started=self._started)
+
+    def _started(self, plan: Plan) -> None:
+        others = self._engine.num_running - len(plan.admitted)
+        self._waits.update(plan.admitted)
+        self._report.admissions += len(plan.admitted)
+        self._report.admitted_mid_stream += (
+            len(plan.admitted) if others > 0 else max(len(plan.admitted) - 1, 0)
+        )
+        parts: tuple[Chunk | Swap, ...] = (*plan.chunks, *plan.resumes)
+        for part in parts:
+            if part.request_id in self._waits:
+                self._waits.discard(part.request_id)
+                before = self._last_holder.get(part.slot.index, part.request_id)
+                self._report.recycled_slots += before != part.request_id
+                self._last_holder[part.slot.index] = part.request_id
 
 
 def verify(
@@ -129,7 +180,6 @@ def verify(
     compiled, failed = compiles_of_this_thread(), engine.stats().recoveries
 
     def count(action: Action, took_effect: bool) -> None:
-        report.admitted_mid_stream += action.kind == "submit" and engine.num_running > 0
         report.aborted_neighbours += action.kind == "abort" and took_effect
         report.preempted += action.kind in WAYS_TO_PREEMPT and took_effect
 
@@ -146,9 +196,13 @@ def verify(
             dealt, f"{seed}/{schedule}", lag=lags[schedule % len(lags)], preempts=engine.ways_to_preempt
         )
         if keep_record and (report.record is None or report.record.first_difference is None):
-            batched, report.record = record_schedule(engine, drawn, alone=alone, blank=True, on_action=count)
+            with engine.observers.having(Admissions(engine, report).observer):
+                batched, report.record = record_schedule(
+                    engine, drawn, alone=alone, blank=True, on_action=count
+                )
         else:
-            batched = run_schedule(engine, drawn, on_action=count)
+            with engine.observers.having(Admissions(engine, report).observer):
+                batched = run_schedule(engine, drawn, on_action=count)
         for case in dealt:
             compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
             if progress is not None:
@@ -206,12 +260,16 @@ def bits_of(places: Iterable[Mapping[int, Logprob] | None] | None) -> list[dict[
     ]
 
 
-def _at(output: CompletionOutput, position: int) -> tuple[int, float] | None:
+def _at(output: CompletionOutput, position: int) -> TokenSample | None:
     if position >= min(len(output.token_ids), len(output.logprobs or ())):
         return None
     assert output.logprobs is not None
-    return output.token_ids[position], output.logprobs[position]
+    return TokenSample(output.token_ids[position], output.logprobs[position])
 
 
-def _describe(sample: tuple[int, float] | None) -> str:
-    return "ended" if sample is None else f"token {sample[0]} logprob {sample[1]:.9g}"
+def _finite(sample: TokenSample | None) -> tuple[int, float | None] | None:
+    """A sample as JSON can hold it."""
+    if sample is None:
+        return None
+    is_finite = sample.logprob is not None and math.isfinite(sample.logprob)
+    return sample.token_id, sample.logprob if is_finite else None

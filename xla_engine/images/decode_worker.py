@@ -13,10 +13,12 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-MEMORY_LIMIT = 4 << 30  # bytes of address space: five copies of the largest picture, and the libraries
+# Bytes of address space. Of the largest picture, 89 million pixels, two copies exist at a time: 0.7 GiB.
+MEMORY_LIMIT = 2 << 30
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
+_STRIP_PIXELS = 1 << 20
 _TURNED = (5, 6, 7, 8)  # orientations whose upright picture has width and height exchanged
 _LATE = (
     b"eXIf",
@@ -55,7 +57,9 @@ def answer(
         image = opened(file, max_pixels, max_ratio)
         if resizes is None or tile is None:
             return {"size": upright_size(image, file)}
-        upright = as_rgb(ImageOps.exif_transpose(image))
+        ImageOps.exif_transpose(image, in_place=True)
+        upright = as_rgb(image)
+        del image
         if list(upright.size) != size:
             raise RefusedError("its pixels are turned otherwise than its header says")
         for each in resizes:
@@ -115,7 +119,20 @@ def has_late_chunks(file: bytes) -> bool:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB: transparency onto white, 16 bits scaled to 8, other modes as Pillow converts them."""
+    """The picture in RGB. It is converted in strips, because Pillow's conversions make up to four copies."""
+    if image.mode == "RGB" and image.info.get("transparency") is None:
+        image.load()
+        return image
+    width, height = image.size
+    rows = max(_STRIP_PIXELS // width, 1)
+    whole = Image.new("RGB", image.size)
+    for top in range(0, height, rows):
+        whole.paste(_rgb(image.crop((0, top, width, min(top + rows, height)))), (0, top))
+    return whole
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """A picture in RGB: transparency onto white, 16 bits scaled to 8, other modes as Pillow converts them."""
     if image.mode.startswith("I;16"):
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
     if image.mode in ("I", "F"):

@@ -26,6 +26,7 @@ from xla_engine.errors import (
     ImageUnreachableError,
     InvalidImageError,
 )
+from xla_engine.utils.digits import number_of
 
 TIMEOUT_S = 10.0  # of one picture, from the first look-up to the last byte
 AT_ONCE = 8  # pictures of one host; others of it wait, and its time limit counts
@@ -238,9 +239,9 @@ class Fetcher:
         length = fields.get("content-length", "")
         if fields.get("transfer-encoding", "").lower() == "chunked":
             return await self._chunks(reader)
-        if length.isascii() and length.isdigit():
-            self._check_size(int(length[:20]))
-            return await reader.readexactly(int(length))
+        if (size := number_of(length, self._max_bytes)) is not None:
+            self._check_size(size)
+            return await reader.readexactly(size)
         body = bytearray()
         while part := await reader.read(_MOST_HEAD):
             body += part

@@ -19,9 +19,9 @@ PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImagePro
 _ONE_TILE = PROCESSORS[2:]  # of these, a picture is one tile
 _SUFFIXES = ("", "Fast", "Pil")
 _PATCHES = "Qwen2VLImageProcessor"  # Qwen3-VL's
-_LONGEST = 4096  # pixels; transformers never makes a side longer
+_LONGEST = 4096  # pixels: the longest side that transformers makes
 _MOST_TILES = 16  # in a row or a column
-_OVERRIDES = ("size", "do_image_splitting")
+_OVERRIDES = ("size", "do_image_splitting")  # fields that a caller may replace
 _PAN_AND_SCAN = "do_pan_and_scan"
 _EDGE = "longest_edge"
 _READ = (
@@ -29,12 +29,13 @@ _READ = (
     *("rescale_factor", "size", "image_processor_type"),
 )
 _READ_OF_TILES = ("do_image_splitting", "max_image_size")
-# Read of processors of one tile: pan and scan is refused, and without it the other fields say nothing.
+# Fields of processors without tiles (Gemma 3). Only `do_pan_and_scan` is checked: it must be false. The other fields
+# matter only if it is true.
 _READ_OF_ONE = (
     *(_PAN_AND_SCAN, "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
     *("pan_and_scan_min_ratio_to_activate", "image_seq_length"),
 )
-# Fields that say nothing about the tiles of one picture: names, the layout of the output, padding of batches, videos.
+# Fields that do not change the tiles of a picture: names, the layout of the output, padding of batches, videos.
 _IGNORED = (
     *("processor_class", "data_format", "do_pad", "return_row_col_info", "image_seq_len", "video_sampling"),
     *("return_tensors", "input_data_format", "_valid_processor_keys"),

@@ -140,4 +140,6 @@ QWEN3_VL = PromptForm("<|image_pad|>", "<|image_pad|>", lambda grid: [""], "")
 
 
 def prompt_form(model_type: str) -> PromptForm:
-    return {"gemma3": GEMMA3, "qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_VL}.get(model_type, IDEFICS3)
+    if model_type in ("qwen3_vl", "qwen3_5", "qwen3_5_moe"):
+        return QWEN3_VL
+    return GEMMA3 if model_type == "gemma3" else IDEFICS3

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xla_engine.config import IMAGE_CACHE_BYTES, EngineConfig
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
+from xla_engine.images import NO_PICTURES
 from xla_engine.images.processor import (
     ImageProcessor,
     PatchProcessor,
@@ -28,7 +29,6 @@ from xla_engine.utils.extras import install
 if TYPE_CHECKING:
     from xla_engine.images.pictures import PictureReader
 
-NO_PICTURES = "this engine reads no pictures: its model has no vision tower that is supported; remove them"
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import AUTO, KEPT, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.ops.coded import KINDS
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
@@ -70,7 +71,8 @@ def load_weights(model: ModelDescription) -> Checkpoint:
 
     dtype of the options: "bfloat16" ("bf16"), "float32" ("f32"), or "auto": float32 if any matrix is stored so,
     otherwise bfloat16. A float16 checkpoint thus becomes bfloat16, because XLA:CPU has no fast float16 product; use
-    float32 to keep every bit.
+    float32 to keep every bit. It is also bfloat16 if quantised weights may stay packed, and for encoders, which are
+    published in float32 and read at half the time in bfloat16.
 
     Names, shapes and dtypes are checked against the headers at once; weights are read lazily, one leaf at a time.
     `rotary_emb.inv_freq` buffers are ignored. If a tied model stores `lm_head.weight`, it must be a bitwise copy of
@@ -81,8 +83,14 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     files = model.files.tensors(source.name for stacked in sources.values() for source in stacked)
     files = without_head(files) if model.headless else files
     check_tensors(files, sources, config, model.family.ignores)
-    target = stored_dtype(files, sources) if wanted == "auto" else wanted
-    identity = repr((asdict(config), asdict(special), files.fingerprint()))
+    target = wanted
+    if wanted == "auto":
+        may_pack = model.options.quantization in (AUTO, *KEPT) and has_packed(files, sources)
+        target = "bfloat16" if may_pack or config.encoder is not None else stored_dtype(files, sources)
+    shape = asdict(config)
+    if config.encoder is None:  # so that fingerprints are those of versions without encoders
+        del shape["encoder"]
+    identity = repr((shape, asdict(special), files.fingerprint()))
     return Checkpoint(
         path=model.files.path,
         config=config,
@@ -247,6 +255,11 @@ def _check_tied_head(files: TensorFiles, embedding_name: str) -> None:
             f"{head.file}: tensor lm_head.weight differs from the embedding, but config.json ties the two. "
             "Set tie_word_embeddings to false if the model has its own head, else save without lm_head.weight"
         )
+
+
+def has_packed(files: TensorFiles, sources: Sources) -> bool:
+    """Whether any of the model's tensors is quantised in a type that can stay packed."""
+    return any(files.kind(source.name) in KINDS for stacked in sources.values() for source in stacked)
 
 
 def stored_dtype(files: TensorFiles, sources: Sources) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
-from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.quantised.methods import MXFP4, check_quantisation
@@ -184,13 +184,14 @@ def _size(fields: Fields, name: str, default: int | None = None) -> int:
 
 def _family(fields: Fields) -> Family:
     names = fields.values.get("architectures")
-    remedy = f"Use a checkpoint of: {', '.join(FAMILIES)}"
+    known = FAMILIES | ENCODERS
+    remedy = f"Use a checkpoint of: {', '.join(known)}"
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         fields.fail("architectures", f"must be a list of one architecture name. {remedy}")
-    if names[0] not in FAMILIES:
+    if names[0] not in known:
         remote = "; the code that its auto_map points to is never run" if "auto_map" in fields.values else ""
         fields.fail("architectures", f"not supported{remote}. {remedy}")
-    family = FAMILIES[names[0]]
+    family = known[names[0]]
     if fields.values.get("model_type") not in (None, family.model_type):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
     if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:

@@ -1,9 +1,11 @@
-"""Describe a model in one record: everything in its files except weights and tokenizer."""
+"""Describe a model in one record: everything in its files except weights and tokenizer. Does not import jax."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError, InvalidRequestError
@@ -23,12 +25,15 @@ from xla_engine.model_loader.pooling import (
     PoolingForm,
     choose_runner,
     decoder_fields,
+    encoder_options,
     is_headless,
     read_pooling,
 )
 from xla_engine.model_loader.quantised.methods import without_method
-from xla_engine.model_loader.weights import Sources
-from xla_engine.sampling_params import LEAST_TEMPERATURE, SamplingParams
+from xla_engine.sampling_params import FOR_READERS, LEAST_TEMPERATURE, SamplingParams
+
+if TYPE_CHECKING:
+    from xla_engine.model_loader.weights import Sources
 
 # Sampling fields of generation_config.json and our names. As in vLLM, `do_sample` is not among them.
 _NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
@@ -41,7 +46,7 @@ class ModelDescription:
 
     files: its files. options: of the engine, with the runner and vLLM's names of quantisation resolved.
     fields: config.json with `hf_overrides`. config: its shape. family: its tensor names.
-    sources: by leaf, the tensors that form it in transformers' layout, whatever files the model is in.
+    original: shape and names in transformers' layout, whatever files the model is in.
     headless: whether the output head is not loaded.
     sampling_defaults: recommended fields of `SamplingParams`, if `generation_config` enables them.
     pooling: how it pools; None for a generative model.
@@ -52,12 +57,22 @@ class ModelDescription:
     fields: Fields
     config: ModelConfig
     family: Family
-    sources: Sources
+    original: tuple[ModelConfig, Family]
     special_tokens: SpecialTokens
     headless: bool = False
     chat_template: ChatTemplate | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     pooling: PoolingForm | None = None
+
+    @property
+    def recommends_no_sampling(self) -> bool:
+        """Whether its files say nothing about temperature and truncation, or are not asked."""
+        return self.sampling_defaults.keys().isdisjoint(FOR_READERS)
+
+    @property
+    def sources(self) -> Sources:
+        """By leaf, the tensors that form it in transformers' layout."""
+        return tensor_sources(*self.original)
 
 
 def describe(files: ModelFiles, options: EngineConfig, encode: Encode | None = None) -> ModelDescription:
@@ -86,11 +101,11 @@ def describe_decoder(files: ModelFiles, options: EngineConfig) -> ModelDescripti
     config, family = files.as_stored(*original)
     return ModelDescription(
         files=files,
-        options=options,
+        options=encoder_options(options, config),
         fields=fields,
         config=config,
         family=family,
-        sources=tensor_sources(*original),
+        original=original,
         special_tokens=read_special_tokens(files, config),
         headless=is_headless(files, fields, options),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.stand_ins import stand_in
 
 _SIZE_LIMIT = 64 << 20  # bytes; the largest real index files are a few MB
 
@@ -21,6 +22,8 @@ def read_json(file: Path) -> dict[str, Any]:
         if file.stat().st_size > _SIZE_LIMIT:
             raise CheckpointError(f"{file}: larger than {_SIZE_LIMIT >> 20} MiB. Download the file again")
         content = file.read_bytes()
+        if (problem := stand_in(file)) is not None:
+            raise CheckpointError(f"{file}: {problem}")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror}). Check its permissions") from error
     return parse_json(content, file)

@@ -1,8 +1,8 @@
 """The files of a model, in any form: a Hugging Face directory, a hub snapshot, a GGUF file, an installed package.
 
 Models of the Hugging Face hub come through `huggingface_hub`, with its cache, settings and token. A complete snapshot
-in the cache is used without network access. Only JSON, chat templates and safetensors, or one GGUF file, are
-downloaded; never code or pickles.
+in the cache is used without network access. Only JSON, chat templates and safetensors, or one GGUF file with all its
+parts, are downloaded; never code or pickles.
 """
 
 import json
@@ -19,18 +19,21 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import MAX_TEMPLATE, SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import Family
-from xla_engine.model_loader.gguf.file import SUFFIX, GgufFile
+from xla_engine.model_loader.gguf.file import GgufFile
+from xla_engine.model_loader.gguf.parts import SUFFIX, models_among, parts_of, unsplit_name
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.quantised.methods import dequantised, quantisation_fields
-from xla_engine.model_loader.safetensors_files import open_weight_files
+from xla_engine.model_loader.safetensors_files import has_weight_files, open_weight_files
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import read_tokenizer
+from xla_engine.utils.did_you_mean import did_you_mean
 
 PREFIX = "package:"
 _PACKAGE = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # a top-level name, because finding a.b would import a
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf>:[\w.-]+)?", re.ASCII)
+_SHOWN = 8  # files that an error lists
 _WANTED = ["*.json", "*.safetensors", "*.jinja"]
-# copies for other programs, which 1_Pooling is not
+# Copies of a model for other programs. The folder 1_Pooling belongs to the model itself.
 _UNWANTED = ["*/*.safetensors", "[!1-9]*/*.json", "consolidated*"]
 
 
@@ -151,10 +154,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def open_model(model: ModelFiles | Path | str) -> ModelFiles:
     """Open the model that `model` names. A `ModelFiles` is returned unchanged.
 
-    A path is a model directory or a .gguf file. "OWNER/NAME", optionally with "@REVISION", is an id of the Hugging
-    Face hub unless such a path exists; its snapshot is taken from the local cache or downloaded. With ":Q8_0" or
-    another quantisation it is the GGUF file of that type. "package:NAME" is the model inside an installed Python
-    package (`model_in_package`). Raises CheckpointError.
+    A path is a model directory, a .gguf file (of a split one, any part) or a folder with one. "OWNER/NAME",
+    optionally with "@REVISION", is an id of the Hugging Face hub unless such a path exists; its snapshot is taken
+    from the local cache or downloaded. With ":Q8_0" or another quantisation it is the GGUF file of that type.
+    "package:NAME" is the model inside an installed Python package (`model_in_package`). Raises CheckpointError.
     """
     if not isinstance(model, Path | str):
         return model
@@ -163,10 +166,12 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
     try:
         path = Path(model).expanduser()
         if path.is_dir():
-            return HuggingFaceDirectory(path)
+            return _in_folder(path)
         found, gguf = path.exists(), path.suffix.lower() == SUFFIX
         if gguf and path.is_file():
             return GgufFile(path)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{model!r} is not a usable path ({error}). Name a model directory") from error
     if found:
@@ -175,10 +180,46 @@ def open_model(model: ModelFiles | Path | str) -> ModelFiles:
         )
     if not gguf and (name := _HUB_ID.fullmatch(str(model))):
         return GgufFile(gguf_file(name[0])) if name["gguf"] else HuggingFaceDirectory(snapshot(name[0]))
+    if gguf:
+        raise CheckpointError(f"{path}: no such file{_similar(path)}. Name a .gguf file")
     raise CheckpointError(
         f"{path}: no such directory. Name a local model directory, a .gguf file, an id of the Hugging Face hub "
         "(OWNER/NAME, or OWNER/NAME:Q8_0 for a GGUF file), or package:NAME"
     )
+
+
+def _similar(path: Path) -> str:
+    """What lies where a GGUF file should be."""
+    try:
+        files = [file.name for file in models_among(path.parent.iterdir())]
+    except OSError:
+        return f", nor a folder {path.parent}"
+    return did_you_mean(path.name, files) or (
+        f"; {path.parent} has {', '.join(files[:_SHOWN])}" if files else ""
+    )
+
+
+def _in_folder(folder: Path) -> ModelFiles:
+    """The model in a folder: in transformers' layout, or the only GGUF file if there are no safetensors."""
+    if has_weight_files(folder):
+        return HuggingFaceDirectory(folder)
+    match models_among(folder.iterdir()):
+        case [file]:
+            return GgufFile(file)
+        case []:
+            below = [] if (folder / "config.json").exists() else models_among(folder.glob(f"*/*{SUFFIX}"))
+            if below:
+                raise CheckpointError(
+                    f"{folder}: no model here, but in its folders. Name one: {_listed(below)}"
+                )
+            return HuggingFaceDirectory(folder)
+        case files:
+            raise CheckpointError(f"{folder}: several {SUFFIX} files. Name one: {_listed(files)}")
+
+
+def _listed(files: list[Path]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(map(str, files[:_SHOWN])) + more
 
 
 def snapshot(name: str) -> Path:
@@ -199,18 +240,21 @@ def gguf_file(name: str) -> Path:
     of_kind = re.compile(rf"(.*[-._])?{re.escape(wanted)}{re.escape(SUFFIX)}", re.IGNORECASE)
 
     def found(directory: Path) -> list[Path]:
-        files = sorted(directory.rglob(f"*{SUFFIX}"))
-        return [file for file in files if of_kind.fullmatch(file.name) and not file.name.startswith("mmproj")]
+        files = models_among(directory.rglob(f"*{SUFFIX}"))
+        return [file for file in files if of_kind.fullmatch(unsplit_name(file))]
 
-    spelled = {wanted, wanted.upper(), wanted.lower()}
-    patterns = [f"*{each}{SUFFIX}" for each in sorted(spelled)]
-    directory = _fetch(snapshot_name, patterns, [], lambda there: bool(found(there)))
-    match found(directory):
+    def complete(directory: Path) -> list[Path]:
+        return [file for file in found(directory) if all(part.exists() for part in parts_of(file))]
+
+    spelled = sorted({wanted, wanted.upper(), wanted.lower()})
+    patterns = [f"*{each}{parts}{SUFFIX}" for each in spelled for parts in ("", "-*-of-*")]
+    directory = _fetch(snapshot_name, patterns, [], lambda there: bool(complete(there)))
+    match complete(directory) or found(directory):
         case [file]:
             return file
         case []:
             raise CheckpointError(
-                f"{name}: the repository has no file *{wanted}{SUFFIX} in one part, or the hub cannot be reached. The "
+                f"{name}: the repository has no file *{wanted}{SUFFIX}, or the hub cannot be reached. The "
                 f"names after a colon, such as Q8_0, are at https://huggingface.co/{_repository(snapshot_name)}"
             )
         case files:
@@ -329,4 +373,4 @@ def _models(folder: Path) -> set[Path]:
     directories = {
         file.parent for file in folder.rglob("config.json") if any(file.parent.glob("*.safetensors"))
     }
-    return directories | {file for file in folder.rglob(f"*{SUFFIX}") if not file.name.startswith("mmproj")}
+    return directories.union(models_among(folder.rglob(f"*{SUFFIX}")))

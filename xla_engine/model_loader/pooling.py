@@ -10,10 +10,12 @@ import numpy as np
 
 from xla_engine.config import OF_EVERY_MODEL, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.graphs.config import LAST, MEAN
-from xla_engine.model_loader.families import FAMILIES
+from xla_engine.graphs.config import CLS, LAST, MEAN, ModelConfig
+from xla_engine.model_loader.families import FAMILIES, encoder_of
+from xla_engine.model_loader.families.encoders import PREFIXES
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.model_files import ModelFiles
+from xla_engine.model_loader.safetensors_files import open_weight_files
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.utils.shown import shown
 
@@ -21,23 +23,40 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Encode = Callable[[str], list[int]]  # the token ids of a text, without special ones
 
 MODULES_FILE = "modules.json"
+LENGTH_FILE = "sentence_bert_config.json"  # of sentence-transformers: how many tokens of a text are read
 SCORE = "score.weight"  # transformers' classifier over the last token
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = "ForCausalLM"
-# supported modules and pooling modes of sentence-transformers
-_MODULES = ("Transformer", "Pooling", "Normalize")
-_MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN}
+# Supported modules and pooling modes of sentence-transformers.
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN, "cls": CLS, "cls_token": CLS}
+# Activations of torch by the last part of their name.
+_TORCH = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
+_ACTIVATION_FIELDS = ("activation_fn", "sbert_ce_default_activation_function")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dense:
+    """A layer between a pooled vector and what is made of it: `activation(weight x + bias)`.
+
+    weight: f32 `[F, D]`. bias: f32 `[F]`. activation: "identity", "tanh" or "sigmoid".
+    """
+
+    weight: Array
+    bias: Array
+    activation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolingForm:
     """How a model pools.
 
-    pooling_type: LAST, the last token's vector, or MEAN, the mean over all tokens.
+    pooling_type: LAST, the last token's vector, MEAN, the mean over all tokens, or CLS, the first token's vector.
+    dense: layers that the vector goes through, in order. token_types: of an encoder; 1 in other models.
     use_activation: whether embeddings are normalised to length 1, and a classifier's logits go through `activation`.
     dimensions: lengths to which an embedding may be truncated; empty for none, None for any.
-    classifier: f32 `[classes, D]`; None if there is none.
+    classifier: f32 `[classes, D]`; None if there is none. classifier_bias: f32 `[classes]`; None: none.
     activation: "sigmoid", "softmax" or "identity".
     labels: the name of each class; None if config.json's `id2label` has none for it.
     """
@@ -48,6 +67,13 @@ class PoolingForm:
     classifier: Array | None = None
     activation: str = "sigmoid"
     labels: tuple[str | None, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    token_types: int = 1
+    classifier_bias: Array | None = None
+
+    def size(self, hidden_size: int) -> int:
+        """The length of an embedding of a model with this `hidden_size`."""
+        return len(self.dense[-1].bias) if self.dense else hidden_size
 
 
 def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> EngineConfig:
@@ -55,14 +81,26 @@ def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> E
 
     Raises ConfigError for pooling options of a model that does not pool.
     """
-    if options.runner == "auto" and _says_it_pools(files, fields):
+    encodes = encoder_of(_architecture(fields)) is not None
+    if encodes and options.runner == "generate":
+        raise ConfigError('this model is an encoder, which generates no text: use runner="pooling"')
+    if options.runner == "auto" and (encodes or _says_it_pools(files, fields)):
         options = replace(options, runner="pooling")
+    if encodes and options.max_model_len is None and (length := _text_length(files, fields)) is not None:
+        options = replace(options, max_model_len=length)
     if not options.pools and (options.pooler_config or (options.hf_overrides or {}).keys() - OF_EVERY_MODEL):
         raise ConfigError(
             f"pooler_config, and hf_overrides beside {', '.join(sorted(OF_EVERY_MODEL))}, are for models that "
             'pool: set runner="pooling"'
         )
     return options
+
+
+def encoder_options(options: EngineConfig, config: ModelConfig) -> EngineConfig:
+    """The options, in which `max_model_len` None became the limit of an encoder, whose texts need no memory."""
+    if config.encoder is None or options.max_model_len is not None:
+        return options
+    return replace(options, max_model_len=config.max_position_embeddings)
 
 
 def is_headless(files: ModelFiles, fields: Fields, options: EngineConfig) -> bool:
@@ -79,6 +117,8 @@ def decoder_fields(files: ModelFiles, fields: Fields, options: EngineConfig) -> 
     if not options.pools:
         return fields
     values = dict(fields.values)
+    if (encoder := encoder_of(_architecture(fields))) is not None:
+        return Fields(fields.file, {**values, "architectures": [encoder]})
     twin = _architecture(fields).removesuffix(_CLASSIFIES).removesuffix("Model") + _GENERATES
     if twin in FAMILIES:
         values["architectures"] = [twin]
@@ -88,7 +128,13 @@ def decoder_fields(files: ModelFiles, fields: Fields, options: EngineConfig) -> 
 
 
 def without_head(found: TensorFiles) -> TensorFiles:
-    """The decoder's tensors without classifier and output head; adds the name prefix that a bare decoder omits."""
+    """The model's tensors without classifier and output head, with the names of its family.
+
+    A bare decoder omits a prefix; an encoder beside a head has one, and old ones have other names for norms.
+    """
+    for name in list(found.tensors):
+        if (plain := _plain_name(name)) != name:
+            found.tensors[plain] = found.tensors.pop(name)
     for name in (SCORE, _HEADS[0]):
         found.tensors.pop(name, None)
     if "embed_tokens.weight" in found.tensors:
@@ -107,10 +153,16 @@ def read_pooling(
     """
     if not options.pools:
         return None
+    encodes = encoder_of(_architecture(fields)) is not None
     form = PoolingForm(dimensions=_dimensions(fields))
+    if encodes:
+        types = fields.integer("type_vocab_size", high=2**20, default=2)
+        form = replace(form, pooling_type=CLS, token_types=types)
     if _has_modules(files):
-        form = _with_modules(form, files.path)
-    if _architecture(fields).endswith(_CLASSIFIES):
+        form = _with_modules(form, files.path, encodes=encodes)
+    if encodes and _architecture(fields).endswith(_CLASSIFIES):
+        form = _with_encoder_head(form, files, fields)
+    elif _architecture(fields).endswith(_CLASSIFIES):
         classifier = _from_tokens(files, fields, encode)
         if classifier is None:
             classifier = _classifier(files, fields)
@@ -121,7 +173,12 @@ def read_pooling(
             activation=_activation(fields, classes),
             labels=_labels(fields, classes),
         )
-    return replace(form, **(options.pooler_config or {}))
+    form = replace(form, **(options.pooler_config or {}))
+    if form.pooling_type == CLS and not encodes:
+        raise ConfigError(
+            "pooling_type CLS is for encoders: a decoder's first token has read no other. Use LAST or MEAN"
+        )
+    return form
 
 
 def _says_it_pools(files: ModelFiles, fields: Fields) -> bool:
@@ -140,46 +197,144 @@ def _architecture(fields: Fields) -> str:
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
 
 
+def _text_length(files: ModelFiles, fields: Fields) -> int | None:
+    """The most tokens of a text by sentence-transformers' files; None if they do not say, or say more than fit."""
+    if not files.path.is_dir() or not (file := files.path / LENGTH_FILE).is_file():
+        return None
+    lengths = Fields(file, read_json(file))
+    most = fields.integer("max_position_embeddings", high=2**31 - 1, default=512)
+    if not lengths.given("max_seq_length"):
+        return None
+    length = lengths.integer("max_seq_length", low=2, high=2**31 - 1)
+    return length if length < most - 2 else None  # RoBERTa's table has two more rows than a text has tokens
+
+
+def _plain_name(name: str) -> str:
+    """The name of a tensor in an encoder's family; that of any other as it is."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        name = name.replace(old, new)
+    return name
+
+
 def _dimensions(fields: Fields) -> tuple[int, ...] | None:
     if fields.given("matryoshka_dimensions"):
         return fields.token_ids("matryoshka_dimensions", 1 << 24)
     return None if fields.flag("is_matryoshka", default=False) else ()
 
 
-def _with_modules(form: PoolingForm, directory: Path) -> PoolingForm:
-    """The pooling form after sentence-transformers' module files."""
+def _with_modules(form: PoolingForm, directory: Path, *, encodes: bool) -> PoolingForm:
+    """The pooling form after sentence-transformers' module files. encodes: whether the model is an encoder."""
     file = directory / MODULES_FILE
     try:
         modules = json.loads(file.read_bytes())
-        kinds = {str(each["type"]).rsplit(".", 1)[-1]: str(each["path"]) for each in modules}
+        named = [(str(each["type"]).rsplit(".", 1)[-1], str(each["path"])) for each in modules]
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{file}: not a list of modules ({error!r}). Download the file again"
         ) from error
-    for kind in kinds:
+    kinds = dict(named)
+    for kind, place in named:
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise CheckpointError(
+                f"{file}: the path {place!r} leads out of the model directory. Download the file again"
+            )
         if kind not in _MODULES:
             raise CheckpointError(
                 f"{file}: the module {kind!r} is not supported, only {', '.join(_MODULES)} are. Remove {MODULES_FILE} "
                 'to use the model without it, with runner="pooling"'
             )
-    form = replace(form, use_activation="Normalize" in kinds)
+    form = replace(
+        form,
+        use_activation="Normalize" in kinds,
+        dense=tuple(_dense(directory / place) for kind, place in named if kind == "Dense"),
+    )
     if "Pooling" not in kinds:
         return form
-    if (path := Path(kinds["Pooling"])).is_absolute() or ".." in path.parts:
-        raise CheckpointError(
-            f"{file}: the path {str(path)!r} leads out of the model directory. Download the file again"
-        )
-    fields = Fields(directory / path / "config.json", read_json(directory / path / "config.json"))
+    path = directory / kinds["Pooling"] / "config.json"
+    fields = Fields(path, read_json(path))
     modes = [name.removeprefix("pooling_mode_") for name, value in fields.values.items() if value is True]
     modes = [name for name in modes if f"pooling_mode_{name}" in fields.values]
     if isinstance(mode := fields.values.get("pooling_mode"), str):
         modes = [mode]
-    if len(modes) != 1 or modes[0] not in _MODES:
+    supported = {name: kind for name, kind in _MODES.items() if encodes or kind != CLS}
+    if len(modes) != 1 or modes[0] not in supported:
+        first = "the first token, " if encodes else ""
         raise CheckpointError(
-            f"{fields.file}: pools by {' and '.join(modes) or 'nothing'}; supported are the last token and the mean. "
-            f'Remove {MODULES_FILE} and choose with pooler_config {{"pooling_type": "MEAN"}}'
+            f"{fields.file}: pools by {' and '.join(modes) or 'nothing'}; supported are {first}the last token and the "
+            f'mean. Remove {MODULES_FILE} and choose with pooler_config {{"pooling_type": "MEAN"}}'
         )
     return replace(form, pooling_type=_MODES[modes[0]])
+
+
+def _dense(directory: Path) -> Dense:
+    """A Dense module of sentence-transformers."""
+    fields = Fields(directory / "config.json", read_json(directory / "config.json"))
+    name = str(fields.values.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    if (activation := _TORCH.get(name.rpartition(".")[2])) is None:
+        fields.fail("activation_function", f"not supported. Supported are {', '.join(_TORCH)}")
+    found = open_weight_files(directory)
+    return _layer(found, "linear", fields.integer("in_features", high=2**24), activation)
+
+
+def _layer(found: TensorFiles, name: str, width: int, activation: str) -> Dense:
+    """A layer with `width` inputs, whose bias may be missing. Raises CheckpointError."""
+    weight = _tensor(found, f"{name}.weight")
+    if weight.ndim != 2 or weight.shape[1] != width:
+        raise CheckpointError(
+            f"{found.names}: tensor {name}.weight has shape {list(weight.shape)}, but [features, {width}] is "
+            "expected. Correct config.json, or download both again"
+        )
+    bias: Array = np.zeros(len(weight), np.float32)
+    if f"{name}.bias" in found.tensors:
+        bias = _tensor(found, f"{name}.bias")
+    if bias.shape != (len(weight),):
+        raise CheckpointError(
+            f"{found.names}: tensor {name}.bias has shape {list(bias.shape)}, but {[len(weight)]} is expected. "
+            "Download the weights again"
+        )
+    return Dense(weight=weight, bias=bias, activation=activation)
+
+
+def _tensor(found: TensorFiles, name: str) -> Array:
+    if name not in found.tensors:
+        raise CheckpointError(f"{found.names}: tensor {name} is missing. Download the weights again")
+    return found.read(name).astype(np.float32)
+
+
+def _with_encoder_head(form: PoolingForm, files: ModelFiles, fields: Fields) -> PoolingForm:
+    """The pooling form of an encoder's sequence classifier: the first token, a layer, and the classes."""
+    names = ("pooler.dense", "classifier")
+    if encoder_of(_architecture(fields)) != "BertModel":
+        names = ("classifier.dense", "classifier.out_proj")
+    found = without_head(files.tensors())
+    hidden = _layer(found, names[0], fields.integer("hidden_size", high=2**20), "tanh")
+    last = _layer(found, names[1], len(hidden.bias), "identity")
+    classes = len(last.bias)
+    return replace(
+        form,
+        pooling_type=CLS,
+        use_activation=True,
+        dense=(hidden,),
+        classifier=last.weight,
+        classifier_bias=last.bias,
+        activation=_cross_encoder_activation(fields) or _activation(fields, classes),
+        labels=_labels(fields, classes),
+    )
+
+
+def _cross_encoder_activation(fields: Fields) -> str | None:
+    """The activation that sentence-transformers' CrossEncoder wrote into config.json; None if it wrote none."""
+    own = fields.values.get("sentence_transformers")
+    for source in (own if isinstance(own, dict) else {}, fields.values):
+        for name in _ACTIVATION_FIELDS:
+            if (value := source.get(name)) is None:
+                continue
+            if (found := _TORCH.get(str(value).rpartition(".")[2])) in ("identity", "sigmoid"):
+                return found
+            fields.fail(name, "not supported. Use Identity or Sigmoid, or leave it out")
+    return None
 
 
 def _classifier(files: ModelFiles, fields: Fields) -> Array:

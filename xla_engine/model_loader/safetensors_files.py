@@ -17,16 +17,24 @@ from safetensors import safe_open
 
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.json_fields import parse_json, read_json
+from xla_engine.model_loader.stand_ins import stand_in
 from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _open: Any = safe_open  # the library's stub has no types for its methods
-# no separators, drives or parents
+# A file in the same folder: no separators, drives or parents.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}\.safetensors")
+_NUMBERED = re.compile(r".*-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".safetensors", ".gguf", ".h5", ".msgpack")
+
+
+def has_weight_files(directory: Path) -> bool:
+    """Whether `open_weight_files` finds weights in `directory`, or shards without their index."""
+    names = (SINGLE_FILE, INDEX_FILE)
+    return any((directory / name).exists() for name in names) or bool(_shards(directory))
 
 
 def open_weight_files(directory: Path) -> TensorFiles:
@@ -59,6 +67,8 @@ def open_tensor_file(file: Path) -> TensorFiles:
 def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: not a regular file. Download the checkpoint again")
+    if (problem := stand_in(file)) is not None:
+        raise CheckpointError(f"{file}: {problem}")
     with _named(file, "header"), file.open("rb") as stream, _open(file, framework="np") as handle:
         (header_length,) = struct.unpack("<Q", stream.read(8))
         # rejects repeated names, of which the library would keep the last
@@ -107,7 +117,17 @@ def _open_shards(directory: Path, maps: dict[Path, mmap.mmap], tensors: dict[str
             raise CheckpointError(f"{info.file}: tensor {name!r} is not in {INDEX_FILE}. {remedy}")
 
 
+def _shards(directory: Path) -> list[str]:
+    """The names of numbered shards, sorted."""
+    return sorted(file.name for file in directory.iterdir() if _NUMBERED.fullmatch(file.name))
+
+
 def _why_no_weights(directory: Path) -> str:
+    if shards := _shards(directory):
+        return (
+            f"{directory / INDEX_FILE}: no such file, but shards: {shards[0]} .. {shards[-1]}. Download it: it says "
+            "which of the shards has which tensor"
+        )
     files = sorted(directory.iterdir())
     for file in files:
         if file.suffix in _PICKLES:

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from xla_engine.errors import CheckpointError, XlaEngineError
+from xla_engine.model_loader.stand_ins import stand_in
 
 MAX_GROWTH = 64  # factor by which normaliser or decoder may lengthen a text
 _MAX_PARTS = 4096  # total objects and lists in both
@@ -18,6 +20,8 @@ def read_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
     file = directory / "tokenizer.json"
     if not file.exists():
         return None
+    if (problem := stand_in(file)) is not None:
+        raise CheckpointError(f"{file}: {problem}")
     with raising(CheckpointError, f"{file}: not a usable tokenizer. Download the file again"):
         return tokenizers.Tokenizer.from_file(str(file))
 
@@ -60,6 +64,23 @@ def check_growth(text: str | bytes, where: Path) -> bool:
         if isinstance(value, dict | list):
             values += value.values() if isinstance(value, dict) else value
     return unusual
+
+
+def without_prefix(state: Any) -> Any:
+    """A tokenizer.json whose normaliser and pre-tokenizer put no space before a text."""
+    if isinstance(state, list):
+        return [without_prefix(each) for each in state if not _is_prepend(each)]
+    if not isinstance(state, dict):
+        return state
+    changed = {
+        key: None if _is_prepend(each) else each if key in ("model", "added_tokens") else without_prefix(each)
+        for key, each in state.items()
+    }
+    return changed | ({"prepend_scheme": "never"} if state.get("type") == "Metaspace" else {})
+
+
+def _is_prepend(step: object) -> bool:
+    return isinstance(step, dict) and step.get("type") == "Prepend"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.ops.coded import BLOCK, CodedForm, StoredKinds
 from xla_engine.model_loader.families import Source
-from xla_engine.model_loader.gguf.coding import coded_blocks
 from xla_engine.model_loader.tensor_files import Array, TensorFiles
 
 Sources = Mapping[str, tuple[Source, ...]]  # by leaf
@@ -22,8 +21,18 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "f
 LARGEST = 2.0**96
 _PART = 4096  # rows read at a time, unless all are read
 _ORDERED = 1 << 20  # numbers of reordered rows read at a time
-_CODED = 2 << 20  # bytes of blocks coded at a time
+_CODED = 2 << 20  # bytes of blocks packed at a time
 _ALIGNMENT = 64  # bytes; jax adopts a host array with this alignment, and copies any other
+
+
+class Pack(Protocol):
+    """Packs rows of a quantised file, in C++ (`native/pack.h`)."""
+
+    def __call__(self, kind: str, form: CodedForm, rows: Array, blocks: Array) -> bool:
+        """Fill `blocks`, bytes `[F / 16 * form.block_bytes(kind)]`, from rows `[F, bytes]` of the file.
+
+        Returns whether all scales can be used. F must be a multiple of 16. Threads may pack at the same time.
+        """
 
 
 class StoredWeights(Mapping[str, Array]):
@@ -112,12 +121,14 @@ class StoredWeights(Mapping[str, Array]):
             and all(_has_rows(part, shape[-1]) and part.name in self._files.tensors for part in sources)
         }
 
-    def coded(self, leaf: str, form: CodedForm, index: Indices | None = None) -> Array:
-        """A leaf in the coded layout of a device: uint8 `[form.nbytes]`. index: its rows, as in `rows`.
+    def coded(
+        self, leaf: str, form: CodedForm, pack: Pack, array: Array, index: Indices | None = None
+    ) -> None:
+        """Fill `array`, uint8 `[form.nbytes]`, with a leaf in the coded layout of a device. index: its rows, as in
+        `rows`.
 
         Raises CheckpointError, naming the tensor, if a scale is not finite.
         """
-        array = _aligned((form.nbytes,), np.dtype(np.uint8))
         header = form.header()
         array[: len(header)], at, block = header, len(header), 0
         parts = [(part, self._stored_rows(part)) for part in self._sources[leaf]]
@@ -128,32 +139,38 @@ class StoredWeights(Mapping[str, Array]):
             for first in range(0, count, some := max(1, _CODED // size)):
                 last = min(first + some, count)
                 rows = index[(block + first) * BLOCK : (block + last) * BLOCK]
-                array[at + first * size : at + last * size] = self._coded_rows(kind, form, parts, rows)
+                self._pack(kind, form, parts, rows, pack, array[at + first * size : at + last * size])
             at, block = at + count * size, block + count
-        return array
 
-    def _coded_rows(
-        self, kind: str, form: CodedForm, parts: list[tuple[Source, Indices]], rows: Indices
-    ) -> Array:
-        """The coded blocks of rows of one storage type, flattened."""
+    def _pack(
+        self,
+        kind: str,
+        form: CodedForm,
+        parts: list[tuple[Source, Indices]],
+        rows: Indices,
+        pack: Pack,
+        blocks: Array,
+    ) -> None:
+        """Fill the coded blocks of rows of one storage type."""
         raw: Array | None = None
         source, before = parts[0][0], 0
         for part, stored in parts:
             here = np.flatnonzero((rows >= before) & (rows < before + len(stored)))
             if len(here):
-                found = self._files.raw_rows(part.name, stored[rows[here] - before])
-                raw = np.zeros((len(rows), found.shape[1]), np.uint8) if raw is None else raw
-                raw[here], source = found, part
+                found, source = self._files.raw_rows(part.name, stored[rows[here] - before]), part
+                if len(here) == len(rows):
+                    raw = found
+                else:
+                    raw = np.zeros((len(rows), found.shape[1]), np.uint8) if raw is None else raw
+                    raw[here] = found
             before += len(stored)
         if raw is None:  # zeros only
-            return np.zeros(len(rows) // BLOCK * form.block_bytes(kind), np.uint8)
-        blocks, is_finite = coded_blocks(kind, raw, form.width, form.order)
-        if not is_finite:
+            blocks[...] = 0
+        elif not pack(kind, form, raw, blocks):
             power = kind == "MXFP4"
             raise self._unusable(
                 source, "scales outside of 2^-125 to 2^93, or NaN" if power else "NaN or infinite values"
             )
-        return blocks.reshape(-1)
 
     def _stored_rows(self, source: Source) -> Indices:
         """The tensor row of each row of a source, in the leaf's order."""

@@ -30,7 +30,7 @@ Read = Callable[[EngineStats], Value]
 Table = Mapping[str, tuple[str | Read, str]]
 
 
-class Metric(NamedTuple):
+class EngineMetric(NamedTuple):
     """A metric: its name, its kind, its description, and how to read it."""
 
     name: str
@@ -39,7 +39,7 @@ class Metric(NamedTuple):
     read: Read
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value of a metric with its labels."""
 
     value: float | Distribution
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class MetricFamily:
     """A metric with its values.
 
     name: a counter's ends in _total. kind: "counter", "gauge" or "histogram". about: a description of one line.
@@ -56,7 +56,7 @@ class Family:
     name: str
     kind: str
     about: str
-    samples: tuple[Sample, ...]
+    samples: tuple[MetricSample, ...]
 
 
 def _looked_up(stats: EngineStats) -> int:
@@ -148,9 +148,9 @@ _HISTOGRAMS: Table = {  # of `EngineStats.distributions`
 _LABELS = {"vllm:request_success_total": "finished_reason", "xla_engine_phase_seconds_total": "phase"}
 
 
-def _metrics(kind: str, table: Table, within: str = "") -> Iterator[Metric]:
+def _metrics(kind: str, table: Table, within: str = "") -> Iterator[EngineMetric]:
     for name, (field, about) in table.items():
-        yield Metric(name, kind, about, attrgetter(within + field) if isinstance(field, str) else field)
+        yield EngineMetric(name, kind, about, attrgetter(within + field) if isinstance(field, str) else field)
 
 
 METRICS = (
@@ -163,7 +163,7 @@ CACHE_CONFIG = "vllm:cache_config_info"
 
 def engine_metrics(
     stats: EngineStats, config: EngineConfig, model_name: str, *, max_model_len: int, engines: int = 1
-) -> list[Family]:
+) -> list[MetricFamily]:
     """All metrics with their values: those of `METRICS` and the sizes of the KV cache.
 
     config: of each engine, with all sizes resolved. engines: whose counters are in `stats`.
@@ -173,10 +173,10 @@ def engine_metrics(
     for name, kind, about, read in METRICS:
         value = read(stats)
         if isinstance(value, Mapping):
-            samples = tuple(Sample(each, {**labels, _LABELS[name]: key}) for key, each in value.items())
+            samples = tuple(MetricSample(each, {**labels, _LABELS[name]: key}) for key, each in value.items())
         else:
-            samples = (Sample(value, labels),)
-        found.append(Family(name=name, kind=kind, about=about, samples=samples))
+            samples = (MetricSample(value, labels),)
+        found.append(MetricFamily(name=name, kind=kind, about=about, samples=samples))
     of_a_slot = -(-max_model_len // config.block_size)  # if slots have their own memory, it counts as blocks
     cache = {
         **labels,
@@ -187,22 +187,26 @@ def engine_metrics(
     return [*found, gauge(CACHE_CONFIG, "Sizes of the KV cache.", [(1, cache)])]
 
 
-def gauge(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> Family:
+def gauge(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> MetricFamily:
     """A metric that can go up and down."""
-    return Family(name=name, kind="gauge", about=about, samples=tuple(Sample(*each) for each in values))
+    return MetricFamily(
+        name=name, kind="gauge", about=about, samples=tuple(MetricSample(*each) for each in values)
+    )
 
 
-def counter(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> Family:
+def counter(name: str, about: str, values: Iterable[tuple[float, dict[str, str]]]) -> MetricFamily:
     """A metric that only goes up."""
-    return Family(name=name, kind="counter", about=about, samples=tuple(Sample(*each) for each in values))
+    return MetricFamily(
+        name=name, kind="counter", about=about, samples=tuple(MetricSample(*each) for each in values)
+    )
 
 
-def text_of(families: Iterable[Family]) -> str:
+def text_of(families: Iterable[MetricFamily]) -> str:
     """The metrics as text."""
     return "".join(f"{line}\n" for family in families for line in _lines(family))
 
 
-def _lines(family: Family) -> Iterator[str]:
+def _lines(family: MetricFamily) -> Iterator[str]:
     about = family.about.replace("\\", "\\\\").replace("\n", "\\n")
     yield f"# HELP {family.name} {about}"
     yield f"# TYPE {family.name} {family.kind}"

@@ -55,6 +55,7 @@ class EngineStats:
     accepted_tokens: accepted draft tokens.
     shadow_requests: requests that were rerun alone and by plain decode, as a check.
     shadow_mismatches: shadow requests whose bits differed.
+    mask_seconds: wall time that turns spent on the token masks of constraints.
     slot_steps_busy: scheduled rows, summed over decode steps.
     slot_steps_total: all rows, summed over decode steps.
     compiles_warmup: XLA compilations of the whole process before the engine was ready.
@@ -83,6 +84,7 @@ class EngineStats:
     stored_blocks: int = 0
     failed_blocks: int = 0
     preemptions: int = 0
+    mask_seconds: float = 0.0
     slot_steps_busy: int = 0
     slot_steps_total: int = 0
     compiles_warmup: int = 0

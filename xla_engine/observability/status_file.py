@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from xla_engine.observability.stats import EngineStats
 from xla_engine.scheduler import Snapshot
-from xla_engine.utils.new_file import replacing
+from xla_engine.utils.new_file import naming, replacing
 
 INTERVAL = 1.0  # seconds between writes
 SHOWN_WAITING = 1000  # limit on listed waiting requests; `num_waiting` counts all
@@ -44,12 +44,19 @@ class LiveFile:
         self._last = self._clock()
 
     def write(self) -> None:
-        """Write the state. Raises OSError."""
-        with replacing(self._path) as file:
-            file.write(self._content())
+        """Write the state. Raises OSError, which names the file."""
+        content = self._content()
+        with naming(self._path):
+            if (
+                self._path.exists() and not self._path.is_file()
+            ):  # a pipe or a device is written, not replaced
+                self._path.write_bytes(content)
+                return
+            with replacing(self._path) as file:
+                file.write(content)
 
 
-class Seen(Protocol):
+class StatusSource(Protocol):
     """The part of an engine that the file reads."""
 
     def snapshot(self) -> Snapshot: ...
@@ -58,7 +65,7 @@ class Seen(Protocol):
 
 def status_file(
     path: Path | str,
-    engine: Seen,
+    engine: StatusSource,
     *,
     names: Callable[[str], str | None],
     run: Callable[[], Mapping[str, Any]],

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import FORMAT, VERSION, delta, parts_of
 from xla_engine.scheduler import Events, FinishReason, Plan, Request
+from xla_engine.utils.new_file import naming
 
 SHORTEST = 16  # a shorter common prefix is logged only if it is a whole block, or if the prompts are equal
 REMEMBERED = 1 << 20  # tokens of the latest prompts
@@ -70,11 +71,43 @@ def _common(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> int:
     return low
 
 
+class Lines(Protocol):
+    """Takes lines of text."""
+
+    def write(self, text: str, /) -> object: ...
+
+
+class _UntilFull:
+    """A file that takes lines until one cannot be written. failure: that error."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._file.write(text))
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def close(self) -> None:
+        self.flush()
+        with contextlib.suppress(OSError):  # of a line that was lost
+            self._file.close()
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self.failure is None:
+            try:
+                act()
+            except OSError as error:
+                self.failure = error
+
+
 class StepLogWriter:
     """Writes a log line by line. Times are seconds on any clock; the log counts from `began` on it."""
 
     def __init__(
-        self, file: TextIO, *, scheduler: Mapping[str, Any], engine: Mapping[str, Any], began: float
+        self, file: Lines, *, scheduler: Mapping[str, Any], engine: Mapping[str, Any], began: float
     ) -> None:
         self._file = file
         self._began = began
@@ -128,7 +161,7 @@ class StepLogWriter:
             "leave": leave,
             "join": join,
             "verify": parts["verify"],
-            "held": sorted(self._numbers[name] for name in plan.held),
+            "held": sorted(self._numbers[name] for name in plan.blocked),
             "late": plan.is_late or [],
         }
         line = {name: value for name, value in line.items() if value != []}
@@ -171,32 +204,42 @@ def logging_steps(
 
     engine: an `XlaBatchEngine`. names: returns the custom_id of an engine request, or None.
 
-    Clears the prefix cache first, so that the log alone determines the plans.
+    Clears the prefix cache first, so that the log alone determines the plans. If the disk becomes full, the engine
+    goes on without the log, and the end of the context raises the OSError.
     """
     engine.reset_prefix_cache()
-    with open(path, "w", encoding="utf-8") as file:
+    with naming(path):
+        log = _UntilFull(open(path, "w", encoding="utf-8"))  # noqa: SIM115  closed below
         writer = StepLogWriter(
-            file,
+            log,
             scheduler=asdict(engine.scheduler.config),
             engine=describe_engine(engine),
             began=time.monotonic(),
         )
+        log.flush()
+        if log.failure is not None:
+            log.close()
+            raise log.failure
 
-        observer = Observer(
-            queued=lambda request: writer.submitted(request, time.monotonic(), names(request.request_id)),
-            started=lambda plan: writer.started(plan, time.monotonic()),
-            read=lambda plan, events: writer.read(plan, events, time.monotonic()),
-            ended=lambda request_id, reason: writer.ended(request_id, reason, time.monotonic()),
-        )
-        timer = engine.phase_timer
+    observer = Observer(
+        queued=lambda request: writer.submitted(request, time.monotonic(), names(request.request_id)),
+        started=lambda plan: writer.started(plan, time.monotonic()),
+        read=lambda plan, events: writer.read(plan, events, time.monotonic()),
+        ended=lambda request_id, reason: writer.ended(request_id, reason, time.monotonic()),
+    )
+    timer = engine.phase_timer
+    if timer is not None:
+        timer.on_step = lambda step, spent: writer.phases(step, spent, time.monotonic())
+    try:
+        with engine.observers.having(observer):
+            yield
+    finally:
         if timer is not None:
-            timer.on_step = lambda step, spent: writer.phases(step, spent, time.monotonic())
-        try:
-            with engine.observers.having(observer):
-                yield
-        finally:
-            if timer is not None:
-                timer.on_step = None
+            timer.on_step = None
+        log.close()
+    if log.failure is not None:
+        with naming(path):
+            raise log.failure
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:

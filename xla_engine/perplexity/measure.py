@@ -17,6 +17,7 @@ from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.perplexity.figures import Comparison, Perplexity, PerplexityReport, divergence, log_softmax
 from xla_engine.perplexity.logits_file import LogitsFile, LogitsWriter, scored_per_window
+from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 
 SMALLEST_WINDOW = 4
@@ -175,7 +176,9 @@ def measure(
         if save_logits is not None:
             writer = stack.enter_context(LogitsWriter(save_logits, tokens, vocab_size))
         scores = _Scores(names, tokens, writer, base)
-        with engine.runner.giving_logits(scores.take):
+        runner = engine.runner
+        assert isinstance(runner, Runner), "an encoder is not opened to generate"
+        with runner.giving_logits(scores.take):
             scores.run(engine, begin, progress)
         if writer is not None:
             writer.finish(scores.nll, scores.top)

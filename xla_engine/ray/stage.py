@@ -7,24 +7,21 @@ import json
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xla_engine.batch.datasets.rows import without_nulls
-from xla_engine.batch.requests import LineError, LineRequest, line_error, parse_record
 from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.open_engine import engine_config
-from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from xla_engine.openai.requests import LineError, LineRequest, line_error, parse_record
+from xla_engine.ray.results import ERROR, columns_of, error_of, result_of
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
-
-ERROR = "__inference_error__"  # column; "" if there is a result
-
 
 PROMPTS = (("messages", "messages"), ("tokenized_prompt", "prompt"), ("prompt", "prompt"))  # column, field
 SAMPLING = "sampling_params"
@@ -67,80 +64,6 @@ def _name(record: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     """Arrays as lists."""
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def result_of(output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    tops: Sequence[Mapping[int, Logprob]] | None = completion.top_logprobs
-    if tops is None and completion.logprobs is not None:
-        pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-        tops = [{token: Logprob(value, 0)} for token, value in pairs]
-    return {
-        "generated_text": completion.text,
-        "generated_tokens": list(completion.token_ids),
-        "num_input_tokens": len(output.prompt_token_ids),
-        "num_generated_tokens": len(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "logprobs": None if tops is None else [_logprobs(top) for top in tops],
-        "prompt_logprobs": None
-        if output.prompt_logprobs is None
-        else [None if top is None else _logprobs(top) for top in output.prompt_logprobs],
-        "images_sha256": list(output.images_sha256),
-        ERROR: "",
-    }
-
-
-_NOTHING = RequestOutput(
-    request_id="",
-    prompt=None,
-    prompt_token_ids=(),
-    outputs=(CompletionOutput(index=0, text="", token_ids=()),),
-    finished=True,
-)
-
-
-def error_of(message: str) -> dict[str, Any]:
-    """The columns of a failed row: empty results, and the error."""
-    return result_of(_NOTHING) | {ERROR: message}
-
-
-def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    """The token and the likeliest others. rank: null if only the token's own logprob was requested."""
-    return [
-        {
-            "token_id": token,
-            "logprob": each.logprob,
-            "rank": each.rank or None,
-            "decoded_token": each.decoded_token,
-        }
-        for token, each in top.items()
-    ]
-
-
-def columns_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrow arrays from the values of `result_of` and `error_of`, with the same types in every batch."""
-    import pyarrow as pa
-
-    logprob = pa.struct(
-        [
-            ("token_id", pa.int32()),
-            ("logprob", pa.float64()),
-            ("rank", pa.int32()),
-            ("decoded_token", pa.string()),
-        ]
-    )
-    types = {
-        "generated_text": pa.string(),
-        "generated_tokens": pa.list_(pa.int32()),
-        "num_input_tokens": pa.int64(),
-        "num_generated_tokens": pa.int64(),
-        "finish_reason": pa.string(),
-        "logprobs": pa.list_(pa.list_(logprob)),
-        "prompt_logprobs": pa.list_(pa.list_(logprob)),
-        "images_sha256": pa.list_(pa.string()),
-        ERROR: pa.string(),
-    }
-    return {name: pa.array([each[name] for each in results], kind) for name, kind in types.items()}
 
 
 log = logging.getLogger(__name__)

@@ -57,14 +57,14 @@ def writing(spec: ModelSpec, weights: list[Any]) -> list[Program]:
     if spec.lora is None:
         return []
 
-    def write(held: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> tuple[list[jax.Array]]:
-        return ([every.at[slot].set(one) for every, one in zip(held, new, strict=True)],)
+    def write(leaves: list[jax.Array], slot: jax.Array, new: list[jax.Array]) -> tuple[list[jax.Array]]:
+        return ([every.at[slot].set(one) for every, one in zip(leaves, new, strict=True)],)
 
     every = (weights[spec.leaves.names.index(name)] for name in spec.leaves.adapters)
-    held = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in every]
-    new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in held]
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in every]
+    new = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return [Program(name=WRITE_ADAPTER, function=write, arguments=(held, scalar, new), donate=(0,))]
+    return [Program(name=WRITE_ADAPTER, function=write, arguments=(leaves, scalar, new), donate=(0,))]
 
 
 def no_adapter(spec: ModelSpec) -> dict[str, np.ndarray]:

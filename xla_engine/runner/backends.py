@@ -21,17 +21,22 @@ from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.graphs.ops.int8 import GROUP
+from xla_engine.graphs.target import devices, platform
 from xla_engine.runner.adapters import lora_form
-from xla_engine.runner.native_library.build import ATTENTION, NativeBuildError, origin, register
+from xla_engine.runner.jax_settings import check_platform
+from xla_engine.runner.native_library.build import ATTENTION, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.native_library.recipe import NativeBuildError
 from xla_engine.runner.portable import with_portable_isa
 
 _log = logging.getLogger("xla_engine")
+PACKED_NEEDS = "the C++ products in bfloat16: a CPU, dtype bfloat16, and layer widths in multiples of 32"
 
 
 def serving_device() -> Any:
     """The jax device that an engine here would use."""
-    return jax.devices()[0]
+    check_platform()
+    return devices()[0]
 
 
 def serving_isa(asked: str, parts: Collection[str]) -> str | None:
@@ -64,15 +69,14 @@ def choose_attention(
     call_positions: the most positions of a call, so that layers with a sliding window can discard older positions
         (`graphs.attention.backend.kept_positions`); None: they keep all. parts: of the C++ kernels, that are built.
     """
-    platform = jax.default_backend()
-    if name == "gpu" or (name == "auto" and "NVIDIA" in jax.devices()[0].device_kind):
+    if name == "gpu" or (name == "auto" and "NVIDIA" in devices()[0].device_kind):
         # Imported late, because Pallas imports slowly.
         from xla_engine.graphs.attention.gpu import GpuAttention
 
-        return GpuAttention(interpret=platform != "gpu")
-    if name == "native" and platform != "cpu":
-        raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform}; use 'auto'")
-    if name == "native" or (name == "auto" and platform == "cpu"):
+        return GpuAttention(interpret=platform() != "gpu")
+    if name == "native" and platform() != "cpu":
+        raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform()}; use 'auto'")
+    if name == "native" or (name == "auto" and platform() == "cpu"):
         try:
             serving = serving_isa(isa, parts)
         except NativeBuildError as error:
@@ -93,7 +97,7 @@ def choose_attention(
             )
     # Older XLA:CPU copies a bf16 cache at every write.
     old = tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
-    stored = jnp.dtype(jnp.float32) if old and platform == "cpu" else None
+    stored = jnp.dtype(jnp.float32) if old and platform() == "cpu" else None
     return XlaAttention(cache_dtype=stored, call_positions=call_positions)
 
 
@@ -105,11 +109,11 @@ def make_spec(
     stored: how the model's file stores its matrices (`xla_engine.model_loader.weights.stored_kinds`).
     """
     quantized, kept = config.quantization == "int8", config.quantization in KEPT
-    held = jnp.dtype(jnp.int8) if quantized else dtype
-    parts = native_parts(config, model, dtype, held, kept=kept)
+    matrices = jnp.dtype(jnp.int8) if quantized else dtype
+    parts = native_parts(config, model, dtype, matrices, kept=kept)
     if config.is_portable:
         config = with_portable_isa(config, model, dtype, parts)
-    isa = isa_of_model(config, model, held, parts)
+    isa = isa_of_model(config, model, matrices, parts)
     attention = choose_attention(config.attention_backend, config.call_positions, isa, parts)
     if config.kv_cache_dtype == "int8":
         if not isinstance(attention, NativeAttention) or dtype != jnp.bfloat16:
@@ -119,13 +123,12 @@ def make_spec(
             )
         attention = replace(attention, cache_dtype=jnp.dtype(jnp.int8))
     products = choose_products(
-        config.linear_backend, model, held, isa, parts=parts, adapters=config.enable_lora
+        config.linear_backend, model, matrices, isa, parts=parts, adapters=config.enable_lora
     )
     lora = lora_form(config, model, dtype, products)
     if kept and (not isinstance(products, NativeProducts) or dtype != jnp.bfloat16):
         raise ConfigError(
-            f"quantization {config.quantization!r} needs the C++ products in bfloat16: a CPU, dtype bfloat16, and "
-            "layer widths in multiples of 32. Leave it out: the file is then dequantised"
+            f"quantization {config.quantization!r} needs {PACKED_NEEDS}. Use 'none': the file is then dequantised"
             + ("" if config.quantization == GGUF_INT8 else ", with the same results")
         )
     spec = ModelSpec(
@@ -144,30 +147,34 @@ def make_spec(
         raise ConfigError(
             f"quantization {config.quantization!r} is for GGUF files with weights of the types {', '.join(ggml)}, "
             "for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple, and for "
-            "experts in MXFP4. This model has none. Leave it out"
+            "experts in MXFP4. This model has none. Leave quantization out"
         )
     return spec
 
 
 def native_parts(
-    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, held: jnp.dtype, *, kept: bool = False
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, matrices: jnp.dtype, *, kept: bool = False
 ) -> frozenset[str]:
     """The parts of the C++ kernels (`native_library.build`) that a model needs, which are compiled together.
 
-    dtype: of the model. held: the dtype of its matrices. kept: whether some keep the encoding of their file.
+    dtype: of the model. matrices: the dtype of its matrices. kept: whether some keep the encoding of their file.
     """
     stores = "bf16" if dtype == jnp.bfloat16 else "f32"
     parts = {"sampler", "attention_int8" if config.kv_cache_dtype == "int8" else f"attention_{stores}"}
     if model.delta is not None:
         parts.add("delta")
-    kinds = {"bf16"} if held == jnp.bfloat16 else {"int8"} if held == jnp.int8 else set()
+    if model.encoder is not None:
+        parts.add("encoder")
+    kinds = {"bf16"} if matrices == jnp.bfloat16 else {"int8"} if matrices == jnp.int8 else set()
     if not kinds or config.linear_backend in ("xla", "gpu"):
         return frozenset(parts)
     if model.experts is not None:
         parts |= {f"experts_{kind}" for kind in kinds}
         kinds.add("bf16")  # routers
     if kept:
-        kinds.add("fours" if config.quantization == GGUF_INT8 else "coded")
+        own = "fours" if config.quantization == GGUF_INT8 else "coded"
+        kinds.add(own)
+        parts.add(f"pack_{own}")
     products = ("linear",) if config.enable_lora is False else ("linear", "lora")
     return frozenset(parts | {f"{each}_{kind}" for each in products for kind in kinds})
 
@@ -178,11 +185,7 @@ def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype, pa
     AMX tiles need rows that are multiples of 64 bytes. Other models use a vector instruction set of the same machine
     instead of XLA's products, whose prefill and decode are not the same code.
     """
-    if (
-        requested_isa(config.isa) != AUTO
-        or config.linear_backend in ("xla", "gpu")
-        or jax.default_backend() != "cpu"
-    ):
+    if requested_isa(config.isa) != AUTO or config.linear_backend in ("xla", "gpu") or platform() != "cpu":
         return config.isa
     names = [each.name for each in available()]
     fitting = next((name for name in names if fits(model, stored, name)), None)
@@ -204,8 +207,8 @@ def platform_words(spec: ModelSpec) -> dict[str, str]:
     words = {
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
+        "backend": platform(),
+        "device": devices()[0].device_kind,
         "attention": spec.attention.name,
         "linear": "xla" if spec.products is None else spec.products.name,
     }
@@ -230,18 +233,18 @@ def choose_products(
     have LoRA adapters.
     """
     on_gpu = dtype == jnp.bfloat16 and not adapters
-    if name == "gpu" or (name == "auto" and on_gpu and "NVIDIA" in jax.devices()[0].device_kind):
+    if name == "gpu" or (name == "auto" and on_gpu and "NVIDIA" in devices()[0].device_kind):
         if not on_gpu:
             raise ConfigError(
                 "linear_backend 'gpu' needs bfloat16, without quantization or enable_lora; use 'auto'"
             )
         from xla_engine.graphs.linear.gpu import GpuProducts  # imported late, because Pallas imports slowly
 
-        return GpuProducts(interpret=jax.default_backend() != "gpu")
-    if name == "xla" or (name == "auto" and jax.default_backend() != "cpu"):
+        return GpuProducts(interpret=platform() != "gpu")
+    if name == "xla" or (name == "auto" and platform() != "cpu"):
         return None
     missing = "a CPU"
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         try:
             serving = serving_isa(isa, parts)
         except NativeBuildError as error:

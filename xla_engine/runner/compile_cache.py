@@ -1,13 +1,16 @@
 """Counts XLA compilations, and sets up JAX's persistent compile cache."""
 
+import logging
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from xla_engine.runner.native_library.cache import private_directory
+from xla_engine.runner.native_library.cache import is_full, private_directory
 
+_log = logging.getLogger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0
 _listening = False
@@ -84,6 +87,10 @@ def use_compile_cache(directory: Path) -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(private_directory(directory)))
+    directory = private_directory(directory)
+    if is_full(directory):  # entries that are there are used; JAX would warn once for each that it cannot add
+        _log.warning("compiled programs are not cached: the disk of %s is full; make room there", directory)
+        warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry", UserWarning)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

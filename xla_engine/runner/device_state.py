@@ -37,27 +37,25 @@ class DeviceState:
         pool: Pool | None,
         devices: Devices,
         *,
-        turns: bool,
+        rope_offsets: bool,
     ) -> None:
         """positions: of a slot, a multiple of the span. context_length: how many of them are used.
         pool: the block pool; None: every slot has its own memory. devices: hold the arrays.
-        turns: rows have `Rows.turn`."""
+        rope_offsets: rows have `Rows.rope_offset`."""
         self._spec, self._config, self._pool, self._devices = spec, config, pool, devices
-        self._positions, self._context_length, self._turns = positions, context_length, turns
+        self._positions, self._context_length, self._rope_offsets = positions, context_length, rope_offsets
         self.cache, self.saved = self._empty()
         self.rows = self.idle_rows()
-        max_blocks = None if pool is None else pool.max_blocks
-        drafts = max((width for _, width in config.verify_shapes), default=1) - 1
-        self.host = HostTables(config.device_rows, spec.config.vocab_size, max_blocks, drafts=drafts)
+        self.host = host_tables(spec, config, pool)
         self.tables = Tables(**devices.put(self.host.take_stale()))
 
     @property
-    def held(self) -> tuple[KVCache, RowState]:
+    def donated(self) -> tuple[KVCache, RowState]:
         """The arrays that programs take by donation and return."""
         return self.cache, self.rows
 
-    @held.setter
-    def held(self, returned: tuple[KVCache, RowState]) -> None:
+    @donated.setter
+    def donated(self, returned: tuple[KVCache, RowState]) -> None:
         self.cache, self.rows = returned
 
     @property
@@ -90,9 +88,7 @@ class DeviceState:
 
     def make_rows(self) -> Rows:
         """Inactive rows, unpacked."""
-        config, positions = self._config, self._context_length
-        asked = {"dry": config.enable_dry, "lora": config.enable_lora, "turns": self._turns}
-        return make_rows(config.device_rows, MAX_STOP_TOKEN_IDS, positions, self._pool, **asked)
+        return inactive_rows(self._config, self._context_length, self._pool, rope_offsets=self._rope_offsets)
 
     def idle_rows(self) -> RowState:
         """Inactive rows, packed, on the device."""
@@ -114,7 +110,28 @@ class DeviceState:
         return self._devices.zeros(self.local(), whole)
 
     def _make(self, config: ModelConfig) -> tuple[KVCache, States]:
-        rows, pool, places = self._config.device_rows, self._pool, self._config.saved_states
-        length, blocks = (self._positions, None) if pool is None else (pool.block_size, pool.num_blocks)
-        cache = make_cache(self._spec, rows, length, num_blocks=blocks, config=config)
-        return cache, make_states(config, places) if places else []
+        return zeroed_state(self._spec, self._config, self._positions, self._pool, config)
+
+
+def inactive_rows(
+    config: EngineConfig, context_length: int, pool: Pool | None, *, rope_offsets: bool
+) -> Rows:
+    """Inactive rows, unpacked. Arguments: as of `DeviceState`."""
+    asked = {"dry": config.enable_dry, "lora": config.enable_lora, "rope_offsets": rope_offsets}
+    return make_rows(config.device_rows, MAX_STOP_TOKEN_IDS, context_length, pool, **asked)
+
+
+def host_tables(spec: ModelSpec, config: EngineConfig, pool: Pool | None) -> HostTables:
+    """The host's copy of the tables that programs read."""
+    drafts = max((width for _, width in config.verify_shapes), default=1) - 1
+    max_blocks = None if pool is None else pool.max_blocks
+    return HostTables(config.device_rows, spec.config.vocab_size, max_blocks, drafts=drafts)
+
+
+def zeroed_state(
+    spec: ModelSpec, config: EngineConfig, positions: int, pool: Pool | None, model: ModelConfig
+) -> tuple[KVCache, States]:
+    """The cache and room for saved states, zeroed. model: with the heads of one device, or of all of them."""
+    length, blocks = (positions, None) if pool is None else (pool.block_size, pool.num_blocks)
+    cache = make_cache(spec, config.device_rows, length, num_blocks=blocks, config=model)
+    return cache, make_states(model, config.saved_states) if config.saved_states else []

@@ -18,12 +18,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_engine.errors import ConfigError
+from xla_engine.graphs import target
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
+from xla_engine.runner.jax_settings import with_own_settings
 from xla_engine.runner.memory import weights_bytes
+from xla_engine.runner.native_library.build import packer
 from xla_engine.runner.programs import READ, READ_BLOCKS
 from xla_engine.utils.resident import HugePages
 from xla_engine.utils.startup import StartupProgress, StartupStep
@@ -39,7 +42,7 @@ class Devices:
     def __init__(self, count: int | None) -> None:
         self._mesh = None if count is None else Mesh(np.array(_first(count)), (AXIS,))
         self._everywhere = None if self._mesh is None else NamedSharding(self._mesh, _ANYWHERE)
-        self._pages = HugePages() if jax.default_backend() == "cpu" else None
+        self._pages = HugePages() if target.platform() == "cpu" else None
 
     @property
     def is_one(self) -> bool:
@@ -49,7 +52,7 @@ class Devices:
     @property
     def read_host_memory(self) -> bool:
         """Whether the host's memory is the device's: a program takes host arrays as they are."""
-        return self.is_one and jax.default_backend() == "cpu"
+        return self.is_one and target.platform() == "cpu"
 
     def put(self, tree: Any) -> Any:
         """Copy host arrays to every device."""
@@ -72,6 +75,7 @@ class Devices:
         spec.leaves.check_names(weights)
         total, done = weights_bytes(spec), 0
 
+        @with_own_settings  # of its thread
         def ready(name: str) -> dict[str, jax.Array]:
             loaded: dict[str, jax.Array] = jax.block_until_ready(self.leaf(spec, weights, name))
             return loaded
@@ -81,25 +85,42 @@ class Devices:
                 placed |= leaf
                 done += sum(array.addressable_shards[0].data.nbytes for array in leaf.values())
                 progress(StartupStep("loading weights", done, total))
+        if self._pages is not None:
+            self._pages.give_back()
         placed |= self._room_for_adapters(spec)
         return [placed[name] for name in spec.leaves]
 
     def leaf(self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> dict[str, jax.Array]:
         """Load the leaf `name` of a checkpoint; returns the model's arrays by name. Shards are read separately."""
         if self._mesh is None or spec.leaves[name].cut is None:
-            whole = _stored(spec, weights, name)
-            return {part: self.put(self._held(array)) for part, array in whole.items()}
+            whole = self._stored(spec, weights, name)
+            return {part: self.put(array) for part, array in whole.items()}
         parts: dict[str, list[jax.Array]] = {}
         for place, device in enumerate(self._mesh.devices.flat):
-            for part, array in _stored(spec, weights, name, place).items():
-                parts.setdefault(part, []).append(
-                    jax.block_until_ready(jax.device_put(self._held(array), device))
-                )
+            for part, array in self._stored(spec, weights, name, place).items():
+                parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
 
-    def _held(self, array: np.ndarray) -> np.ndarray:
-        """The array as it is put on a device: in huge pages, if that is the host's memory."""
-        return array if self._pages is None else self._pages.hold(array)
+    def _stored(
+        self, spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, place: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Read a leaf of a checkpoint, or the shard of the device at `place`: the model's arrays by name, in huge
+        pages on a CPU."""
+        leaf, cut = spec.leaves[name], None if place is None else spec.leaves[name].cut
+        if leaf.form is not None:
+            assert isinstance(weights, StoredWeights)
+            assert spec.isa is not None and self._pages is not None  # coded weights are for the C++ products
+            rows, room = None if cut is None else cut.rows[place], self._pages.room(leaf.form.nbytes)
+            weights.coded(name, leaf.form, packer(spec.isa, leaf.form.order), room, rows)
+            return {name: room}
+        if cut is None or place is None:
+            arrays = spec.leaves.stored(name, weights[name])
+        else:
+            taken = read_rows(weights, name, cut.flat_rows(place, leaf.shape))
+            arrays = spec.leaves.stored(name, taken.reshape(leaf.on_devices().shape))
+        if self._pages is None:
+            return arrays
+        return {part: self._pages.hold(array) for part, array in arrays.items()}
 
     def adapter(self, spec: ModelSpec, leaves: Mapping[str, np.ndarray]) -> list[jax.Array]:
         """Load one adapter's part of each of `spec.leaves.adapters`, sharded. leaves: unsharded, by name."""
@@ -218,15 +239,17 @@ class HeldWeights:
     def nbytes(self) -> int:
         return weights_bytes(self._spec)
 
+    @with_own_settings
     def write_adapter(self, slot: int, leaves: Mapping[str, np.ndarray] | None) -> None:
         """Put an adapter into a slot, from 1, for the steps that start from now on; None clears it."""
         new = self._devices.adapter(self._spec, no_adapter(self._spec) if leaves is None else leaves)
         places = [self._spec.leaves.names.index(name) for name in self._spec.leaves.adapters]
-        held, place = [self.leaves[at] for at in places], self._devices.put(np.int32(slot - 1))
-        (written,) = self._inventory(WRITE_ADAPTER, held, place, new)
+        own, place = [self.leaves[at] for at in places], self._devices.put(np.int32(slot - 1))
+        (written,) = self._inventory(WRITE_ADAPTER, own, place, new)
         for at, leaf in zip(places, written, strict=True):
             self.leaves[at] = leaf
 
+    @with_own_settings
     def replace(self, weights: Mapping[str, np.ndarray]) -> None:
         """Replace leaves by those of a checkpoint, by name. Nothing may be in flight.
 
@@ -242,36 +265,22 @@ class HeldWeights:
             self.leaves[place] = leaf
 
 
-def _stored(
-    spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str, place: int | None = None
-) -> dict[str, np.ndarray]:
-    """Read a leaf of a checkpoint, or the shard of the device at `place`: the model's arrays by name."""
-    leaf, cut = spec.leaves[name], None if place is None else spec.leaves[name].cut
-    if leaf.form is not None:
-        assert isinstance(weights, StoredWeights)
-        return {name: weights.coded(name, leaf.form, None if cut is None else cut.rows[place])}
-    if cut is None or place is None:
-        return spec.leaves.stored(name, weights[name])
-    rows = read_rows(weights, name, cut.flat_rows(place, leaf.shape))
-    return spec.leaves.stored(name, rows.reshape(leaf.on_devices().shape))
-
-
 def _specs(shardings: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def _first(count: int) -> Sequence[Any]:
-    there = jax.devices()
+    there = target.devices()
     if len(there) >= count:
         return there[:count]
-    remedy = f"use at most {len(there)}"
+    who, remedy = "the topology" if target.is_ahead() else "jax", f"use at most {len(there)}"
     if there[0].platform == "cpu":
         remedy = (
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}, or call jax.config.update("
             f"'jax_num_cpu_devices', {count}), before jax is used"
         )
     raise ConfigError(
-        f"tensor_parallel_size {count} needs as many devices, and jax has {len(there)}: {remedy}"
+        f"tensor_parallel_size {count} needs as many devices, and {who} has {len(there)}: {remedy}"
     )
 
 

@@ -98,7 +98,7 @@ class Dispatch:
             `graphs.config.POOLING_TYPES`; None: prompts are not pooled. features: None without a vision tower.
         """
         self._features = features
-        self._turns = features is not None and bool(features.tower.config.axes)
+        self._rope_offsets = features is not None and bool(features.tower.config.axes)
         self._takes_host_arrays = takes_host_arrays
         self.put = put
         self._pooling = pooling
@@ -129,7 +129,7 @@ class Dispatch:
         config = self._config
         for lanes in config.prefill_lanes:
             for bucket in buckets:
-                idle = self.put(pack(idle_lanes(config, lanes, turns=self._turns)))
+                idle = self.put(pack(idle_lanes(config, lanes, rope_offsets=self._rope_offsets)))
                 _, _, hidden, *seen = self.run_prefill(program_name(PREFILL, lanes=lanes, keys=bucket), idle)
             self.read_prompts(lanes, [hidden, *seen][-1], idle)
             self.prompt_logprobs(lanes, hidden, self.put(np.full(lanes * self._chunk_size, -1, np.int32)))
@@ -240,7 +240,7 @@ class Dispatch:
             adapters=adapters,
             whole=whole,
             feature=feature,
-            placed=[settings[chunk.request_id] for chunk in chunks] if self._turns else None,
+            placed=[settings[chunk.request_id] for chunk in chunks] if self._rope_offsets else None,
         )
         proposer = self._device_proposer
         is_read_again = proposer is not None and proposer.reads_prompts

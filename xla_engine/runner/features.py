@@ -12,7 +12,7 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Inventory, Program, program_name
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
-from xla_engine.runner.vision_tower import Stream, VisionTower
+from xla_engine.runner.vision_tower import PartlyEncoded, VisionTower
 from xla_engine.scheduler import Chunk, Encode
 
 STORE = "store_features"
@@ -71,7 +71,9 @@ class FeatureBuffer:
     def blank(self) -> None:
         """Make the buffer anew, after a failed step may have lost it; the scheduler must have forgotten its places."""
         self.rows = jnp.zeros(self._shape, jnp.float32)
-        self._stream: Stream | None = None  # what the tower has returned of the tile that is being encoded
+        self._stream: PartlyEncoded | None = (
+            None  # what the tower has returned of the tile that is being encoded
+        )
 
     def encode(self, work: Encode) -> None:
         """Start a part of the tower's work. Waits for the part before, so that at most one is ahead of other steps."""

@@ -53,13 +53,32 @@ class DecodeSamples:
     top: jax.Array | None
 
 
+class EncodedText(NamedTuple):
+    """A text of an encoder's call: its first row, the chunk that is all of it, and its settings."""
+
+    row: int
+    chunk: Chunk
+    settings: RowSettings
+
+
+class EncodedTexts(NamedTuple):
+    """Device results of one call of an encoder. hidden: f32 `[rows, D]`."""
+
+    hidden: jax.Array
+    texts: tuple[EncodedText, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """A started step: its plan and its device results, which were not fetched yet; one `first` per prefill call."""
+    """A started step: its plan and its device results, which were not fetched yet; one `first` per prefill call.
+
+    encoded: one for each call of an encoder, which has no others.
+    """
 
     plan: Plan
     first: tuple[FirstSamples, ...]
     decode: DecodeSamples | None
+    encoded: tuple[EncodedTexts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,9 @@ from xla_engine.runner.row_settings import RowSettings, sampling_rows
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.scheduler import NO_TOKEN, Chunk, ResultMismatchError, VerifyRow
 
-HELD = 3  # times the width: the most expected tokens sent for a row, since several steps may be in flight
+# A draft may have this many times the width of a verify step in tokens: the steps in flight consume up to `width` of
+# them each before this one runs, and the host does not know yet how many.
+HELD = 3
 
 
 def make_lanes(
@@ -30,10 +32,12 @@ def make_lanes(
 ) -> Lanes:
     """Host arrays of one prefill call.
 
-    last: by lane, the settings of rows that complete their prompt. dry: include the parameters of DRY.
-    adapters: adapter slots of the chunks; None in an engine without adapters. whole: of the chunks, as in `Lanes`;
-        None: all true. feature: as in `Lanes`. placed: the settings of the chunks, whose positions matter; None: they
-        do not.
+    last: the settings of the rows that complete their prompt, by lane.
+    dry: include the parameters of DRY.
+    adapters: adapter slots of the chunks; None in an engine without adapters.
+    whole: whether each chunk is whole, as in `Lanes`; None: all are.
+    feature: as in `Lanes`.
+    placed: the settings of the chunks, if their positions are not simply 0, 1, .. (M-RoPE); otherwise None.
     """
     # Any, because the fields of `Lanes` are declared as jax arrays.
     tokens: Any = np.zeros((lanes, chunk_size), np.int32)
@@ -55,12 +59,12 @@ def make_lanes(
         max_tokens[lane], min_tokens[lane] = row.max_tokens - done, max(row.min_tokens - done, 0)
         stop_ids[lane, : len(row.stop_token_ids)] = row.stop_token_ids
     positions: Any = None if placed is None else np.zeros((lanes, chunk_size, 3), np.int32)
-    turn: Any = None if placed is None else np.zeros(lanes, np.int32)
+    rope_offset: Any = None if placed is None else np.zeros(lanes, np.int32)
     for lane, row in enumerate(placed or ()):
-        turn[lane] = row.turn
-        positions[lane] = (np.arange(start[lane], start[lane] + chunk_size, dtype=np.int32) + row.turn)[
-            :, None
-        ]
+        rope_offset[lane] = row.rope_offset
+        positions[lane] = (
+            np.arange(start[lane], start[lane] + chunk_size, dtype=np.int32) + row.rope_offset
+        )[:, None]
         if row.positions is not None:
             part = row.positions[start[lane] : start[lane] + chunk_size]
             positions[lane, : len(part)] = part
@@ -79,12 +83,12 @@ def make_lanes(
         adapter=adapter,
         feature=feature,
         positions=positions,
-        turn=turn,
+        rope_offset=rope_offset,
     )
 
 
-def idle_lanes(config: EngineConfig, lanes: int, *, turns: bool = False) -> Lanes:
-    """The input of a prefill call without work. turns: with `Lanes.positions`."""
+def idle_lanes(config: EngineConfig, lanes: int, *, rope_offsets: bool = False) -> Lanes:
+    """The input of a prefill call without work. rope_offsets: with `Lanes.positions`."""
     adapters = () if config.enable_lora else None
     feature = np.full((lanes, config.chunk_size), -1, np.int32) if config.image_cache_bytes else None
     return make_lanes(
@@ -95,7 +99,7 @@ def idle_lanes(config: EngineConfig, lanes: int, *, turns: bool = False) -> Lane
         dry=config.enable_dry,
         adapters=adapters,
         feature=feature,
-        placed=() if turns else None,
+        placed=() if rope_offsets else None,
     )
 
 

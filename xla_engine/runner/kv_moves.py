@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KEY_SPAN
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.kv_cache.cache import KVCache, states_of, with_states
 from xla_engine.graphs.kv_cache.moves import blocks_per_call, num_spans

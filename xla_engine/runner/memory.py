@@ -4,29 +4,36 @@ Sizes come from the shapes that the engine will allocate, in the layout of the a
 agrees with a real start. All sizes are bytes.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import Any, NamedTuple
 
 from xla_engine.config import SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import whole_spans
+from xla_engine.graphs import target
+from xla_engine.graphs.config import whole_spans
 from xla_engine.graphs.kv_cache.cache import block_bytes, cache_bytes, rows_bytes, state_bytes, tree_bytes
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
+from xla_engine.graphs.steps.encode import ENCODER_ROWS
+from xla_engine.runner.chips import CHIPS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
+from xla_engine.utils import host_memory
+from xla_engine.utils.pages_ahead import touched_ahead
 
 _LONGEST = 1 << 24  # positions: a multiple of the span, and longer than every window
-_GROUPS = (  # control groups, version 2 and 1: directory, limit, usage, the part of the usage that is clean file cache
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 def weights_bytes(spec: ModelSpec) -> int:
     """Bytes of all leaves on each device."""
     return tree_bytes(spec.leaves.on_device())
+
+
+def plain_bytes(spec: ModelSpec) -> int:
+    """Bytes that the leaves would have on each device in the model's dtype, neither quantised nor padded."""
+    shapes = parameter_shapes(spec.config).values()
+    total = sum(prod(shape) * (spec.dtype.itemsize if len(shape) > 1 else 4) for shape in shapes)
+    return total // (spec.sharding.devices or 1)
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:
@@ -83,13 +90,10 @@ def available_bytes(device: Any) -> int | None:
     limits of the control group.
     """
     if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            return None
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    left = (limit - in_use for limit, in_use in _groups())
-    found = [size for size in (_available_on_host(), *left) if size is not None]
-    return min(found, default=None)
+        limit, used = _limit_and_use(device)
+        return None if limit is None else limit - used
+    available = host_memory.available()
+    return None if available is None else available + touched_ahead()  # which the weights will take
 
 
 def total_to_each(device: Any, devices: int) -> int | None:
@@ -98,10 +102,20 @@ def total_to_each(device: Any, devices: int) -> int | None:
     On the host all devices share its memory. None if unknown.
     """
     if device.platform != "cpu":
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        return None if limit is None else int(limit)
-    found = [size for size in (_size_of_host(), *(limit for limit, _ in _groups())) if size is not None]
-    return min(found) // devices if found else None
+        return _limit_and_use(device)[0]
+    total = host_memory.total()
+    return None if total is None else total // devices
+
+
+def _limit_and_use(device: Any) -> tuple[int | None, int]:
+    """What XLA may use of an accelerator's memory, and what is in use. That of a topology has no statistics, but its
+    kind may be known."""
+    if target.is_ahead():
+        chip = CHIPS.get(device.device_kind)
+        return None if chip is None else chip.memory, 0
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else int(limit), int(stats.get("bytes_in_use", 0))
 
 
 class ExtraMemory(NamedTuple):
@@ -167,8 +181,8 @@ class MemoryPlan:
 
     @property
     def most_slots(self) -> int | None:
-        """How many slots fit, possibly none; None if the available memory is unknown."""
-        if self.available is None:
+        """How many slots fit, possibly none; None if the available memory is unknown, or slots need none."""
+        if self.available is None or not self.slot + self.scratch:
             return None
         return max(0, (self.available - self._fixed - self.pool) // (self.slot + self.scratch))
 
@@ -218,6 +232,14 @@ def plan_memory(
     )
 
 
+def encoder_plan(spec: ModelSpec, max_model_len: int, available: int | None) -> MemoryPlan:
+    """The memory of an encoder, whose slots need none."""
+    workspace = max(ENCODER_ROWS, max_model_len) * _activations(spec)
+    return MemoryPlan(
+        weights=weights_bytes(spec), slot=0, scratch=0, slots=0, workspace=workspace, available=available
+    )
+
+
 def check_memory(plan: MemoryPlan) -> None:
     """Raise ConfigError, with the arithmetic and a remedy, if the plan does not fit."""
     if plan.fits:
@@ -248,34 +270,3 @@ def size(count: int) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
-
-
-def _available_on_host() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return _size_of_host()
-
-
-def _size_of_host() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _groups() -> list[tuple[int, int]]:
-    """Limit and usage of each control group that has a limit."""
-    found = []
-    for name, limit, used, reclaimable in _GROUPS:
-        group = Path(name)
-        try:
-            parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            in_use = int((group / used).read_text()) - int(parts.get(reclaimable, 0))
-            found.append((int((group / limit).read_text()), in_use))
-        except (OSError, ValueError):
-            continue  # not this version, or the limit is "max"
-    return found

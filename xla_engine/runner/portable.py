@@ -4,18 +4,19 @@ What the kernels make of fixed numbers stands in the golden file beside `xla_eng
 compares this library's with it.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from xla_engine.config import AUTO, EngineConfig
 from xla_engine.environment import requested_isa
@@ -32,8 +33,12 @@ from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import make_sampling_rows
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.native import native_logprobs, native_sample
-from xla_engine.runner.native_library.build import NativeBuildError, library_digest, register
+from xla_engine.runner.native_library.build import library_digest, register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.native_library.recipe import NativeBuildError
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 GOLDEN = Path(__file__).parents[1] / "equivalence" / "portable_golden.json"
 _INSTEAD = {
@@ -67,10 +72,10 @@ def with_portable_isa(
             f"bits 'portable' runs on {', '.join(ISAS)}, and this machine does not have "
             f"{'one of them' if asked == AUTO else repr(asked)}{here}"
         )
-    held = jnp.dtype(jnp.int8) if config.quantization == "int8" else dtype
+    stored = jnp.dtype(jnp.int8) if config.quantization == "int8" else dtype
     failed: Exception | None = None
     for name in names if asked == AUTO else [asked]:
-        if not fits(model, held, name):
+        if not fits(model, stored, name):
             raise ConfigError(
                 "bits 'portable' needs layer widths in multiples of 32, or of 64 in int8. Use bits 'machine'"
             )

@@ -28,7 +28,7 @@ from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.runner.native_library.instruction_sets import processor
 
-_CODE = ("*.py", "*.cc", "*.h")
+_CODE = (".py", ".cc", ".h")
 # Options of JAX that say where programs are kept, what is logged, and which transfers may be implicit.
 _IRRELEVANT = ("cache", "log", "transfer_guard", "explain", "no_tracing")
 _TRACED = ("xla_engine.graphs", "xla_engine.runner.programs", "xla_engine.runner.drafting")
@@ -44,9 +44,14 @@ class NoKeyError(Exception):
 
 def code_digest(*folders: Path) -> str:
     """sha256 of the Python and C++ files in folders."""
+    found: set[str] = set()
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            found.update(os.path.join(folder, name) for name in names if name.endswith(_CODE))
     digest = hashlib.sha256()
-    for path in sorted({path for folder in folders for kind in _CODE for path in folder.rglob(kind)}):
-        digest.update(path.read_bytes())
+    for path in sorted(found):
+        with open(path, "rb") as file:
+            digest.update(file.read())
     return digest.hexdigest()
 
 
@@ -152,7 +157,7 @@ class _Description:
             case types.FunctionType():
                 self._function(value)
             case ModelSpec():
-                self._parts("spec", *value.made_of)
+                self._word("spec", _spec_digest(value))
             case tuple() | list():
                 self._parts(_name(type(value)), len(value), *value)
             case set() | frozenset():
@@ -182,6 +187,14 @@ class _Description:
     def _word(self, *words: str) -> None:
         for word in words:
             self._digest.update(f"{len(word)}:{word}".encode())
+
+
+@functools.lru_cache(4)
+def _spec_digest(spec: ModelSpec) -> str:
+    """Made once: all programs of a runner share their spec. Raises NoKeyError."""
+    digest = hashlib.sha256()
+    _Description(digest).add(spec.made_of)
+    return digest.hexdigest()
 
 
 def _is_ours(value: Any) -> bool:

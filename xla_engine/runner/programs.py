@@ -33,7 +33,8 @@ from xla_engine.graphs.row_state.rows import (
 )
 from xla_engine.graphs.steps.after_prefill import pool_chunk, prompt_logits, prompt_logprobs
 from xla_engine.graphs.steps.decode import decode_few_rows, decode_step
-from xla_engine.graphs.steps.prefill import prefill_chunk
+from xla_engine.graphs.steps.prefill import PrefillForm, prefill_chunk
+from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.graphs.steps.verify import verify_step
 from xla_engine.runner.adapters import writing
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
@@ -57,18 +58,15 @@ def make_programs(
     buckets: Sequence[int],
     few: Sequence[int] = (),
     *,
-    weights: list[Any],
-    rope: jax.Array,
-    cache: KVCache,
+    state: StepState,
     saved: States,
-    rows: Rows,
-    tables: Tables,
     device_proposer: DeviceProposer | None = None,
     pooling: str | None = None,
     features: FeatureBuffer | None = None,
 ) -> list[Program]:
     """All programs of one engine. Only the shapes of the arrays matter.
 
+    state: what steps take, with unpacked rows.
     buckets: the key lengths. few: the numbers of rows for which there are separate decode programs.
     device_proposer: drafts inside the verify programs, which then also take and return its state.
     pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
@@ -77,10 +75,9 @@ def make_programs(
 
     Row state and lanes are packed (`graphs.row_state.rows`) between programs.
     """
-    rows = _abstract(rows)
-    state = (*_abstract((weights, rope, cache)), jax.eval_shape(pack_rows, rows))
+    weights, rope, cache, rows, tables = StepState(*_abstract(state))
+    taken = (weights, rope, cache, jax.eval_shape(pack_rows, rows))
     scheduled = jax.ShapeDtypeStruct((config.device_rows,), jnp.bool_)
-    wide = _abstract(tables)
     processed = config.logprobs_mode == "processed_logprobs"
     proposer = device_proposer
     taps = () if proposer is None else proposer.taps
@@ -101,33 +98,33 @@ def make_programs(
     ) -> None:
         """Add a step. work: its abstract input; None: that of `idle`, an input without work, which defines the layout
         of packed ones. more: further abstract inputs. isa: as of `Program`."""
-        run = _on_packed(functools.partial(function, processed_logprobs=processed), rows, idle)
-        arguments = (*state, _abstract(pack(idle)) if work is None else work, wide, *more)
+        run = _on_packed(function, rows, idle)
+        arguments = (*taken, _abstract(pack(idle)) if work is None else work, tables, *more)
         programs.append(Program(name=name, function=run, arguments=arguments, donate=donate, isa=isa))
 
     for bucket in buckets:
-        add(decode_name(bucket), functools.partial(decode_step, spec, bucket), scheduled, isa=spec.isa)
-        prefill = functools.partial(prefill_chunk, spec, bucket, config.head_rows, taps=taps, group=group)
-        prefill = functools.partial(prefill, axes=axes) if axes else prefill
+        form = StepForm(spec, bucket, processed)
+        add(decode_name(bucket), functools.partial(decode_step, form), scheduled, isa=spec.isa)
+        prefill = functools.partial(prefill_chunk, PrefillForm(form, config.head_rows, taps, group, axes))
         for lanes in config.prefill_lanes:
-            idle = idle_lanes(config, lanes, turns=bool(axes))
+            idle = idle_lanes(config, lanes, rope_offsets=bool(axes))
             add(program_name(PREFILL, lanes=lanes, keys=bucket), prefill, None, idle, more)
         donate = (2, 3, 5 + len(proposer_state)) if proposer_state else (2, 3)
         for lanes, width in config.verify_shapes:
-            checks = functools.partial(verify, spec, bucket, width)
+            checks = functools.partial(verify, form, width)
             name = program_name(VERIFY, lanes=lanes, width=width, keys=bucket)
             add(name, checks, None, no_drafts(lanes, width), proposer_state, donate, spec.isa)
         for width in few:
-            few_rows = functools.partial(decode_few_rows, spec, bucket)
+            few_rows = functools.partial(decode_few_rows, form)
             slots = jax.ShapeDtypeStruct((width,), jnp.int32)
             add(decode_name(bucket, width), few_rows, slots, isa=spec.isa)
     for lanes in config.prefill_lanes:
         tokens = lanes * config.chunk_size
         logprobs = functools.partial(prompt_logprobs, spec, config.head_rows)
-        programs.append(_of_hidden(PROMPT_LOGPROBS, lanes, logprobs, spec, state[0], tokens, tokens))
+        programs.append(_of_hidden(PROMPT_LOGPROBS, lanes, logprobs, spec, weights, tokens, tokens))
         if pooling is not None:
             pool = functools.partial(pool_chunk, spec, pooling, config.chunk_size)
-            programs.append(_of_hidden(POOL, lanes, pool, spec, state[0], tokens, lanes))
+            programs.append(_of_hidden(POOL, lanes, pool, spec, weights, tokens, lanes))
         if proposer is not None and proposer.read is not None:
             idle = idle_lanes(config, lanes)
             width = spec.config.hidden_size * max(1, len(taps))
@@ -135,15 +132,15 @@ def make_programs(
             programs.append(
                 Program(
                     name=program_name(READ_PROMPTS, lanes=lanes),
-                    function=proposer.read(spec, buckets[-1], idle, rows),
-                    arguments=(*state[:2], seen, _abstract(pack(idle)), *proposer_state),
+                    function=proposer.read(StepForm(spec, buckets[-1]), idle),
+                    arguments=(weights, rope, seen, _abstract(pack(idle)), *proposer_state),
                     donate=(3 + len(proposer_state),),
                 )
             )
     if config.keep_finished:
-        programs.append(_continue(rows, state[3]))
-    moves = (*_moves(spec, config, state[2:]), *_state_moves(_abstract(saved), states_of(state[2])))
-    return [*programs, *moves, *writing(spec, weights)]
+        programs.append(_continue(rows, taken[3]))
+    moves = (*_moves(spec, config, taken[2:]), *_state_moves(_abstract(saved), states_of(cache)))
+    return [*programs, *moves, *writing(spec, state.weights)]
 
 
 def logits_programs(
@@ -174,35 +171,35 @@ def _of_hidden(
     return Program(name=name, function=function, arguments=(weights, hidden, asked))
 
 
-def _continue(rows: Rows, held: RowState) -> Program:
+def _continue(rows: Rows, state: RowState) -> Program:
     """The program that gives a finished row more tokens to sample."""
 
-    def run(state: RowState, slot: jax.Array, remaining: jax.Array) -> RowState:
-        return pack_rows(with_remaining(unpack_rows(state, rows), slot, remaining))
+    def run(state: RowState, slot: jax.Array, remaining: jax.Array) -> tuple[RowState]:
+        return (pack_rows(with_remaining(unpack_rows(state, rows), slot, remaining)),)
 
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return Program(name=CONTINUE, function=run, arguments=(held, scalar, scalar), donate=(0,))
+    return Program(name=CONTINUE, function=run, arguments=(state, scalar, scalar), donate=(0,))
 
 
-def _moves(spec: ModelSpec, config: EngineConfig, held: tuple[Any, ...]) -> list[Program]:
-    """Programs that move the content of slots or blocks. held: abstract cache and row state."""
+def _moves(spec: ModelSpec, config: EngineConfig, donated: tuple[Any, ...]) -> list[Program]:
+    """Programs that move the content of slots or blocks. donated: abstract cache and row state."""
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     write: Callable[..., Any]
     if config.num_blocks is None:
-        copy = _move(COPY, copy_span, spec, (*held, *[scalar] * 4))
-        read = _move(READ, read_span, spec, (*held, *[scalar] * 2), donate=())
+        copy = _move(COPY, copy_span, spec, (*donated, *[scalar] * 4))
+        read = _move(READ, read_span, spec, (*donated, *[scalar] * 2), donate=())
         name, write, place, copies = WRITE, write_span, [scalar] * 3, config.reuses_slots
     else:
         blocks = jax.ShapeDtypeStruct((blocks_per_call(config.block_size),), jnp.int32)
-        copy = _move(COPY_BLOCKS, copy_blocks, spec, (*held, blocks, blocks, scalar))
-        read = _move(READ_BLOCKS, read_blocks, spec, (*held, scalar, blocks), donate=())
+        copy = _move(COPY_BLOCKS, copy_blocks, spec, (*donated, blocks, blocks, scalar))
+        read = _move(READ_BLOCKS, read_blocks, spec, (*donated, scalar, blocks), donate=())
         name, write, place, copies = WRITE_BLOCKS, write_blocks, [scalar, blocks, scalar, scalar], True
     moves = [copy] if copies else []
     if config.parks:
         moved = jax.eval_shape(read.function, *read.arguments)
-        moves += [read, _move(name, write, spec, (*held, *place, *moved))]
+        moves += [read, _move(name, write, spec, (*donated, *place, *moved))]
         if config.prefix_cache_dir is not None:
-            moves.append(_move(LOAD_BLOCKS, load_blocks, spec, (*held, *place[1:], moved[0])))
+            moves.append(_move(LOAD_BLOCKS, load_blocks, spec, (*donated, *place[1:], moved[0])))
     return moves
 
 
@@ -217,7 +214,7 @@ def _state_moves(saved: States, states: States) -> list[Program]:
 
 
 def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> Callable[..., Any]:
-    """`function(weights, rope, cache, rows, work, tables)` on packed rows. lanes: layout of packed `work`."""
+    """`function(state, work, *more)` on packed rows. lanes: layout of packed `work`."""
 
     def run(
         weights: list[jax.Array],
@@ -229,7 +226,8 @@ def _on_packed(function: Callable[..., Any], rows: Rows, lanes: Any = None) -> C
         *more: Any,
     ) -> tuple[Any, ...]:
         work = work if lanes is None else unpack(work, lanes)
-        cache, after, *results = function(weights, rope, cache, unpack_rows(state, rows), work, tables, *more)
+        taken = StepState(weights, rope, cache, unpack_rows(state, rows), tables)
+        cache, after, *results = function(taken, work, *more)
         return cache, pack_rows(after), *results
 
     return run

@@ -25,7 +25,8 @@ class RowSettings:
     dry_breakers: tokens that break a sequence for DRY.
     seed: 64-bit unsigned. mask: None if every token may be sampled. prompt_token_ids: used for prompt_logprobs.
     adapter: the adapter's slot, from 1; 0 is none. positions: i32 `[prompt, 3]`, see `grid_positions`; None: all are
-    places in the prompt.
+    places in the prompt. second_text: the position of the first token of type 1 in a prompt of two texts; 0: there is
+    none.
     """
 
     max_tokens: int
@@ -37,10 +38,11 @@ class RowSettings:
     dry_breakers: tuple[int, ...] = ()
     adapter: int = 0
     positions: np.ndarray[Any, np.dtype[np.int32]] | None = None
+    second_text: int = 0
 
     @property
-    def turn(self) -> int:
-        """`Rows.turn`: text goes on behind the furthest position of the prompt."""
+    def rope_offset(self) -> int:
+        """`Rows.rope_offset`: text goes on behind the furthest position of the prompt."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.positions)
 
     @property

@@ -7,7 +7,7 @@ order in which they were started.
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,14 +24,14 @@ from xla_engine.graphs.kv_cache.cache import keeps_every_position
 from xla_engine.graphs.kv_cache.moves import num_spans, read_blocks
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.portable import ARITHMETIC
-from xla_engine.graphs.row_state.rows import Pool
+from xla_engine.graphs.steps.step import StepState
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
-from xla_engine.runner.backends import library_of, make_spec, platform_words
+from xla_engine.runner.backends import library_of, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.devices import Devices, HeldWeights
+from xla_engine.runner.devices import HeldWeights
 from xla_engine.runner.dispatch import Dispatch, Sizes
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
@@ -46,12 +46,13 @@ from xla_engine.runner.in_flight import (
     fetch_samples,
 )
 from xla_engine.runner.inputs import Draft, prompt_targets
+from xla_engine.runner.jax_settings import check_platform, in_steps, with_own_settings
 from xla_engine.runner.kv_moves import BlockMoves, ParkedState, SlotMoves, StateMoves, Transfers
+from xla_engine.runner.planned import PlannedEngine, has_one_row_code, plan_engine
 from xla_engine.runner.portable import audit
 from xla_engine.runner.program_store import program_store
 from xla_engine.runner.programs import CONTINUE, PROMPT_LOGITS, logits_programs, make_programs
 from xla_engine.runner.row_settings import RowSettings
-from xla_engine.runner.sizing import few_rows, resolve_length, resolve_sizes
 from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.vision_tower import VisionTower
@@ -70,9 +71,11 @@ class Runner:
     """The device side of an engine, for one model and one configuration.
 
     spec: the static part of the model. weights: its leaves, which may change between two steps.
+    form_note: which form of the weights `quantization` "auto" chose, in words; None if there was nothing to choose.
     block_storage: holds blocks outside of the pool, with `EngineConfig.prefix_cache_dir`.
     """
 
+    @with_own_settings
     def __init__(
         self,
         model: ModelConfig,
@@ -83,6 +86,7 @@ class Runner:
         device_proposer: Callable[[EngineConfig, ModelConfig, int], DeviceProposer] | None = None,
         pooling: str | None = None,
         tower: VisionTower | None = None,
+        leaves: Sequence[jax.Array] | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights and compile all programs.
@@ -90,83 +94,79 @@ class Runner:
         device_proposer: called with options, model and context length; makes the proposer that drafts on the device.
         pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
         tower: encodes pictures; None: prompts have none.
+        leaves: on the device already, of another runner of the model, which must be closed later.
         """
+        check_platform()
+        config = self._with_features(config, tower)
+        if config.compile_cache:
+            use_compile_cache(compile_cache_directory())
+        self.compiles = CompileCounter()
+        progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
+        planned = plan_engine(config, model, dtype, stored_kinds(weights), jax.devices()[0], device_proposer)
+        self._take_plan(planned, pooling)
+        self._load(planned, weights, leaves, progress)
+        self._connect()
+        self._compile(progress)
+
+    def _with_features(self, config: EngineConfig, tower: VisionTower | None) -> EngineConfig:
+        """Make the feature buffer, if there is a tower. As resolved, the configuration tells whether there is one."""
         self.features: FeatureBuffer | None = None
         if tower is not None:
             if (why := too_few_lanes(tower.config, config)) is not None:
                 raise ConfigError(why)
             self.features = FeatureBuffer(tower, config.image_cache_bytes or IMAGE_CACHE_BYTES)
-        # As resolved, it tells whether there is a buffer.
         kept = None if self.features is None else self.features.rows.nbytes
-        config = replace(config, image_cache_bytes=kept)
-        if config.compile_cache:
-            use_compile_cache(compile_cache_directory())
-        self.compiles = CompileCounter()
-        device = jax.devices()[0]
-        progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
-        stored = stored_kinds(weights)
-        config = resolve_length(config, model, dtype, device, stored)
-        self.context_length = config.context_length(model.max_position_embeddings)
+        return replace(config, image_cache_bytes=kept)
+
+    def _take_plan(self, planned: PlannedEngine, pooling: str | None) -> None:
+        """Keep what was planned, and begin without work."""
+        self.form_note, self._device_proposer = planned.form_note, planned.proposer
+        self.config, self.spec, self.context_length = planned.config, planned.spec, planned.context_length
+        self.buckets, self._devices, self._pooling = planned.buckets, planned.devices, pooling
+        # Those in use. The self-check removes all but the largest if the choice would change bits.
+        self.sizes = Sizes(self.config.prefill_lanes, self.buckets, planned.few)
         self.prefill_calls = 0
         self.block_storage: BlockStorage | None = None
-        model = model.within(self.context_length)
-        self.spec = make_spec(config, model, jnp.dtype(dtype), stored)
-        if device.platform != "cpu" and not self.has_one_row_code:
-            # XLA's products of other sizes may add in another order there, which changes a bit now and then: too
-            # seldom for the self-check to find it each time (findings/gpu.md).
-            config = replace(config, prefill_lanes=config.prefill_lanes[-1:])
-        self.config = config
-        self._check_prefix_cache(device_proposer is not None)
-        self._check_speculation()
-        self._devices = devices = Devices(self.spec.sharding.devices)
-        buckets = config.buckets(self.context_length)
-        one_bucket = self.spec.attention.bounded_by_length or device.platform != "cpu"
-        self.buckets = buckets[-1:] if one_bucket else buckets
-        self._device_proposer: DeviceProposer | None = None
-        if device_proposer is not None:  # adapters do not apply to the draft model
-            self._device_proposer = device_proposer(
-                replace(config, enable_lora=False), model, self.context_length
-            )
-        extra = memory.NOTHING if self._device_proposer is None else self._device_proposer.extra
-        self.config = config = resolve_sizes(config, self.spec, self.context_length, device, extra)
-        # Those in use. The self-check removes all but the largest if the choice would change bits.
-        few = few_rows(config) if self.has_one_row_code else ()
-        self.sizes = Sizes(config.prefill_lanes, self.buckets, few)
-        pool = None
-        if config.num_blocks is not None:
-            own = self.blocks_of_a_slot if config.shadow_rate else 0
-            pool = Pool(config.num_blocks + own, config.block_size, self.blocks_of_a_slot)
-            if model.delta is not None:
-                raise ConfigError(
-                    "num_blocks does not support recurrent layers, which this model has; leave it out"
-                )
-        began = time.perf_counter()
+        self._parked: dict[str, ParkedState] = {}  # by request id
+        self._gives_logits = False  # whether the programs are compiled
+        self._take_logits: TakeLogits | None = None
+        self._copies_ahead = jax.default_backend() != "cpu"  # if host and device have separate memory
+
+    def _load(
+        self,
+        planned: PlannedEngine,
+        weights: Mapping[str, np.ndarray],
+        leaves: Sequence[jax.Array] | None,
+        progress: StartupProgress,
+    ) -> None:
+        """Put weights and empty state on the devices. leaves: as of `__init__`."""
+        began, config, devices = time.perf_counter(), self.config, self._devices
         kind = "audited" if config.is_portable else ""
-        store = program_store(kind) if config.compile_cache and devices.is_one else None
-        self._inventory = Inventory(audit if config.is_portable else None, store)
-        self.weights = HeldWeights(
-            self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
-        )
-        self._rope = devices.put(rope_tables(model, self.context_length))
-        self._state = state = DeviceState(
+        self._store = program_store(kind) if config.compile_cache and devices.is_one else None
+        self._inventory = Inventory(audit if config.is_portable else None, self._store)
+        self._owns_leaves = leaves is None
+        on_device = devices.load(self.spec, weights, progress) if leaves is None else list(leaves)
+        self.weights = HeldWeights(self.spec, devices, self._inventory, on_device)
+        self._rope = devices.put(rope_tables(planned.model, self.context_length))
+        self._state = DeviceState(
             self.spec,
             config,
             self.buckets[-1],
             self.context_length,
-            pool,
+            planned.pool,
             devices,
-            turns=tower is not None and bool(tower.config.axes),
+            rope_offsets=self.features is not None and bool(self.features.tower.config.axes),
         )
         if self._device_proposer is not None:
-            on_device = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
-            self._device_proposer.load(on_device, config.device_rows, self.buckets[-1])
-        jax.block_until_ready((self.weights.leaves, state.held))
+            by_name = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
+            self._device_proposer.load(by_name, config.device_rows, self.buckets[-1])
+        jax.block_until_ready((self.weights.leaves, self._state.donated))
         release_free_memory()  # what reading the weights has freed, before programs raise the peak
         self.load_seconds = time.perf_counter() - began
-        self._gives_logits = False  # whether the programs are compiled
-        self._take_logits: TakeLogits | None = None
-        self._copies_ahead = jax.default_backend() != "cpu"  # if host and device have separate memory
-        self._pooling = pooling
+
+    def _connect(self) -> None:
+        """Make what calls the programs that move states and run steps."""
+        state, devices = self._state, self._devices
         self._state_moves = StateMoves(self._inventory, state, devices.put)
         self._dispatch = Dispatch(
             self._inventory,
@@ -174,64 +174,38 @@ class Runner:
             self.weights.leaves,
             self._rope,
             devices.put,
-            config,
+            self.config,
             self.context_length,
             self._state_moves,
             device_proposer=self._device_proposer,
-            pooling=pooling,
+            pooling=self._pooling,
             features=self.features,
             takes_host_arrays=devices.read_host_memory,
         )
+
+    def _compile(self, progress: StartupProgress) -> None:
+        """Compile all programs, or load them, and run each once."""
         began = time.perf_counter()
         programs, put = self._programs()
-        self._parked: dict[str, ParkedState] = {}  # by request id
         self._slot_moves = SlotMoves(
             self._inventory,
             num_spans(self.buckets[-1]),
             put,
             stale_is_harmless=self.spec.attention.bounded_by_length,
         )
-        self._block_moves = BlockMoves(self._inventory, config.block_size, put)
+        self._block_moves = BlockMoves(self._inventory, self.config.block_size, put)
         self._inventory.compile(
             programs, progress=lambda doing, ready: progress(StartupStep(doing, ready, len(programs)))
         )
-        if store is not None and store.has_new:
-            store.tidy()
+        if self._store is not None and self._store.has_new:
+            self._store.tidy()
         release_free_memory()  # and what compiling or loading programs has freed
         progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began
         self.compiles.mark_warm()
 
-    def _check_prefix_cache(self, drafts: bool) -> None:
-        """Raise ConfigError if this runner cannot have `prefix_cache_dir`. drafts: a model drafts on the device."""
-        if self.config.prefix_cache_dir is None:
-            return
-        if self.isa is None or not self.has_one_row_code:
-            raise ConfigError(
-                "prefix_cache_dir needs the C++ kernels, with which a prefix has the same bits in every run: leave "
-                "it out, or choose dtype bfloat16 and an isa of this machine"
-            )
-        if drafts:
-            raise ConfigError(
-                "prefix_cache_dir does not keep the cache of a draft model: leave it out, or speculate with method "
-                "'ngram' or 'suffix'"
-            )
-
-    def _check_speculation(self) -> None:
-        """Raise ConfigError if no self-check can show that verify steps have the bits of decode steps."""
-        if self.config.speculation is None or (self.config.self_check and self.has_one_row_code):
-            return
-        why = (
-            "prefill and decode do not run the same code (they do with the C++ kernels, in bfloat16 and int8, and on "
-            "a GPU in bfloat16, without experts, recurrent layers and adapters)"
-        )
-        if not self.config.self_check:
-            why = "no self-check runs (set self_check)"
-        raise ConfigError(
-            f"speculative_config: {why}, so speculation would change results here; leave it out"
-        )
-
+    @in_steps
     def start(
         self, plan: Plan, settings: Mapping[str, RowSettings], drafts: Mapping[str, Draft] | None = None
     ) -> InFlight:
@@ -260,6 +234,7 @@ class Runner:
                 part.top.copy_to_host_async()
         return InFlight(plan=plan, first=first, decode=decode)
 
+    @in_steps
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step, and the states that it parked."""
         for swap in step.plan.parks:
@@ -329,6 +304,7 @@ class Runner:
             self.block_storage.clear()
         self.prefill_calls = 0
 
+    @with_own_settings
     def rebuild(self) -> None:
         """Replace cache and row state after a failed step."""
         calls = self.prefill_calls
@@ -352,7 +328,7 @@ class Runner:
         """What one block of the pool has."""
         blocks = jax.ShapeDtypeStruct((1,), jnp.int32)
         read = functools.partial(read_blocks, self.spec)
-        found, _ = jax.eval_shape(read, *self._state.held, jax.ShapeDtypeStruct((), jnp.int32), blocks)
+        found, _ = jax.eval_shape(read, *self._state.donated, jax.ShapeDtypeStruct((), jnp.int32), blocks)
         return BlockLayout.of(found)
 
     @property
@@ -367,16 +343,8 @@ class Runner:
 
     @property
     def has_one_row_code(self) -> bool:
-        """Whether a row runs through the same code in prefill and decode, at any place in a call: the C++ kernels, and
-        on a GPU its kernels, for models whose layers are all in them (findings/gpu.md).
-
-        Otherwise, even if the self-check found equal bits, they may differ in one sample of a hundred.
-        """
-        spec, model = self.spec, self.spec.config
-        names = {spec.attention.name, None if spec.products is None else spec.products.name}
-        if names == {"gpu"}:  # interpreted on a CPU, products are XLA's
-            return jax.default_backend() == "gpu" and model.delta is None and model.experts is None
-        return names == {"native"} and (model.delta is None or spec.native_state is not None)
+        """Whether a row runs through the same code in prefill and decode, see `runner.planned.has_one_row_code`."""
+        return has_one_row_code(self.spec)
 
     def step_costs(self) -> StepCosts:
         """Measure the cost of decode and verify steps. The runner must be idle, and is blank afterwards."""
@@ -429,7 +397,7 @@ class Runner:
 
     def close(self) -> None:
         """Free device memory and executables."""
-        for leaf in (*self.weights.leaves, self._rope):
+        for leaf in (*(self.weights.leaves if self._owns_leaves else ()), self._rope):
             leaf.delete()
         self.weights.leaves.clear()
         self._state.delete()
@@ -448,14 +416,16 @@ class Runner:
         if self.spec.lora is not None:
             self.weights.write_adapter(1, None)
         if self.config.keep_finished:
-            state.rows = self._inventory(CONTINUE, state.rows, *self._devices.put([np.int32(0)] * 2))
+            (state.rows,) = self._inventory(CONTINUE, state.rows, *self._devices.put([np.int32(0)] * 2))
         if self.config.num_blocks is None:
-            state.held = self._slot_moves.warm_up(state.held, copies=self.config.reuses_slots, swaps=swaps)
+            state.donated = self._slot_moves.warm_up(
+                state.donated, copies=self.config.reuses_slots, swaps=swaps
+            )
             if state.saved:
                 self._state_moves.warm_up()
         else:
             loads = self.config.prefix_cache_dir is not None
-            state.held = self._block_moves.warm_up(state.held, swaps=swaps, loads=loads)
+            state.donated = self._block_moves.warm_up(state.donated, swaps=swaps, loads=loads)
 
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
@@ -466,41 +436,42 @@ class Runner:
             self.config,
             self.buckets,
             self.sizes.few,
-            rope=self._rope,
-            rows=jax.eval_shape(state.make_rows),
-            tables=state.tables,
             device_proposer=self._device_proposer,
             pooling=self._pooling,
             features=self.features,
         )
-        whole = make(weights=self.weights.leaves, cache=state.cache, saved=state.saved)
+        rows = jax.eval_shape(state.make_rows)
+        taken = StepState(self.weights.leaves, self._rope, state.cache, rows, state.tables)
+        whole = make(state=taken, saved=state.saved)
         if devices.is_one:
             return whole, Transfers(whole=put, pieces=put)
         mine, saved = state.local()
-        local = make(weights=self.spec.leaves.on_device(), cache=mine, saved=saved)
+        local = make(state=taken._replace(weights=self.spec.leaves.on_device(), cache=mine), saved=saved)
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self._state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
         for swap in plan.parks:
-            self._parked[swap.request_id] = moves.park(state.held, swap)
+            self._parked[swap.request_id] = moves.park(state.donated, swap)
         if self.block_storage is not None and (plan.stores or plan.loads):
             if plan.stores:
-                found = self._block_moves.read(state.held, [each.block for each in plan.stores])
+                found = self._block_moves.read(state.donated, [each.block for each in plan.stores])
                 self.block_storage.store(plan.stores, found)
-            state.held = self._block_moves.load(state.held, plan.loads, self.block_storage.take(plan.loads))
-        state.held = self._block_moves.copy(state.held, plan.copies)
+            state.donated = self._block_moves.load(
+                state.donated, plan.loads, self.block_storage.take(plan.loads)
+            )
+        state.donated = self._block_moves.copy(state.donated, plan.copies)
         for swap in plan.resumes:
-            state.held = moves.resume(state.held, swap, self._parked.pop(swap.request_id))
+            state.donated = moves.resume(state.donated, swap, self._parked.pop(swap.request_id))
             self._dispatch.lengths[swap.slot.index] = swap.length
             self._dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
         for part in plan.continues:
             slot, remaining = self._devices.put([np.int32(part.slot.index), np.int32(part.remaining)])
-            state.rows = self._inventory(CONTINUE, state.rows, slot, remaining)
+            (state.rows,) = self._inventory(CONTINUE, state.rows, slot, remaining)
             self._dispatch.lengths[part.slot.index] = part.length
             self._dispatch.fill_tables(part.slot.index, settings[part.request_id])
         for reuse in () if paged else plan.reuses:
-            state.held = self._slot_moves.reuse(state.held, reuse)
+            state.donated = self._slot_moves.reuse(state.donated, reuse)
             if reuse.place >= 0:
                 self._state_moves.restore(reuse.slot.index, reuse.place)

@@ -5,16 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import block_bytes, keeps_every_position, state_bytes
 from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.runner import memory
-from xla_engine.runner.backends import make_spec
 
 # Beyond these, more rows add little throughput but latency; `xla-engine sweep` shows the trade-off.
 MOST_ROWS = {"cpu": 64}
@@ -24,38 +20,38 @@ DEFAULT_SHARE = 0.25  # share of the device's memory that the default `max_model
 USUAL_SLOTS = 16  # slots assumed for that if the number of slots is "auto"
 
 
-def resolve_length(
-    config: EngineConfig, model: ModelConfig, dtype: str, device: Any, stored: StoredKinds | None = None
-) -> EngineConfig:
+SpecOf = Callable[[ModelConfig], ModelSpec]
+
+
+def resolve_length(config: EngineConfig, model: ModelConfig, spec_of: SpecOf, device: Any) -> EngineConfig:
     """Choose `max_model_len` if it is None and the model's limit exceeds the default.
 
     It becomes the model's limit if the engine then needs at most `DEFAULT_SHARE` of the total memory of `device`;
-    otherwise it is halved until it does, but not below `DEFAULT_MAX_MODEL_LEN`. It is the same at every start on one
-    machine. A model whose rotary frequencies depend on the context length keeps the default, because bits must not
-    depend on the size of the memory. stored: as in `make_spec`.
+    otherwise it is halved until it does, but not below `DEFAULT_MAX_MODEL_LEN`. Weights count as they are without
+    quantisation, so the length does not depend on their form. It is the same at every start on one machine. A model
+    whose rotary frequencies depend on the context length keeps the default, because bits must not depend on the size
+    of the memory. spec_of: makes the spec of the model, or of one of another length.
     """
     limit = model.max_position_embeddings
     by_length = any(rope is not None and rope.follows_context for rope in model.ropes)
     if config.max_model_len is not None or limit <= DEFAULT_MAX_MODEL_LEN or by_length:
         return config
     length = limit
-    while length > DEFAULT_MAX_MODEL_LEN and not _fits(config, model, dtype, length, device, stored):
+    while length > DEFAULT_MAX_MODEL_LEN and not _fits(config, spec_of(model.within(length)), length, device):
         length //= 2
     return replace(config, max_model_len=max(length, DEFAULT_MAX_MODEL_LEN))
 
 
-def _fits(
-    config: EngineConfig, model: ModelConfig, dtype: str, length: int, device: Any, stored: StoredKinds | None
-) -> bool:
+def _fits(config: EngineConfig, spec: ModelSpec, length: int, device: Any) -> bool:
     """Whether an engine with the given slots, or `USUAL_SLOTS`, of `length` tokens needs at most `DEFAULT_SHARE`."""
     config = replace(config, memory_utilization=min(config.memory_utilization, DEFAULT_SHARE))
     if config.num_blocks is not None and config.num_blocks * config.block_size < length:
         return False
     if config.max_num_seqs == AUTO:
         config = replace(config, max_num_seqs=USUAL_SLOTS)
+    plain = memory.ExtraMemory(memory.plain_bytes(spec) - memory.weights_bytes(spec))
     try:
-        spec = make_spec(config, model.within(length), jnp.dtype(dtype), stored)
-        resolve_sizes(config, spec, length, device, available=memory.total_to_each)
+        resolve_sizes(config, spec, length, device, plain, available=memory.total_to_each)
     except ConfigError:
         return False
     return True
@@ -67,6 +63,18 @@ def few_rows(config: EngineConfig) -> tuple[int, ...]:
     See findings/step_programs.md for the reason.
     """
     return tuple(rows for rows in FEW_ROWS if rows * 4 <= config.device_rows)
+
+
+def check_block_size(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if the attention has no blocks of this size, which depends on the cache's dtype."""
+    if not config.uses_blocks:
+        return
+    try:
+        block_bytes(spec, config.block_size)
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}, by this attention and the dtype of its cache; change block_size"
+        ) from error
 
 
 def resolve_sizes(

@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 _SCORE = 256  # operations of products that take about as long as a score, in softmax and in memory
 
 
-class Call(NamedTuple):
+class TowerCall(NamedTuple):
     """A call of a program. number: of the layer or tap. start: the first row of its part."""
 
     kind: str
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     start: int = 0
 
 
-Slices = tuple[tuple[Call, ...], ...]
+Slices = tuple[tuple[TowerCall, ...], ...]
 
 
 def slice_operations(model: ModelConfig, options: EngineConfig) -> float:
@@ -109,23 +109,25 @@ class TowerSlices:
         patches = tokens * self._config.merged
         return next(found for most, found in self._by_patches.items() if patches <= most)
 
-    def _calls(self, rows: int, patches: int) -> Iterator[Call]:
+    def _calls(self, rows: int, patches: int) -> Iterator[TowerCall]:
         """In order. Parts that have spare rows only are left out."""
         c, part = self._config, self.parts[rows]
         starts, taps = range(0, patches, part), c.taps if isinstance(c, PatchConfig) else ()
-        yield Call(EMBED)
+        yield TowerCall(EMBED)
         for layer in range(c.num_hidden_layers):
             if part == rows:
-                yield Call(LAYER, layer)
+                yield TowerCall(LAYER, layer)
             else:
-                yield Call(HEADS, layer)
-                yield from (Call(ROWS, layer, start) for start in starts)
+                yield TowerCall(HEADS, layer)
+                yield from (TowerCall(ROWS, layer, start) for start in starts)
             if layer in taps:
-                yield from (Call(TAP, taps.index(layer), start) for start in starts)
-        yield from (Call(PROJECT, 0, start) for start in (starts if isinstance(c, PatchConfig) else (0,)))
+                yield from (TowerCall(TAP, taps.index(layer), start) for start in starts)
+        yield from (
+            TowerCall(PROJECT, 0, start) for start in (starts if isinstance(c, PatchConfig) else (0,))
+        )
 
     def _packed(self, rows: int, patches: int) -> Slices:
-        slices: list[list[Call]] = []
+        slices: list[list[TowerCall]] = []
         used = 0.0
         for call in self._calls(rows, patches):
             needed = operations(self._config, call.kind, rows, self.parts[rows])
@@ -140,7 +142,7 @@ class TowerSlices:
 _FIRST = ("patch", "patch_bias", "positions")  # leaves of the program before the layers
 
 
-class Stream(NamedTuple):
+class PartlyEncoded(NamedTuple):
     """A picture between two calls.
 
     rows: of the programs that it runs in. x: the residual stream, float32 `[rows, D]`.
@@ -235,7 +237,7 @@ class VisionTower:
         side = self.config.image_size
         return [np.zeros((side, side, CHANNELS), np.uint8)]
 
-    def advance(self, tile: Array, stream: Stream | None, begin: int, end: int) -> Stream:
+    def advance(self, tile: Array, stream: PartlyEncoded | None, begin: int, end: int) -> PartlyEncoded:
         """Start slices `begin` to `end` for a tile. stream: what the slices before have returned, which is donated."""
         slices = self._cut(tile.shape)[1][begin:end]
         return self._run(tile, stream, [call for of_slice in slices for call in of_slice])
@@ -245,13 +247,13 @@ class VisionTower:
         assert tokens is not None, f"no tile of this tower: {shape}"
         return self.slices.of(tokens)
 
-    def _run(self, tile: Array, stream: Stream | None, calls: Iterable[Call]) -> Stream:
+    def _run(self, tile: Array, stream: PartlyEncoded | None, calls: Iterable[TowerCall]) -> PartlyEncoded:
         for call in calls:
             stream = self._started(tile) if stream is None else self._behind(call, stream)
         assert stream is not None, "no call was asked for"
         return stream
 
-    def _started(self, tile: Array) -> Stream:
+    def _started(self, tile: Array) -> PartlyEncoded:
         rows, _ = self._cut(tile.shape)
         inputs = [np.ascontiguousarray(tile)]
         picture: tuple[jax.Array, ...] = ()
@@ -261,9 +263,9 @@ class VisionTower:
             picture = (jax.device_put(angles), jax.device_put(count))
         given = map(jax.device_put, inputs)
         x = self._inventory(program_name(EMBED, rows=rows), self._leaves[EMBED], self._table, *given)
-        return Stream(rows, x, picture, [], {})
+        return PartlyEncoded(rows, x, picture, [], {})
 
-    def _behind(self, call: Call, stream: Stream) -> Stream:
+    def _behind(self, call: TowerCall, stream: PartlyEncoded) -> PartlyEncoded:
         """The picture behind a call."""
         kind, number, start = call
         name, at = program_name(kind, rows=stream.rows), np.int32(start)

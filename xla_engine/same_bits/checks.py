@@ -25,7 +25,7 @@ from xla_engine.same_bits.report import (
     Difference,
     Finding,
     Report,
-    Row,
+    ReportRow,
     compare,
     digits,
 )
@@ -53,8 +53,7 @@ _NEEDED = {  # features of a target, and what it means if one is missing
     "n": ("n", "the target does not take n"),
     "score": ("score", "the target returns no log-probabilities of prompts of token ids"),
 }
-# seen where there should be one
-DRAWN = "drawn"  # until all comparisons of a kind are known
+DRAWN = "drawn"  # why two answers differ, until all comparisons of a kind are known
 _NOTHING = Difference(position=None, left="", right="", delta=None, gap=None)
 
 
@@ -132,7 +131,7 @@ class _Checks:
             if name == "restart" and earlier is None:
                 continue
             self._progress(name)
-            row = self._row = Row(name=name)
+            row = self._row = ReportRow(name=name)
             if name != "alone":
                 self.report.rows.append(row)
             feature, without = _NEEDED.get(name, (None, None))

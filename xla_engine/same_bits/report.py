@@ -19,7 +19,7 @@ ROUNDING, NOT_ROUNDING, UNCLEAR = "rounding", "not rounding", "unclear"
 WORST_FIRST = (NOT_REPEATABLE, NOT_ROUNDING, SEED_IGNORED, UNCLEAR, ROUNDING)
 LARGE = 0.5  # nats: more than rounding moves a log-probability
 SAME, DIFFERS, NOT_VISIBLE = "same", "differs", "not visible"
-# without these, nothing was compared that depends on load
+# Without one of these kinds, nothing was compared that depends on load.
 _DECISIVE = ("repeat", "co-batch")
 
 
@@ -125,7 +125,7 @@ class Finding:
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class ReportRow:
     """One check. compared: pairs of answers, of which `with_logprobs` show log-probabilities.
     failed: pairs of which one had no answer. largest: difference of log-probabilities, in nats. proven: comparisons
     with a proven overlap, and `overlap` its median and maximum. hidden: why nothing could be seen."""
@@ -172,7 +172,7 @@ class Report:
     """All rows. digits: the most significant digits of a log-probability. errors: of requests, counted."""
 
     target: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
     digits: int = 0
     notes: list[str] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)

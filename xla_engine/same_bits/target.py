@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Protocol, runtime_checkable
 
-# that prompts are pieces of
+# Prompts are pieces of this text.
 TEXT = files("xla_engine").joinpath("equivalence/prompts.txt").read_text(encoding="utf-8")
 
 Prompt = str | tuple[int, ...]  # text, or token ids

@@ -5,19 +5,21 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from xla_engine.batch.pooling import POOLING_URLS
-from xla_engine.batch.requests import LineError, LineRequest, parse_record
+from xla_engine.openai.call import Call
+from xla_engine.openai.pooling import POOLING_URLS
+from xla_engine.openai.requests import LineError, LineRequest, parse_record
 from xla_engine.server.errors import ApiError, ClientGone, invalid, refused
 from xla_engine.server.fairness import Shares
 from xla_engine.server.settings import ServerSettings
+from xla_engine.utils.digits import number_of
 from xla_engine.utils.json_line import check_structure, load_object
+from xla_engine.utils.shown import shown
 
 BODIES = 16  # limit on all bodies being read or parsed, as a multiple of the largest body; half of it per key
 # uncounted first bytes of each body, so that large bodies do not block ordinary requests
@@ -85,7 +87,7 @@ class Bodies:
 
     async def _read(self, scope: Scope, receive: Receive, limit: int, count: Callable[[int], None]) -> bytes:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-        if length is not None and length.isdigit() and int(length[:20]) > limit:
+        if length is not None and (number_of(length.decode("latin-1"), limit) or 0) > limit:
             raise _too_large(limit)
         parts: list[bytes] = []
         size = 0
@@ -114,27 +116,6 @@ def _too_large(limit: int) -> ApiError:
         f"the body has more than {limit} bytes; send less, or raise --max-body-bytes",
         code="request_too_large",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One parsed POST.
-
-    request: the request of a batch line with this body.
-    stream: answer in chunks. include_usage: the last chunk has the token usage; continuous_usage: each chunk has it.
-    return_token_ids: the answer has the token ids of prompt and completion.
-    """
-
-    request: LineRequest
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-
-    @property
-    def sequences(self) -> int:
-        """Number of choices in the answer."""
-        return len(self.request.prompts) * self.request.params.n
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -184,7 +165,7 @@ def check_model(name: object, names: Sequence[str]) -> None:
     if isinstance(name, str) and name not in names:
         raise ApiError(
             404,
-            f"the model {name!r} does not exist; this server has {', '.join(names)}",
+            f"the model {shown(name)} does not exist; this server has {', '.join(names)}",
             code="model_not_found",
             param="model",
         )
@@ -195,7 +176,7 @@ def _flag(body: dict[str, Any], name: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise invalid(f"{name} must be true or false, not {value!r}", name)
+        raise invalid(f"{name} must be true or false, not {shown(value)}", name)
     return value
 
 
@@ -204,12 +185,13 @@ def _stream_options(options: object, stream: bool) -> dict[str, bool]:
     if not stream:
         raise invalid(f"{name} needs stream: true", name)
     if not isinstance(options, dict):
-        raise invalid(f"{name} must be an object, not {options!r}", name)
+        raise invalid(f"{name} must be an object, not {shown(options)}", name)
     for key, value in options.items():
         if key == "include_obfuscation":
             continue  # padding against traffic analysis; it makes no difference to the client
         if key not in STREAM_OPTIONS or not isinstance(value, bool | None):
-            message = f"{name} may hold {' and '.join(STREAM_OPTIONS)}, true or false; not {key!r}: {value!r}"
+            allowed = " and ".join(STREAM_OPTIONS)
+            message = f"{name} may hold {allowed}, true or false; not {shown(key)}: {shown(value)}"
             raise invalid(message, name)
     wanted = bool(options.get("include_usage"))  # continuous usage needs it, too
     return {key: wanted and bool(options.get(key)) for key in STREAM_OPTIONS}

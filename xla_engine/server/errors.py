@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from xla_engine.batch.requests import MAX_MESSAGE, LineError, explain
 from xla_engine.errors import EngineClosedError, InvalidRequestError
+from xla_engine.openai.requests import MAX_MESSAGE, LineError, explain
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 
@@ -15,9 +15,19 @@ from xla_engine.scheduler import QueueFullError
 _CODES = {"token_limit_exceeded": "context_length_exceeded", "invalid_json_line": "invalid_json"}
 _FIELDS = frozenset(
     {entry.name for entry in fields(SamplingParams)}
-    | {"prompt", "messages", "priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt"}
+    | {"prompt", "messages", "suffix", "priority", "quantum", "deadline_s", "queue_timeout_s", "cache_salt"}
 )
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES_URL = "/v1/messages"  # whose errors have Anthropic's form
+_OTHER_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _STATUS_OF_END = {"deadline": 408, "queue_timeout": 503, "aborted": 499}
 
 
@@ -53,8 +63,16 @@ class ApiError(Exception):
         """The error as JSON values."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def json(self) -> bytes:
-        return msgspec.json.encode(self.body())
+    def json(self, path: str = "") -> bytes:
+        """The error as JSON, in the form of this path's answers."""
+        found = in_other_form(self.status, self.message) if path.startswith(MESSAGES_URL) else self.body()
+        return msgspec.json.encode(found)
+
+
+def in_other_form(status: int, message: str) -> dict[str, Any]:
+    """An error in Anthropic's form."""
+    name = _OTHER_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": name, "message": message}}
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -9,11 +9,12 @@ from dataclasses import replace
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from xla_engine.batch.results import answer_prefix, asked_for, output_error, result_body
+from xla_engine.openai.answers import answer_pieces
+from xla_engine.openai.call import Call
+from xla_engine.openai.chunks import DONE, ChunkWriter, event
+from xla_engine.openai.results import answer_prefix, asked_for, output_error, result_body
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.server.answers import answer_pieces
-from xla_engine.server.bodies import Call, parse_call, read_json
-from xla_engine.server.chunks import DONE, ChunkWriter, event
+from xla_engine.server.bodies import parse_call, read_json
 from xla_engine.server.errors import ClientGone, api_error, ended, invalid
 from xla_engine.server.service import Service, Submission
 from xla_engine.server.turns import PART_BYTES, Turns
@@ -27,7 +28,7 @@ SSE_HEADERS = [
 
 
 class Generation:
-    """The endpoint of one path of `xla_engine.batch.fields.URLS`, as an ASGI application.
+    """The endpoint of one path of `xla_engine.openai.fields.URLS`, as an ASGI application.
 
     If a client disconnects while its request waits, runs or is sent, the request is aborted at once, and its slot
     is free for the next planned step. A client that reads slowly gets all text since its last chunk in one piece;
@@ -60,7 +61,11 @@ class Generation:
     async def _read(self, scope: Scope, receive: Receive) -> Call:
         bodies = self._service.bodies
         async with bodies.whole(scope, receive) as raw:
-            return await bodies.parsed(lambda: self._parse(raw, scope), len(raw))
+            return await bodies.parsed(lambda: self._parse(raw, scope), self._size(raw, scope))
+
+    def _size(self, raw: bytes, scope: Scope) -> int:
+        """How many bytes `_parse` reads."""
+        return len(raw)
 
     def _parse(self, raw: bytes, scope: Scope) -> Call:
         service = self._service

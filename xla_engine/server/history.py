@@ -16,7 +16,7 @@ GAP_S = 0.25  # a slot that was idle for longer counts as free
 MOST_SEGMENTS = 20_000
 
 
-class Sample(NamedTuple):
+class HistorySecond(NamedTuple):
     """One second. time: Unix seconds. generated, prefilled: tokens a second. kv: fraction of the cache in use."""
 
     time: float
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     kv: float
 
 
-class Segment(NamedTuple):
+class SlotPeriod(NamedTuple):
     """A period in which a slot prefilled or decoded for one request. kind: "prefill" or "decode". Times in Unix
     seconds."""
 
@@ -45,10 +45,10 @@ class History:
     """
 
     def __init__(self, engine: EngineClient) -> None:
-        self.samples: deque[Sample] = deque(maxlen=SECONDS)
+        self.samples: deque[HistorySecond] = deque(maxlen=SECONDS)
         self._engine = engine
-        self._segments: deque[Segment] = deque(maxlen=MOST_SEGMENTS)
-        self._open: dict[int, Segment] = {}
+        self._segments: deque[SlotPeriod] = deque(maxlen=MOST_SEGMENTS)
+        self._open: dict[int, SlotPeriod] = {}
         self._looked = 0.0
         self._hears_plans = False
 
@@ -81,7 +81,7 @@ class History:
             return
         if last is not None:
             self._segments.append(last._replace(end=min(now, last.end + RESOLUTION_S)))
-        self._open[slot] = Segment(slot, kind, request_id, now, now)
+        self._open[slot] = SlotPeriod(slot, kind, request_id, now, now)
 
     async def sample(self) -> None:
         """Take a sample every second, until cancelled."""
@@ -95,7 +95,7 @@ class History:
             stats, now = engine.stats(), time.monotonic()
             seconds = max(now - at, 1e-9)
             self.samples.append(
-                Sample(
+                HistorySecond(
                     time=time.time(),
                     generated=(stats.generation_tokens - before.generation_tokens) / seconds,
                     prefilled=(stats.prompt_tokens - before.prompt_tokens) / seconds,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from xla_engine import __version__
 from xla_engine.errors import XlaEngineError
-from xla_engine.observability.metrics import CONTENT_TYPE, Family, counter, gauge, text_of
-from xla_engine.server.answers import list_pieces
+from xla_engine.observability.metrics import CONTENT_TYPE, MetricFamily, counter, gauge, text_of
+from xla_engine.openai.answers import list_pieces
 from xla_engine.server.bodies import check_model
 from xla_engine.server.errors import api_error, invalid
 from xla_engine.server.fairness import FairWorker, Shares
@@ -27,7 +28,10 @@ from xla_engine.server.service import LONG_TEXT, Service
 from xla_engine.server.turns import Turns
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.digits import number_of
+from xla_engine.utils.plain import integer_of
 from xla_engine.utils.resident import resident_bytes
+from xla_engine.utils.shown import shown
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -63,10 +67,10 @@ class MadeResponse(Response):
 
 def limit_of(request: Request, default: int, *, most: int) -> int:
     """How many items of a list a request asks for with `limit`. Raises ApiError."""
-    limit = request.query_params.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+    limit = number_of(request.query_params.get("limit", str(default)), most)
+    if limit is None or not 1 <= limit <= most:
         raise invalid(f"limit must be from 1 to {most}", "limit")
-    return int(limit)
+    return limit
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -84,9 +88,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """Body of /detokenize."""
+    """Body of /detokenize. tokens: ids, which count by value."""
 
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]], msgspec.Meta(max_length=MAX_TEXT)]
+    tokens: Annotated[list[int | float], msgspec.Meta(max_length=MAX_TEXT)]
     model: str | None = None
 
 
@@ -97,7 +101,8 @@ class Info:
         self._service = service
         self._long = FairWorker("tokenize")  # one long text at a time
         self._shares = Shares(QUEUED, "too many texts are being tokenised; retry later")
-        self._page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
+        page = files("xla_engine.server").joinpath("page.html").read_text(encoding="utf-8")
+        self._page = page.replace("READER_DEFAULTS", json.dumps(dict(service.settings.reader_defaults)))
 
     async def health(self, _: Request) -> Response:
         """Whether the process can do its work: 503 once the engine is gone; and its heartbeat."""
@@ -176,14 +181,14 @@ class Info:
         body = await self._body(request, DetokenizeBody)
         tokenizer, tokens = self._tokenizer(), body.tokens
         return await self._made(
-            request, len(tokens), lambda: tokens, lambda ids: _detokenized(ids, tokenizer)
+            request, len(tokens), lambda: map(_token_id, tokens), lambda ids: _detokenized(ids, tokenizer)
         )
 
     async def _made(
         self,
         request: Request,
         size: int,
-        encode: Callable[[], Sequence[int]],
+        encode: Callable[[], Iterable[int]],
         pieces: Callable[[Sequence[int]], Iterator[bytes]],
     ) -> Response:
         """An answer that is encoded as the client reads it. size: of the input, in characters or tokens."""
@@ -274,6 +279,14 @@ def _tokenized(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | No
     yield b"}"
 
 
+def _token_id(value: float) -> int:
+    """The id that a number of a body is. Raises ApiError."""
+    token = integer_of(value)
+    if token is None or not 0 <= token < 2**31:
+        raise invalid(f"tokens must be ids, whole numbers of at least 0, not {shown(value)}", "tokens")
+    return token
+
+
 def _detokenized(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[bytes]:
     """The answer of /detokenize."""
     text = tokenizer.incremental(skip_special_tokens=False)
@@ -293,7 +306,7 @@ def _moment(text: str) -> float:
     return moment
 
 
-def server_metrics(service: Service) -> tuple[Family, ...]:
+def server_metrics(service: Service) -> tuple[MetricFamily, ...]:
     """The metrics that only a server has."""
     model, times = {"model_name": service.settings.model_names[0]}, service.times
     resident = resident_bytes()

@@ -22,7 +22,7 @@ from xla_engine.server.turns import PART_BYTES
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})  # no key needed
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-# prefixes of paths that contain a name
+# Prefixes of paths that contain a name.
 _FAMILIES = ("/v1/files/", "/v1/batches/", "/v1/models/", "/v1/responses/")
 _UNEXPECTED = ApiError(500, "the server failed on this request; see its log", code="internal_error")
 
@@ -119,12 +119,12 @@ class ApiErrors:
         try:
             await self._app(scope, receive, noted)
         except ApiError as error:
-            await send_json(send, error.status, error.json(), error.headers)
+            await send_json(send, error.status, error.json(scope["path"]), error.headers)
         except ClientGone:
             raise
         except Exception:
             if scope["type"] == "http" and not begun:
-                await send_json(send, 500, _UNEXPECTED.json())
+                await send_json(send, 500, _UNEXPECTED.json(scope["path"]))
             raise
 
 
@@ -155,15 +155,20 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = header.partition(b" ")
-        given = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() != b"bearer" or True not in matches:
-            raise ApiError(
-                401,
-                "no valid API key; send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-        return given.hex()[:16]
+        for given in map(hashlib.sha256, _given_keys(scope)):
+            if True in [hmac.compare_digest(given.digest(), digest) for digest in self._digests]:
+                return given.hexdigest()[:16]
+        raise ApiError(
+            401,
+            "no valid API key; send the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+def _given_keys(scope: Scope) -> list[bytes]:
+    """The keys that a request gives: one as OpenAI's clients do, and one as Anthropic's do."""
+    headers = dict(reversed(scope["headers"]))  # of several of one name the first
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    found = [key.strip()] if scheme.lower() == b"bearer" else []
+    return [*found, headers[b"x-api-key"].strip()] if b"x-api-key" in headers else found

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.routing import Route
 
 from xla_engine import __version__
-from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL, LABELS, LINE_FIELDS
+from xla_engine.openai.fields import CHAT_URL, COMPLETIONS_URL, LABELS, LINE_FIELDS
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.server.middleware import OPEN_PATHS
 

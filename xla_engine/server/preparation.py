@@ -2,11 +2,10 @@
 read pictures, and compile constraints."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from xla_engine.engine.requests.validation import RequestValidator
 from xla_engine.errors import InvalidRequestError
@@ -16,6 +15,7 @@ from xla_engine.server.errors import invalid
 from xla_engine.server.fairness import FairWorker, Shares
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.worker_process import WorkerProcess
+from xla_engine.utils.json_size import counted
 
 MAX_MESSAGES = 8192  # in one chat
 MAX_VALUES = 1 << 16  # JSON values in the messages, tools and template variables of one chat
@@ -42,6 +42,13 @@ class ChatSize:
         return self.values <= SMALL_VALUES and self.characters <= SMALL_CHARACTERS
 
 
+def check_parts(chat: Chat) -> None:
+    """Raise ApiError if the messages have more parts than values are allowed, before any part is looked at."""
+    contents = (each.get("content") for each in chat.messages if isinstance(each, Mapping))
+    if sum(len(content) for content in contents if isinstance(content, list | tuple)) > MAX_VALUES:
+        raise invalid(f"the messages have more than {MAX_VALUES} parts; send less", "messages")
+
+
 def chat_size(chat: Chat) -> ChatSize:
     """The size of a chat's input to the template. Raises ApiError if it exceeds the limits."""
     if len(chat.messages) > MAX_MESSAGES:
@@ -51,26 +58,14 @@ def chat_size(chat: Chat) -> ChatSize:
             "messages",
         )
     values = characters = 0
-    level: list[Any] = [chat.messages, chat.options.get("tools"), chat.options.get("chat_template_kwargs")]
-    while level:
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                characters += len(value)
-            elif isinstance(value, Mapping):
-                values += len(value)
-                characters += sum(len(name) for name in value if isinstance(name, str))
-                below += value.values()
-            elif isinstance(value, Sequence):
-                values += len(value)
-                below += value
-            if values > MAX_VALUES or characters > MAX_CHARACTERS:
-                raise invalid(
-                    f"messages, tools and chat_template_kwargs have more than {MAX_CHARACTERS} characters or "
-                    f"{MAX_VALUES} JSON values; send less",
-                    "messages",
-                )
-        level = below
+    parts = (chat.messages, chat.options.get("tools"), chat.options.get("chat_template_kwargs"))
+    for values, characters in counted(*parts):
+        if values > MAX_VALUES or characters > MAX_CHARACTERS:
+            raise invalid(
+                f"messages, tools and chat_template_kwargs have more than {MAX_CHARACTERS} characters or "
+                f"{MAX_VALUES} JSON values; send less",
+                "messages",
+            )
     return ChatSize(values, characters)
 
 

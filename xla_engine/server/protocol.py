@@ -8,6 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xla_engine.server.request_parser import RequestParser, refusal
 from xla_engine.server.settings import ServerSettings
 
 MAX_FIELDS = 100  # headers and trailers of one request
@@ -76,6 +77,10 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
         _awaited: str | None = None
         _timer: asyncio.TimerHandle | None = None
 
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.parser = RequestParser(self)  # type: ignore[assignment]  # it has what uvicorn uses
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             places.make_room(len(self.connections))
@@ -115,6 +120,9 @@ def limited_protocol(settings: ServerSettings, max_connections: int | None) -> t
         def on_headers_complete(self) -> None:
             if len(self.url) + self._field_bytes > most:
                 self._stop(_TOO_LARGE)
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            if (status := refusal(method, version, self.headers)) is not None:
+                self._stop(status)
             if places.limit is not None and len(self.connections) > places.limit:
                 self._stop("503 Service Unavailable")
             self._in_head, self._framing = False, 0

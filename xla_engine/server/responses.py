@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
-from xla_engine.batch.fields import CHAT_URL
-from xla_engine.batch.responses import FieldError, chat_body, items_of
-from xla_engine.batch.results import ResponseWriter, output_error
-from xla_engine.server.answers import PAUSE
-from xla_engine.server.bodies import Call, parse_call, read_json
-from xla_engine.server.chunks import DONE
-from xla_engine.server.errors import ApiError, ended
-from xla_engine.server.generation import SSE_HEADERS, Generation, send_json, send_part
+from xla_engine.openai.call import Call
+from xla_engine.openai.chunks import DONE
+from xla_engine.openai.fields import CHAT_URL
+from xla_engine.openai.response_items import FieldError, items_of, referenced
+from xla_engine.openai.responses import ResponseBuilder, chat_body
+from xla_engine.openai.results import AnswerWriter, response_writer
+from xla_engine.server.bodies import parse_call, read_json
+from xla_engine.server.errors import ApiError
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service, Submission
 from xla_engine.text.parsers.chats import Chat
+from xla_engine.utils.shown import shown
 
-TOO_LONG = "context_length_exceeded"  # error code of a prompt that does not fit
 MAX_LISTED = 100  # items in one answer
 TENANT_BYTES = 16 << 20
 TOTAL_BYTES = 64 << 20
+_INSTRUCTIONS = ("system", "developer")  # roles
 
 
-class Responses(Generation):
-    """The chat endpoint with answers in the Responses format."""
+class Responses:
+    """The form of `/v1/responses`, and its stored responses."""
+
+    end = DONE
 
     def __init__(self, service: Service) -> None:
-        super().__init__(service, CHAT_URL)
+        self._service = service
         self.memory = Memory()
 
-    def _parse(self, raw: bytes, scope: Scope) -> Call:
+    def size(self, raw: bytes, scope: Scope) -> int:
+        """The bytes of the body, and those that its caller has stored if it may name a previous response or item."""
+        names = (b"previous_response_id", b"item_reference", b'"id"', b"\\u")  # an escape may hide a name
+        may_follow = any(name in raw for name in names)
+        return len(raw) + (self.memory.held(scope["state"].get("tenant", "")) if may_follow else 0)
+
+    def parse(self, raw: bytes, scope: Scope) -> Call:
+        """The call of a body. Raises ApiError."""
         try:
             return self._parsed(raw, scope)
         except FieldError as error:
@@ -48,7 +57,7 @@ class Responses(Generation):
     def _parsed(self, raw: bytes, scope: Scope) -> Call:
         service, body = self._service, read_json(raw)
         tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
-        items = items_of(body.get("input"))
+        items = self.memory.resolved(tenant, items_of(body.get("input")))
         if previous is not None:
             if (found := self.memory.find(tenant, previous)) is None:
                 message = (
@@ -59,23 +68,31 @@ class Responses(Generation):
             items = msgspec.json.decode(found[1]) + items
         chat = chat_body({**body, "input": items})
         call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
-        return replace(call, request=replace(call.request, response={**body, "input": items}))
+        # encoded here, because parsing has a thread of its own if there is much
+        kept = [_packed(item) for item in items] if body.get("store") else []
+        return replace(call, request=replace(call.request, response={**body, "input": kept}))
 
-    async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
-        """Queue the call. With `truncation: "auto"`, drop its oldest messages if it does not fit."""
-        truncates = (call.request.response or {}).get("truncation") == "auto"
-        without, shorter = 0, call.request
-        while True:
-            try:
-                return await super()._submit(scope, replace(call, request=shorter), name)
-            except ApiError as error:
-                (chat,) = call.request.prompts
-                assert isinstance(chat, Chat)
-                without = 2 * without + 1
-                messages = _without_oldest(chat.messages, without)
-                if error.code != TOO_LONG or not truncates or messages is None:
-                    raise
-                shorter = replace(call.request, prompts=(replace(chat, messages=messages),))
+    def shorter(self, call: Call, without: int) -> Call | None:
+        """A call without this number of its oldest messages, if it has `truncation: "auto"`."""
+        if (call.request.response or {}).get("truncation") != "auto":
+            return None
+        (chat,) = call.request.prompts
+        assert isinstance(chat, Chat)
+        messages = _without_oldest(chat.messages, without)
+        if messages is None:
+            return None
+        return replace(call, request=replace(call.request, prompts=(replace(chat, messages=messages),)))
+
+    def writer(self, call: Call, name: str, submission: Submission) -> AnswerWriter[ResponseBuilder]:
+        header, thinking = self._service.header(), submission.thinking
+        return response_writer(call.request, name, header, thinking=thinking, pack=_packed)
+
+    def ended(self, call: Call, writer: AnswerWriter[ResponseBuilder], submission: Submission) -> None:
+        """Keep a response that has ended, if requested."""
+        body = call.request.response
+        if body is not None and body.get("store"):
+            items = body["input"] + writer.builder.output
+            self.memory.keep(submission.tenant, writer.builder.response, items)
 
     async def read(self, request: Request) -> Response:
         """`GET /v1/responses/ID`."""
@@ -109,50 +126,8 @@ class Responses(Generation):
         self.memory.delete(tenant, name)
         return JsonResponse({"id": name, "object": "response", "deleted": True})
 
-    async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
-        (output,) = await self._whole(call, submission)
-        writer = self._writer(call, name, submission)
-        async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output, int(time.time()))):
-            pass
-        self._keep(call, writer, submission)
-        await send_json(send, 200, msgspec.json.encode(writer.builder.response))
 
-    async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
-        turns, writer = self._service.turns, self._writer(call, name, submission)
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async for part in turns.parts(map(_event, writer.builder.begin())):
-            await send_part(send, part)
-        while not submission.finished:
-            await submission.next_news()
-            async for part in turns.parts(self._events(call, writer, submission)):
-                await send_part(send, part)
-        await send_part(send, DONE)
-        await send_part(send, b"", last=True)
-
-    def _writer(self, call: Call, name: str, submission: Submission) -> ResponseWriter:
-        header, thinking = self._service.header(), submission.thinking
-        return ResponseWriter(call.request, name, header, thinking=thinking, pack=_packed)
-
-    def _events(self, call: Call, writer: ResponseWriter, submission: Submission) -> Iterator[bytes]:
-        """The events of new output, up to a failure. The response is kept before its last event is sent."""
-        for _, output in submission.take():
-            if (error := output_error(call.request, output)) is not None:
-                failure = ended(error)
-                yield _event(writer.builder.failed(failure.code, failure.message))
-                return
-            for event in writer.events(output, int(time.time())):
-                yield PAUSE if event is None else _event(event)
-        self._keep(call, writer, submission)
-
-    def _keep(self, call: Call, writer: ResponseWriter, submission: Submission) -> None:
-        """Keep a response that has ended, if requested."""
-        body = call.request.response
-        if writer.ended and body is not None and body.get("store"):
-            items = body["input"] + writer.builder.output
-            self.memory.keep(submission.tenant, writer.builder.response, items)
-
-
-def _packed(entry: dict[str, Any]) -> msgspec.Raw:
+def _packed(entry: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(entry))
 
 
@@ -163,7 +138,7 @@ def _without_oldest(
 
     Returns None if no message is left.
     """
-    first = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    first = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
     rest = list(messages[first + number :])
     while rest and rest[0]["role"] == "tool":
         del rest[0]
@@ -175,10 +150,6 @@ def _names(request: Request) -> tuple[str, str]:
     return tenant_of(request), request.path_params["id"]
 
 
-def _event(value: Mapping[str, Any]) -> bytes:
-    return b"event: " + value["type"].encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
-
-
 class Memory:
     """The newest responses with `store: true`, as JSON. If full, the tenant with the most bytes loses its oldest
     ones."""
@@ -186,16 +157,26 @@ class Memory:
     def __init__(self) -> None:
         self._kept: defaultdict[str, OrderedDict[str, tuple[bytes, bytes]]] = defaultdict(OrderedDict)
         self._held: defaultdict[str, int] = defaultdict(int)
+        self._items: defaultdict[str, dict[str, list[str]]] = defaultdict(
+            dict
+        )  # ids, by the responses that have them
+        self._makers: defaultdict[str, dict[str, str]] = defaultdict(dict)  # the other way round
 
     def keep(self, tenant: str, response: dict[str, Any], items: list[Any]) -> None:
         """Store a response. items: its whole conversation and its output, for a response that follows it."""
         data = msgspec.json.encode(response), msgspec.json.encode(items)
         self._kept[tenant][response["id"]] = data
+        ids = self._items[tenant][response["id"]] = [item["id"] for item in response.get("output") or ()]
+        self._makers[tenant].update(dict.fromkeys(ids, response["id"]))
         self._held[tenant] += sum(map(len, data))
         while self._held.get(tenant, 0) > TENANT_BYTES:
             self._forget(tenant)
         while sum(self._held.values()) > TOTAL_BYTES:
             self._forget(max(self._held, key=self._held.__getitem__))
+
+    def held(self, tenant: str) -> int:
+        """The bytes that a tenant's responses and their items have."""
+        return self._held.get(tenant, 0)
 
     def find(self, tenant: str, name: object) -> tuple[bytes, bytes] | None:
         """A response and its items as JSON; the bytes are shared. None if it does not exist or is another tenant's."""
@@ -210,6 +191,27 @@ class Memory:
             raise ApiError(404, message, code="not_found", param="id")
         return data
 
+    def resolved(self, tenant: str, items: list[Any]) -> list[Any]:
+        """The items, with those of stored responses in place of references to them. Raises ApiError."""
+        stored: dict[str, dict[str, Any]] = {}  # the items of the responses that were looked at, by their ids
+        makers, found, names = self._makers.get(tenant, {}), list(items), set[str]()
+        for number, item in enumerate(items):
+            if (name := referenced(item)) is None:
+                continue
+            what = f"input[{number}] refers to the item {shown(name)}, which"
+            if name in names:  # repeated, a large item would need memory without bounds
+                raise ApiError(
+                    400, f"{what} is in the input already; leave one out", code="invalid_value", param="input"
+                )
+            if name not in stored and (data := self.find(tenant, makers.get(name))) is not None:
+                stored |= {each["id"]: each for each in msgspec.json.decode(data[0])["output"]}
+            if name not in stored:
+                message = f"{what} is not kept here; send the item itself"
+                raise ApiError(400, message, code="item_not_found", param="input")
+            found[number] = stored[name]
+            names.add(name)
+        return found
+
     def delete(self, tenant: str, name: str) -> None:
         """Raises ApiError as `kept` does."""
         self.kept(tenant, name)
@@ -218,7 +220,10 @@ class Memory:
     def _forget(self, tenant: str, name: str | None = None) -> None:
         """Drop one response, or the tenant's oldest."""
         kept = self._kept[tenant]
-        data = kept.popitem(last=False)[1] if name is None else kept.pop(name)
+        name = next(iter(kept)) if name is None else name
+        data = kept.pop(name)
         self._held[tenant] -= sum(map(len, data))
+        for item in self._items[tenant].pop(name):
+            self._makers[tenant].pop(item, None)
         if not kept:
-            del self._kept[tenant], self._held[tenant]
+            del self._kept[tenant], self._held[tenant], self._items[tenant], self._makers[tenant]

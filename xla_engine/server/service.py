@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 from xla_engine import prompts
 from xla_engine.async_llm import AsyncLLM
-from xla_engine.batch.requests import LineRequest, Prompt
-from xla_engine.batch.results import ResultHeader
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Seen
 from xla_engine.errors import EngineClosedError, TokenLimitError
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.model_loader.peft.request import LoRARequest
+from xla_engine.openai.requests import LineRequest, Prompt
+from xla_engine.openai.results import ResultHeader
 from xla_engine.outputs import RequestOutput
+from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import TextPair, TokensPrompt, prompt_parts, without_pictures
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.server.bodies import Bodies
 from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
 from xla_engine.server.history import History
-from xla_engine.server.preparation import Constraints, Pictures, Rendering
+from xla_engine.server.preparation import Constraints, Pictures, Rendering, check_parts
 from xla_engine.server.settings import ServerSettings
 from xla_engine.server.turns import PIECE_S, Turns
+from xla_engine.text.fill_in import FillIn
 from xla_engine.text.parsers.chats import Chat, Dialect, opens_reasoning
 
 if TYPE_CHECKING:
@@ -39,12 +41,14 @@ if TYPE_CHECKING:
 _RECENT = 0.1  # weight of the last request in `recent_seconds`
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised in another thread
 ECHOED_TEXT = 256  # the same limit for an echoed prompt, whose exact length the size check needs
-_NORMALISER_SLACK = 4  # as in the engine's check of characters
+WHOLE = SamplingParams()  # prompts are not truncated
 _EXPECTED_TOKENS = 2048  # assumed for a sequence that may have more
 
 
-def most_tokens(content: str | Sequence[int] | TextPair) -> int:
+def most_tokens(content: str | Sequence[int] | TextPair | FillIn) -> int:
     """The number of a prompt's tokens; for text an upper bound: one for each byte, and two special tokens."""
+    if isinstance(content, FillIn):
+        return most_tokens(content.token_ids or content.before + content.after) + 3
     if isinstance(content, TextPair):
         content = content.first + content.second
     return len(content.encode(errors="replace")) + 2 if isinstance(content, str) else len(content)
@@ -160,18 +164,23 @@ class Service:
         """Value of the retry-after header: the mean time of recent requests, between 1 and 60 seconds."""
         return min(60, max(1, math.ceil(self.times.recent_seconds)))
 
-    async def ready_prompt(self, prompt: Prompt, *, key: str, long: int = LONG_TEXT) -> prompts.Prompt:
+    async def ready_prompt(
+        self, prompt: Prompt, *, key: str, long: int = LONG_TEXT, params: SamplingParams = WHOLE
+    ) -> prompts.Prompt:
         """Prepare a prompt; long work runs in other threads. Raises ApiError and InvalidRequestError.
 
-        key: of the caller. long: text with more characters is tokenised here, in another thread.
+        key: of the caller. long: text with more characters is tokenised here, in another thread. params: of the
+        request, which may truncate the prompt.
         """
-        if isinstance(prompt, tuple) and len(prompt) > (longest := self.engine.max_model_len):
+        longest, truncates = self.engine.max_model_len, params.truncate_prompt_tokens is not None
+        if isinstance(prompt, tuple) and len(prompt) > longest and not truncates:
             raise TokenLimitError(
                 f"the prompt has {len(prompt)} tokens, more than max_model_len {longest}; shorten it or raise "
                 "max_model_len"
             )
         ready: prompts.Prompt
         if isinstance(prompt, Chat):
+            check_parts(prompt)
             messages, pictures = without_pictures(prompt.messages)
             ready = await self.rendering.render(replace(prompt, messages=messages), key)
             if pictures:
@@ -179,13 +188,22 @@ class Service:
         else:
             ready = prompt
         tokenizer = self.engine.tokenizer
+        if isinstance(ready, FillIn) and tokenizer is not None and len(ready.before + ready.after) > long:
+            found = await asyncio.to_thread(self.engine.validator.token_ids, ready, SamplingParams())
+            return replace(ready, token_ids=found)
         if not isinstance(ready, str) or len(ready) <= long or tokenizer is None:
             return ready
-        longest = _NORMALISER_SLACK * tokenizer.longest_token * self.engine.max_model_len
-        if len(ready) > longest:  # the engine rejects it without tokenising
+        validator, special = (
+            self.engine.validator,
+            not isinstance(prompt, Chat),
+        )  # a chat's template adds them
+        part = validator.part_of(ready, params)
+        if len(part) < len(ready) and not truncates:  # the engine rejects it without tokenising
             return ready
-        special = not isinstance(prompt, Chat)  # a chat's template adds them
-        ids = await asyncio.to_thread(tokenizer.encode, ready, add_special_tokens=special)
+        if truncates and isinstance(params, PoolingParams):
+            found = await asyncio.to_thread(validator.token_ids, ready, params, add_special_tokens=special)
+            return TokensPrompt(prompt=ready, prompt_token_ids=found)
+        ids = await asyncio.to_thread(tokenizer.encode, part, add_special_tokens=special)
         return TokensPrompt(prompt=ready, prompt_token_ids=ids)
 
     def _bounded(self, request: LineRequest, most: Sequence[int]) -> int:
@@ -242,10 +260,15 @@ class Service:
         headers: of HTTP; a `traceparent` names the trace that the request belongs to.
         """
         long = ECHOED_TEXT if request.echo else LONG_TEXT
-        ready = [await self.ready_prompt(prompt, key=salt, long=long) for prompt in request.prompts]
+        ready = [
+            await self.ready_prompt(prompt, key=salt, long=long, params=request.params)
+            for prompt in request.prompts
+        ]
         parts = [prompt_parts(prompt) for prompt in ready]
-        held = self._bounded(request, [most_tokens(each.content) for each in parts])
-        await self.constraints.compile(request.params, salt)
+        kept = self.engine.validator.most_kept(request.params) or self.engine.max_model_len
+        held = self._bounded(request, [min(most_tokens(each.content), kept) for each in parts])
+        params = request.reading.sampling(request.params, parts[0].text)
+        await self.constraints.compile(params, salt)
         options = dict(request.options)
         if (adapter := self.adapter_named(request.model)) is not None:
             options["lora_request"] = adapter
@@ -273,7 +296,7 @@ class Service:
                 request_id = name + (f"-{index}" if index else "")
                 self.engine.submit(
                     prompt,
-                    request.params,
+                    params,
                     request_id=request_id,
                     add_special_tokens=not isinstance(given, Chat),  # a chat's template adds them
                     collector=submission.collector,

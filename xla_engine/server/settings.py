@@ -16,6 +16,7 @@ class ServerSettings:
     adapter_names: those of `model_names` that are adapters.
     api_keys: one of them is needed for every path except the probes; empty: no key is needed.
     sampling_defaults: sampling fields, and `chat_template`, for requests that do not set them.
+    reader_defaults: sampling fields that the page at / sends, where a person reads the answer.
     max_tokens: default of requests; None means 16 for completions and the rest of the context for chats.
     max_waiting: limit on waiting sequences, in addition to those in slots; further requests get status 429.
     max_answer_values: limit on tokens plus log-probabilities of an answer; see `answer_values`. A single sequence is
@@ -41,6 +42,7 @@ class ServerSettings:
     adapter_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    reader_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     max_waiting: int = 1024
     max_answer_values: int = 1 << 21

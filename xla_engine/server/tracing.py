@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from xla_engine import __version__
-from xla_engine.batch.requests import LineRequest
 from xla_engine.errors import ConfigError
+from xla_engine.openai.requests import LineRequest
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.extras import install
 

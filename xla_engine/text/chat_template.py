@@ -5,17 +5,22 @@ does not limit time or memory, so it runs in its own process (`chat_worker`) und
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from hashlib import blake2b
 from importlib.util import find_spec
+from itertools import chain, islice
 from typing import Any
 
 from xla_engine.errors import ChatTemplateError, InvalidRequestError
 from xla_engine.model_loader.chat_templates import MAX_TEMPLATE, ChatTemplate
+from xla_engine.text.conversation import IMAGE_PART, Message, Skeleton, forms, missing_text, normalised
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.plain import plain as as_plain
 
-Message = Mapping[str, Any]
+__all__ = ["Message", "chosen_template", "render_chat"]
 
 CHAT_OPTIONS = (  # arguments of a chat in Python, in addition to those of a request
     "chat_template",
@@ -29,8 +34,12 @@ MAX_CHARACTERS = 1 << 24  # of a rendered conversation
 MAX_CONVERSATION = 1 << 26  # bytes of messages and tools as JSON
 
 _CONTEXT = frozenset({"messages", "tools", "add_generation_prompt"})
-IMAGE_PART = {"type": "image"}
 _TYPES = "type"  # a template that tells parts apart reads their type
+_DEVELOPER = ("'developer'", '"developer"')  # in a template that knows this role
+_MOST_CHOICES = 4096  # outlines of conversations whose form is remembered
+_MOST_TRIED = (
+    1 << 16
+)  # messages in all forms of one conversation, so that a long one is refused in bounded time
 _PROBE = "xla engine probe"
 _MARK = "\ue000continue here\ue000 "  # appended to the message to continue; private use characters
 
@@ -63,19 +72,23 @@ def render_chat(
         messages: dicts with "role" and "content". Content is text, a list of {"type": "text", "text": ...} and
             {"type": "image"} parts, or None with "tool_calls", whose JSON "arguments" the template sees as objects.
             Text parts alone are joined by newlines, and a text is one part, whichever the template prints.
-            template: the checkpoint's, or jinja2 source.
-            tools: JSON schemas of functions that the model may call.
-            add_generation_prompt: end with the beginning of an assistant message.
-            continue_final_message: end inside the last message instead, so that the model continues it.
-            chat_template_kwargs: further variables of the template, for example "enable_thinking".
-            cpu_limit_s, max_characters: limits on the rendering.
-            process: a process of "chat_worker.py", which renders one chat at a time. None: a shared one.
+            What `normalised` reads in other forms is accepted, too.
+        template: the checkpoint's, or jinja2 source.
+        tools: JSON schemas of functions that the model may call.
+        add_generation_prompt: end with the beginning of an assistant message.
+        continue_final_message: end inside the last message instead, so that the model continues it.
+        chat_template_kwargs: further variables of the template, for example "enable_thinking".
+        cpu_limit_s, max_characters: limits on the rendering.
+        process: a process of "chat_worker.py", which renders one chat at a time. None: a shared one.
 
     The template writes special tokens such as the begin token itself, so tokenise the text without adding them.
     With a template that calls `strftime_now`, the prompt depends on the date.
 
+    The prompt has the text of every message. If the template would drop one, or rejects the messages, they are told in
+    another form (`conversation.forms`): developer messages as system messages, calls one by one or as text.
+
     Raises InvalidRequestError for invalid messages. Raises ChatTemplateError if the template is missing, rejects
-    the messages or exceeds a limit.
+    the messages, drops the text of one in every form, or exceeds a limit.
     """
     if template is None:
         raise ChatTemplateError(
@@ -86,7 +99,7 @@ def render_chat(
         raise InvalidRequestError(
             "add_generation_prompt and continue_final_message exclude each other; set the first to false"
         )
-    plain = _plain_messages(as_plain(messages))
+    plain = normalised(as_plain(messages))
     extra = dict(chat_template_kwargs or {})
     if reserved := sorted(_CONTEXT & extra.keys()):
         raise InvalidRequestError(
@@ -99,64 +112,99 @@ def render_chat(
     if len(source) > MAX_TEMPLATE:
         raise ChatTemplateError(f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE}")
     worker = process or _PROCESS
-    plain = _shaped(plain, in_parts=_TYPES in source and _prints_only_parts(source, worker, cpu_limit_s))
-    final = _continued(plain[-1]) if continue_final_message else ""
-    given = {
-        "messages": plain,
-        "tools": list(tools) if tools else None,
-        "add_generation_prompt": add_generation_prompt,
-    }
-    context = {"documents": None} | special_tokens | extra | given
-    text = _render(source, context, cpu_limit_s, max_characters, worker)
+    in_parts = _TYPES in source and _prints_only_parts(source, worker, cpu_limit_s)
+    knows_developer = any(quoted in source for quoted in _DEVELOPER)
+    render = partial(_render, source, cpu_limit_s=cpu_limit_s, max_characters=max_characters, process=worker)
+    context = {"documents": None} | special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
+    outline = Skeleton(plain)
+
+    first_tool = list(tools)[:1] if tools else None
+
+    def shows_all(told: list[dict[str, Any]]) -> bool:
+        given = {"messages": _shaped(told, in_parts=in_parts), "tools": first_tool}
+        return outline.dropped(render(context | given)) is None
+
+    known = forms(outline.messages, knows_developer=knows_developer)
+    choice = _CHOICES.of((source, in_parts, context, first_tool), known, shows_all)
+    told = next(islice(forms(plain, knows_developer=knows_developer), choice or 0, None))
+    told = _shaped(told, in_parts=in_parts)
+    final = _continued(told[-1]) if continue_final_message else ""
+    text = render(context | {"messages": told, "tools": list(tools) if tools else None})
+    if choice is None and (dropped := missing_text(plain, text)) is not None:
+        raise ChatTemplateError(
+            f"the chat template drops the text of messages[{dropped}], whose role is {plain[dropped]['role']!r}; give "
+            "it a role that the template shows there"
+        )
     return _up_to_mark(text, final) if continue_final_message else text
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError("messages must be a list of at least one {'role': ..., 'content': ...}")
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
+class _Choices:
+    """The first form of a conversation in which a template shows everything, kept for conversations of one outline."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, int | None] = OrderedDict()
+
+    def of(
+        self,
+        context: object,
+        known: Iterable[list[dict[str, Any]]],
+        shows_all: Callable[[list[dict[str, Any]]], bool],
+    ) -> int | None:
+        """The number of the first of the known forms that shows all; None if none does.
+
+        context: what the rendering of an outline depends on beside it. Raises ChatTemplateError if the template
+        exceeds its limits.
+        """
+        iterator = iter(known)
+        first = next(iterator)
+        key = blake2b(_json([context, first]).encode(), digest_size=16).digest()
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+                return self._found[key]
+        found, tried, messages = None, set[bytes](), 0
+        for number, told in enumerate(chain([first], iterator)):
+            messages += len(told)
+            if number and messages > _MOST_TRIED:
+                break
+            if (form := blake2b(_json(told).encode(), digest_size=16).digest()) in tried:
+                continue
+            tried.add(form)
+            try:
+                if shows_all(told):
+                    found = number
+                    break
+            except ChatTemplateError as error:
+                if isinstance(error.__cause__, WorkerEndedError):
+                    raise
+        with self._lock:
+            self._found[key] = found
+            while len(self._found) > _MOST_CHOICES:
+                self._found.popitem(last=False)
+        return found
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(f"{where} must be an object with a 'role' that is text")
-    plain = {name: as_plain(value) for name, value in message.items()}
-    content = plain.get("content")
-    if isinstance(content, list | tuple):
-        plain["content"] = [_part(f"{where}.content[{n}]", part) for n, part in enumerate(content)]
-    elif content is None and not message.get("tool_calls"):
-        raise InvalidRequestError(f"{where} has no content; give text")
-    elif content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"{where}.content must be text or a list of text parts")
-    if (calls := plain.get("tool_calls")) is not None:
-        plain["tool_calls"] = _plain_calls(f"{where}.tool_calls", calls)
-    return plain
-
-
-def _part(where: str, part: object) -> dict[str, Any]:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": "image"} if part == IMAGE_PART:
-            return dict(IMAGE_PART)
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidRequestError(
-        f"{where} is {kind!r}; only parts {{'type': 'text', 'text': ...}} are supported, and pictures in chats with "
-        "models that read them"
-    )
+_CHOICES = _Choices()
 
 
 def _shaped(messages: list[dict[str, Any]], *, in_parts: bool) -> list[dict[str, Any]]:
     """Contents as the template prints them: all in parts, or as text as far as they are text."""
-    for message in messages:
-        content = message.get("content")
+
+    def shaped(content: Any) -> Any:
         if in_parts:
-            if not isinstance(content, list):
-                message["content"] = [{"type": "text", "text": content}] if content else []
-        elif isinstance(content, list) and IMAGE_PART not in content:
-            message["content"] = "\n".join(part["text"] for part in content)
-    return messages
+            return (
+                content
+                if isinstance(content, list)
+                else [{"type": "text", "text": content}]
+                if content
+                else []
+            )
+        if isinstance(content, list) and IMAGE_PART not in content:
+            return "\n".join(part["text"] for part in content)
+        return content
+
+    return [message | {"content": shaped(message["content"])} for message in messages]
 
 
 @lru_cache(maxsize=64)
@@ -166,7 +214,8 @@ def _prints_only_parts(source: str, process: WorkerProcess, cpu_limit_s: float) 
     def shows(content: object) -> bool:
         context = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": False}
         try:
-            return _PROBE in _render(source, context, cpu_limit_s, MAX_CHARACTERS, process)
+            limits: Any = {"cpu_limit_s": cpu_limit_s, "max_characters": MAX_CHARACTERS}
+            return _PROBE in _render(source, context, process=process, **limits)
         except ChatTemplateError as error:
             if isinstance(error.__cause__, WorkerEndedError):  # which another time may not happen
                 raise
@@ -187,23 +236,6 @@ def _continued(message: dict[str, Any]) -> str:
     return text
 
 
-def _plain_calls(where: str, calls: object) -> list[Any]:
-    """Tool calls with parsed arguments: OpenAI sends arguments as JSON text, but templates expect objects."""
-    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise InvalidRequestError(f"{where} must be a list of objects")
-    plain = []
-    for n, call in enumerate(calls):
-        function = call.get("function")
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(arguments, str):
-            try:
-                call = {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequestError(f"{where}[{n}].function.arguments is no JSON ({error})") from error
-        plain.append(call)
-    return plain
-
-
 def _up_to_mark(text: str, final: str) -> str:
     head, mark, tail = text.rpartition(_MARK.rstrip())
     if not mark or final.strip() not in head:
@@ -216,12 +248,9 @@ def _up_to_mark(text: str, final: str) -> str:
 
 
 def _render(
-    source: str, context: dict[str, Any], cpu_limit_s: float, max_characters: int, process: WorkerProcess
+    source: str, context: dict[str, Any], *, cpu_limit_s: float, max_characters: int, process: WorkerProcess
 ) -> str:
-    try:
-        request = json.dumps({"template": source, "context": context, "max_characters": max_characters})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"messages and tools must be plain JSON values ({error})") from error
+    request = _json({"template": source, "context": context, "max_characters": max_characters})
     if len(request) > MAX_CONVERSATION:
         raise InvalidRequestError(
             f"the conversation has {len(request)} bytes as JSON; at most {MAX_CONVERSATION}"
@@ -235,3 +264,10 @@ def _render(
     if "error" in answer:
         raise ChatTemplateError(f"the chat template cannot render these messages ({answer['error']})")
     return str(answer["text"])
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages and tools must be plain JSON values ({error})") from error

@@ -22,9 +22,9 @@ VisibleToken = Callable[[int], str | None]  # the token that `decode` sees for a
 Decode = Callable[[list[int]], str]
 
 _CACHED_TOKENS = 1 << 18
-# the tokens that the library's ByteFallback accepts
+# The tokens that the library's ByteFallback accepts.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
-# decoder steps that handle each token by itself, with a special case for the first token
+# Decoder steps that handle each token by itself, with a special case for the first token.
 _TOKEN_WISE = ("Replace", "Metaspace", "WordPiece")
 
 
@@ -163,6 +163,7 @@ class DecodingRules:
     byte_level: tokens spell bytes in GPT-2's alphabet. Otherwise `piece` gives the text of one token; byte fallback
     and the removal of up to strip_count leading strip_content follow if the decoder has them.
     opaque: the decoder needs the whole text (CTC, BPE suffixes, replacements after fusing, ...).
+    drops_first_space: a space at the beginning of the first token is not part of the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -185,11 +186,18 @@ class DecodingRules:
         )
         self._mapper = None if backend.decoder is None else _decoder_of(steps[:token_wise])
         self.piece = lru_cache(maxsize=_CACHED_TOKENS)(self._piece)
+        self.drops_first_space = not (self.byte_level or self.opaque) and (
+            self.strip_content == " " or self.piece("▁a", True) != self.piece("▁a", False)
+        )
 
     def bytes_of(self, token: str) -> bytes:
         """The bytes of a token inside a text; if they depend on other tokens, the bytes of its spelling."""
+        return _bytes_of(token) if self.byte_level else self.uncached_bytes_of(token)
+
+    def uncached_bytes_of(self, token: str) -> bytes:
+        """`bytes_of` for a caller that goes through a whole vocabulary once."""
         if self.byte_level:
-            return _bytes_of(token)
+            return _bytes_of.__wrapped__(token)
         if self.opaque:
             return token.encode()
         piece = self.piece(token, False)
@@ -238,12 +246,16 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+# For `str.translate`: to the character of each byte in Latin-1; what is not in the alphabet to one that Latin-1 lacks.
+_LATIN_1_OF = dict.fromkeys(range(256), 65535) | {
+    ord(character): byte for character, byte in _BYTE_OF.items()
+}
 
 
 @lru_cache(maxsize=_CACHED_TOKENS)
 def _bytes_of(token: str) -> bytes:
     """Bytes of a byte-level token; its UTF-8 if it has a character outside the alphabet."""
     try:
-        return bytes(_BYTE_OF[character] for character in token)
-    except KeyError:
+        return token.translate(_LATIN_1_OF).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()

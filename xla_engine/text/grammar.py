@@ -6,32 +6,49 @@ llguidance runs in this process, so a constraint is compiled here only after a s
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from xla_engine.text.constraint_forms import (
+    ConstraintError,
+    ConstraintForm,
+    accepted_form,
+    constraint_text,
+)
 from xla_engine.text.tokenizer import Tokenizer
-from xla_engine.text.trials import ConstraintTrials
+from xla_engine.text.trial_worker import mask_tokenizer
+from xla_engine.text.trials import TRIAL_ENDED, ConstraintTrials
 from xla_engine.utils.extras import install
 from xla_engine.utils.shown import shown
+
+_log = logging.getLogger("xla_engine.constraints")
+T = TypeVar("T")
 
 # Limit on the CPU time of one sequence's masks: the first plus the second times the number of tokens, in seconds.
 MASK_GRACE_S = 1.0
 MASK_BUDGET_S = 0.02
-MAX_DEPTH = 100  # of a schema
-_LARGEST_INTEGER = 2**64  # in a schema
 _KEPT = 32  # size of the cache of compiled constraints
+_REFUSED = 1024  # size of the cache of refused constraints
 # Fields of llguidance.LLParserLimits. A mask that needs more items ends its request. 10,000 items take less than
 # 0.1 s; schemas with hundreds of properties need less than 2,000. The number depends on the text alone.
 _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 10_000}
+_SPELLINGS = 1024  # size of the cache of forced texts
+_MANY = 8  # more tokens than this for each byte of a text are no spellings of it
+_NO_FORCING = re.compile(r'%llguidance\s*\{[^}]*"no_forcing"\s*:\s*true')
+# By itself llguidance allows only the canonical spelling of a text that must follow.
+_BEGIN = '%llguidance {"no_forcing": true}\nstart: '
 
 
 @dataclass(slots=True)
@@ -42,46 +59,94 @@ class Pace:
 
 
 class Matcher:
-    """The state of one sequence in its constraint. pace: shared by all matchers of the constraint."""
+    """The state of one sequence in its constraint.
 
-    def __init__(self, state: Any, words: int, name: str, pace: Pace | None = None) -> None:
-        """name: of the constraint, for messages."""
-        self.pace = pace or Pace()
-        self._state = state  # an llguidance.LLMatcher; it never raises, but may be in an error state
+    The masks allow every spelling of a text that fits, whatever tokens it is made of.
+
+    canonical: whether text that must follow is better written in its canonical tokens (`forced`). pace: shared by
+    all matchers of the constraint.
+    spellings: the canonical tokens of texts that had to follow, by text and token before it; shared in the same way.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        tokenizer: Any,
+        words: int,
+        name: str,
+    ) -> None:
+        """state: an llguidance.LLMatcher. tokenizer: its LLTokenizer. name: of the constraint, for messages."""
+        self.canonical = True
+        self.pace = Pace()
+        self.spellings: dict[tuple[bytes, int | None], list[int]] = {}
+        self._state = state  # it never raises, but may be in an error state
+        self._tokenizer = tokenizer
         self._words = words
         self._name = name
-        self._tokens = 0
         self._left = MASK_GRACE_S
+        self._tokens = 0
+        self._last: int | None = None
+        self._mask: np.ndarray | None = None  # of the current state
 
     def words(self) -> np.ndarray:
         """The mask of allowed tokens, u32 `[ceil(V / 32)]`; includes eos if the text may end. Raises
         InvalidRequestError."""
-        start = time.thread_time()
-        words = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
-        self._spend(time.thread_time() - start)
-        return words
+        if self._mask is None:
+            start = time.thread_time()
+            self._mask = np.frombuffer(self._state.compute_bitmask(), np.uint32)[: self._words]
+            self._spend(time.thread_time() - start)
+        return self._mask
 
     def push(self, token_id: int) -> None:
         """Advance by the sampled token. Raises InvalidRequestError."""
         start = time.thread_time()
         self._state.consume_token(token_id)
+        self._last, self._mask = token_id, None
         self._tokens += 1
         self._left += MASK_BUDGET_S
         self._spend(time.thread_time() - start)
 
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask allows a token other than eos; computes no mask."""
+        return bool(self._state.validate_tokens([token_id]))
+
     def forced(self) -> list[int]:
-        """The tokens that must follow, in their canonical tokenization; empty if there is a choice."""
-        return list(self._state.compute_ff_tokens())
+        """The canonical tokens of the text that must follow; empty if there is a choice."""
+        text = self._state.compute_ff_bytes()
+        if not text:
+            return []
+        key = text, self._last
+        if (tokens := self.spellings.get(key)) is None:
+            if len(self.spellings) >= _SPELLINGS:
+                self.spellings.clear()
+            last = None if self._last is None else [self._last]
+            tokens = self.spellings[key] = list(self._tokenizer.tokenize_partial(text, last)[0])
+        return tokens or self._whole_token(text)
 
     def reset(self) -> None:
         """Return to the initial state."""
         self._state.reset()
-        self._tokens, self._left = 0, MASK_GRACE_S
+        self._tokens, self._left, self._last, self._mask = 0, MASK_GRACE_S, None, None
         self._check()
 
     def copy(self) -> Matcher:
         """An independent copy of the current state."""
-        return Matcher(self._state.deep_copy(), self._words, self._name, self.pace)
+        made = copy.copy(self)
+        made._state, made._tokens, made._left = self._state.deep_copy(), 0, MASK_GRACE_S
+        return made
+
+    def _whole_token(self, text: bytes) -> list[int]:
+        """The first canonical token of a forced text that some token of the vocabulary continues, unless the grammar
+        allows such a token, too."""
+        words = self.words()
+        if np.bitwise_count(words).sum() > _MANY * len(text):
+            return []
+        some = np.flatnonzero(words)
+        bits = np.unpackbits(words[some].view(np.uint8), bitorder="little").reshape(-1, 32)
+        allowed = np.add.outer(32 * some, np.arange(32))[bits.view(np.bool_)]
+        if any(len(self._tokenizer.decode_bytes([number])) > len(text) for number in allowed.tolist()):
+            return []
+        return list(self._tokenizer.tokenize_bytes(text)[:1])
 
     def _spend(self, seconds: float) -> None:
         self._left -= seconds
@@ -113,110 +178,82 @@ class Grammars:
             raise InvalidRequestError("the model has no eos id, so a constrained text could not end")
         self._library = llguidance
         self._words = -(-vocab_size // 32)
-        text = tokenizer.to_json()
-        self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        self._trials = ConstraintTrials(text, vocab_size, eos_token_ids, _LIMITS)
+        self._id_of = tokenizer.id_of
+        self._begin = _BEGIN + ('" "? ' if tokenizer.drops_first_space else "")
+        tokens = tokenizer.bytes_of_all(vocab_size)
+        special = sorted(tokenizer.special_token_ids.union(eos_token_ids))
+        self._tokenizer = mask_tokenizer(tokens, special, eos_token_ids, tokenizer.inner_ids)
+        self._trials = ConstraintTrials(tokens, special, eos_token_ids, _LIMITS)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # by constraint_text
+        self._refused: OrderedDict[str, str] = OrderedDict()  # why
 
     def knows(self, params: StructuredOutputsParams) -> bool:
-        """Whether the constraint is cached. Raises InvalidRequestError for an invalid constraint."""
-        grammar = self._grammar(params)
-        return (
-            grammar in self._compiled
-            or len(grammar) > MAX_CONSTRAINT_CHARACTERS
-            or self._trials.knows(grammar)
-        )
+        """Whether `matcher` returns or raises at once, because the constraint is cached, refused or too large."""
+        key = constraint_text(params)
+        return key in self._compiled or key in self._refused or len(key) > MAX_CONSTRAINT_CHARACTERS
 
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
-        grammar = self._grammar(params)
-        if len(grammar) > MAX_CONSTRAINT_CHARACTERS:
+        key = constraint_text(params)
+        if len(key) > MAX_CONSTRAINT_CHARACTERS:
             raise InvalidRequestError(
-                f"structured_outputs: {len(grammar)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
+                f"structured_outputs: {len(key)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
             )
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled, refusal = self._compiled.get(key), self._refused.get(key)
+        if refusal is not None:
+            raise InvalidRequestError(refusal)
         if compiled is None:
-            compiled = self._compile(grammar, f"{params.kind} {shown(getattr(params, params.kind))}")
+            compiled = self._compile(params, key)
         with self._lock:
-            self._compiled[grammar] = compiled
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            _keep(self._compiled, key, compiled, _KEPT)
             return compiled.copy()
 
-    def _compile(self, grammar: str, name: str) -> Matcher:
-        if (why := self._trials.why_not(grammar)) is not None:
-            raise InvalidRequestError(f"structured_outputs: {name}: {_first_line(why)}")
+    def _compile(self, params: StructuredOutputsParams, key: str) -> Matcher:
+        """Compile the first form of a constraint that llguidance accepts."""
+        name = f"{params.kind} {shown(getattr(params, params.kind))}"
+        try:
+            form = accepted_form(params, self._id_of, self._why_not)
+        except ConstraintError as error:
+            why = str(error)
+            refusal = (
+                f"structured_outputs: {'' if why.startswith('json is') else f'{name}: '}{_first_line(why)}"
+            )
+            if not why.startswith(TRIAL_ENDED[1]):  # which may have another reason
+                with self._lock:
+                    _keep(self._refused, key, refusal, _REFUSED)
+            raise InvalidRequestError(refusal) from error
+        grammar = self._grammar(form)
         state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        compiled = Matcher(state, self._words, name)
+        compiled = Matcher(state, self._tokenizer, self._words, name)
         compiled.words()
         compiled.pace = Pace()  # do not count the first mask, which builds tables for the others
+        compiled.canonical = not (params.grammar and _NO_FORCING.search(params.grammar))
+        left = [
+            *form.left,
+            *(warning.partition(" not fully supported")[0] for warning in state.get_grammar_warnings()),
+        ]
+        if left:
+            _log.warning("%s: left to the client: %s", name, ", ".join(dict.fromkeys(left)))
         return compiled
 
-    def _grammar(self, params: StructuredOutputsParams) -> str:
-        build = self._library.LLMatcher
-        if params.regex is not None:
-            return build.grammar_from_regex(params.regex)
-        if params.grammar is not None:
-            return build.grammar_from_lark(as_lark(params.grammar))
-        if params.choice is not None:
-            return build.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice)))
-        schema: Any = {"type": "object"} if params.json_object else params.json
-        try:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            if len(text) <= MAX_CONSTRAINT_CHARACTERS:  # else it is rejected by its size later
-                _check_bounds(json.loads(text))
-            options: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-            return build.grammar_from_json_schema(text, overrides=options)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise InvalidRequestError(f"structured_outputs: json is not a schema: {error}") from error
+    def _why_not(self, form: ConstraintForm) -> str | None:
+        return self._trials.why_not(self._grammar(form))
+
+    def _grammar(self, form: ConstraintForm) -> str:
+        """A form in llguidance's format."""
+        start = {"lark_grammar": f"{self._begin}@body"}
+        return json.dumps({"grammars": [start, {**form.body, "name": "body"}]})
 
 
-def _check_bounds(schema: object) -> None:
-    """Raise ValueError for a schema with too deep nesting or too large integers."""
-    values = [(schema, 1)]
-    while values:
-        value, depth = values.pop()
-        if isinstance(value, int) and abs(value) >= _LARGEST_INTEGER:
-            raise ValueError(f"an integer of more than 64 bits, {shown(value)}; use a smaller one")
-        if isinstance(value, dict | list) and depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}; make it flatter, for example with $ref")
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        values += [(each, depth + 1) for each in inner]
+def _keep(cache: OrderedDict[str, T], key: str, value: T, most: int) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > most:
+        cache.popitem(last=False)
 
 
 def _first_line(message: str) -> str:
     return " ".join(line.strip() for line in message.splitlines()[:4] if line.strip("<> \t"))
-
-
-MAX_RULES = 256  # the converter takes quadratic time
-MAX_CHARACTERS = 1 << 16
-_ASSIGNS = "::="  # never in a Lark grammar, except inside strings
-
-
-def as_lark(grammar: str) -> str:
-    """Convert GBNF to Lark, and its first rule `root` to `start`. Returns a Lark grammar unchanged.
-
-    Raises InvalidRequestError for GBNF that is invalid or exceeds the limits.
-    """
-    if _ASSIGNS not in grammar:
-        return grammar
-    rules = grammar.count(_ASSIGNS)
-    if rules > MAX_RULES or len(grammar) > MAX_CHARACTERS:
-        raise InvalidRequestError(
-            f"structured_outputs: grammar has {rules} rules and {len(grammar)} characters; at most {MAX_RULES} and "
-            f"{MAX_CHARACTERS} in GBNF. Write a larger one in Lark"
-        )
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except RecursionError:
-        raise InvalidRequestError(
-            "structured_outputs: grammar is nested too deeply; make it flatter"
-        ) from None
-    except Exception as error:  # the converter raises plain Exceptions
-        raise InvalidRequestError(f"structured_outputs: grammar is not GBNF: {error}") from error

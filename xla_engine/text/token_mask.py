@@ -50,7 +50,7 @@ class TokenMask:
 
         Raises InvalidRequestError if no first token is allowed.
         """
-        self._constant = pack_bits(range(vocab_size) if allowed is None else allowed, vocab_size)
+        self._constant = pack_bits(np.arange(vocab_size) if allowed is None else allowed, vocab_size)
         sequences = [tuple(word) for word in bad_words]
         self._constant &= ~pack_bits((word[0] for word in sequences if len(word) == 1), vocab_size)
         self._sequences = [word for word in sequences if len(word) > 1]
@@ -163,15 +163,33 @@ class TokenMask:
         return found
 
     def _next(self, count: int) -> np.ndarray:
-        """The words after the first `count` tokens, which the matcher has read."""
-        words = self._constant if self._matcher is None else self._constant & self._matcher.words()
+        """The words after the first `count` tokens, which the matcher has read.
+
+        A text that the constraint forces has its canonical tokens, if these are allowed.
+        """
         tokens = self._matched[:count]
         completing = [word[-1] for word in self._sequences if _ends_with(tokens, word[:-1])]
+        if (forced := self._forced_first(count)) is not None and forced not in completing:
+            return self._only(forced)
+        words = self._constant if self._matcher is None else self._constant & self._matcher.words()
         if completing:
             words = words & ~pack_bits(completing, self._vocab_size)
         if count < self._min_tokens:
             held = words & ~self._stops
             words = words if self._matcher is not None and not held.any() else held
+        return words
+
+    def _forced_first(self, count: int) -> int | None:
+        """The first canonical token of the text that the constraint forces, if it may be sampled."""
+        if self._matcher is None or not self._matcher.canonical or not (forced := self._matcher.forced()):
+            return None
+        first = forced[0]
+        held = count < self._min_tokens and _has(self._stops, first)
+        return first if not held and _has(self._constant, first) and self._matcher.allows(first) else None
+
+    def _only(self, token_id: int) -> np.ndarray:
+        words = np.zeros_like(self._constant)
+        words[token_id // 32] = 1 << (token_id % 32)
         return words
 
 
@@ -183,8 +201,8 @@ def _has(words: np.ndarray, token_id: int) -> bool:
     return bool(words[token_id // 32] >> (token_id % 32) & 1)
 
 
-def pack_bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+def pack_bits(token_ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """A mask, u32 `[ceil(V / 32)]`, with the bits of `token_ids` set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    bits[np.fromiter(token_ids, np.int64)] = True
+    bits[token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, np.int64)] = True
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +13,7 @@ import tokenizers
 
 from xla_engine.errors import CheckpointError, InvalidRequestError
 from xla_engine.model_loader.model_files import ModelFiles, open_model
-from xla_engine.model_loader.tokenizer_json import check_growth, raising
+from xla_engine.model_loader.tokenizer_json import check_growth, raising, without_prefix
 from xla_engine.text.detokenizer import DecodingRules, IncrementalDetokenizer, TokenBytes
 from xla_engine.text.trials import why_not_load
 
@@ -31,18 +33,36 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.longest_token = max(map(len, vocabulary), default=1)
         self._backend = backend
-        self._special = {
-            token.content for token in backend.get_added_tokens_decoder().values() if token.special
+        special = {
+            number: token for number, token in backend.get_added_tokens_decoder().items() if token.special
         }
+        self._special_ids = frozenset(special)
+        self._special = {token.content for token in special.values()}
         self._rules = DecodingRules(backend)
         # keyed by whether special tokens are skipped
         self._token_bytes = {skip: TokenBytes(partial(self._visible_token, skip)) for skip in (False, True)}
         self._strings: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """A copy of the vocabulary takes longer than all else here, so it is made when somebody asks."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return max(vocabulary.values(), default=-1) + 1, max(map(len, vocabulary), default=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._sizes[0]
+
+    @property
+    def longest_token(self) -> int:
+        return self._sizes[1]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hex digits, of the tokenizer as `tokenizers` writes it."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
 
     @classmethod
     def of_model(cls, files: ModelFiles) -> Self | None:
@@ -95,6 +115,11 @@ class Tokenizer:
             found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
             return found.ids, found.offsets
 
+    def second_start(self, text: str, pair: str) -> int:
+        """Where the tokens of type 1 begin in `encode(text, pair)`; 0 if there are none."""
+        types = self._backend.encode(text, pair).type_ids
+        return types.index(1) if 1 in types else 0
+
     def plain_ids(self, text: str) -> list[int]:
         """`encode` without special tokens."""
         return self.encode(text, add_special_tokens=False)
@@ -115,10 +140,6 @@ class Tokenizer:
                 self._strings[token_id] = text
         return text
 
-    def to_json(self) -> str:
-        """The tokenizer as a tokenizer.json."""
-        return str(self._backend.to_str())
-
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """A detokenizer for one stream of tokens; its pieces join to `decode`."""
         return self._rules.start(
@@ -137,6 +158,38 @@ class Tokenizer:
             found = token.encode() if token in self._special else self._rules.bytes_of(token)
             self._bytes[token_id] = found
         return found
+
+    def bytes_of_all(self, count: int) -> list[bytes]:
+        """`token_bytes` of all ids below `count`, which keeps none of them: faster than one by one."""
+        special, bytes_of = self._special, self._rules.uncached_bytes_of
+        return [
+            b"" if token is None else token.encode() if token in special else bytes_of(token)
+            for token in map(self._backend.id_to_token, range(count))
+        ]
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids of special tokens; added tokens that are text are not among them."""
+        return self._special_ids
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name in tokenizer.json."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a space that a text's tokens begin with is not part of the text, as in Llama 2."""
+        return self._rules.drops_first_space
+
+    def inner_ids(self, text: str) -> list[int]:
+        """Ids of a text inside a longer one: without special tokens, and without a space before it."""
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _inner(self) -> tokenizers.Tokenizer:
+        if not self.drops_first_space:
+            return self._backend
+        return tokenizers.Tokenizer.from_str(json.dumps(without_prefix(json.loads(self._backend.to_str()))))
 
     def _visible_token(self, skip_special_tokens: bool, token_id: int) -> str | None:
         try:

@@ -12,7 +12,7 @@ import signal
 import string
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MEMORY_LIMIT = 8 << 30  # bytes of address space, including the kept tokenizers
@@ -36,14 +36,52 @@ def answer(kind: str, **fields: Any) -> dict[str, Any]:
     return answers[kind](**fields)
 
 
-def keep_tokenizer(name: str, text: str, vocab_size: int, eos_token_ids: list[int]) -> dict[str, Any]:
-    """Build the llguidance tokenizer of a tokenizer.json, and keep it under a name."""
-    import llguidance
-
-    _tokenizers[name] = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+def keep_tokenizer(
+    name: str, tokens: list[str], special_token_ids: list[int], eos_token_ids: list[int]
+) -> dict[str, Any]:
+    """Build the llguidance tokenizer of a vocabulary, and keep it under a name. tokens: their bytes as Latin-1."""
+    _tokenizers[name] = mask_tokenizer(
+        [token.encode("latin-1") for token in tokens], special_token_ids, eos_token_ids
+    )
     if len(_tokenizers) > _KEPT:
         _tokenizers.popitem(last=False)
     return {}
+
+
+def mask_tokenizer(
+    tokens: Sequence[bytes],
+    special_token_ids: Sequence[int],
+    eos_token_ids: Sequence[int],
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> Any:
+    """An llguidance.LLTokenizer: the bytes of all tokens, and those that are no text.
+
+    Its own reader of tokenizer.json takes every added token of the form <...> for a special one. encode: the ids of
+    text inside a longer text; without it, the longest tokens.
+    """
+    import llguidance
+
+    vocabulary = _Vocabulary(tokens, special_token_ids, eos_token_ids[0])
+    wrapped = llguidance.TokenizerWrapper(vocabulary)
+    made = llguidance.LLTokenizer(wrapped, eos_token=list(eos_token_ids))
+    wrapped.tokens = vocabulary.tokens = ()  # llguidance has its own copy
+    vocabulary.encode = encode or made.greedy_tokenize
+    return made
+
+
+class _Vocabulary:
+    """What llguidance.TokenizerWrapper asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+        self.encode: Callable[[str], Sequence[int]] | None = None
+
+    def __call__(self, text: str) -> Sequence[int]:
+        if not isinstance(text, str) or self.encode is None:
+            raise TypeError("takes no bytes")
+        return self.encode(text)
 
 
 def try_constraint(tokenizer: str, grammar: str, limits: dict[str, Any], seconds: float) -> dict[str, Any]:

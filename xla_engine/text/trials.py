@@ -18,27 +18,33 @@ from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess, why_
 CONSTRAINT_CPU_S = 1.0  # CPU time to compile a constraint and follow it for some tokens
 TOKENIZER_CPU_S = 10.0  # CPU time to load a tokenizer
 _VERDICTS = 4096
+TRIAL_ENDED = ("trying it", "compiling it")  # how a verdict begins when a process ended
 
 _PROCESS = WorkerProcess("trial_worker.py")
 
 
 class ConstraintTrials:
-    """Tries constraints for one tokenizer, which is sent to the process once."""
+    """Tries constraints for one vocabulary, which is sent to the process once."""
 
     def __init__(
-        self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int], limits: dict[str, Any]
+        self,
+        tokens: Sequence[bytes],
+        special_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+        limits: dict[str, Any],
     ) -> None:
-        """tokenizer: the text of a tokenizer.json. limits: the fields of `llguidance.LLParserLimits`."""
-        kept = {"text": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
-        self._name = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
-        self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name, **kept})
+        """tokens, ...: see `mask_tokenizer`. limits: the fields of `llguidance.LLParserLimits`."""
+        kept = {
+            "tokens": [token.decode("latin-1") for token in tokens],
+            "special_token_ids": list(special_token_ids),
+            "eos_token_ids": list(eos_token_ids),
+        }
+        vocabulary = json.dumps(kept)  # some MB, so it is written once
+        self._name = hashlib.sha256(vocabulary.encode()).hexdigest()
+        self._set_up = json.dumps({"kind": "keep_tokenizer", "name": self._name})[:-1] + ", " + vocabulary[1:]
         self._limits = limits
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # what is wrong, or None; by hash
         self._lock = threading.Lock()
-
-    def knows(self, grammar: str) -> bool:
-        """Whether this grammar was rejected before, so that `why_not` returns at once."""
-        return self._verdicts.get(_key(grammar)) is not None
 
     def why_not(self, grammar: str) -> str | None:
         """Why a grammar in llguidance's format must not be compiled here; None if it may be."""

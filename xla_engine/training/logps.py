@@ -13,22 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from xla_engine.graphs.attention.backend import AttentionWeights, whole_spans
+from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.attention.dense import attend_densely
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.config import ModelConfig, whole_spans
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.sublayers import Call
-from xla_engine.graphs.row_state.rows import Extents, make_rows
+from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.graphs.sampling.logits_processors import SamplingContext, adjust
 from xla_engine.graphs.sampling.native import native_logprobs, native_processed
 from xla_engine.graphs.sampling.sampler import restricted
-from xla_engine.graphs.steps.prefill import through_layers
+from xla_engine.graphs.steps.prefill import Fed, through_layers
+from xla_engine.graphs.steps.step import StepForm
 from xla_engine.training.batch import Batch, Processing
 
 Params = Mapping[str, jax.Array]  # float32, by leaf
@@ -54,17 +55,9 @@ def native_logps(
         jnp.arange(rows, dtype=jnp.int32), jnp.zeros(rows, jnp.int32), jnp.asarray(batch.length, jnp.int32)
     )
     target = _targets(batch)
-    _, streams = through_layers(
-        spec,
-        length,
-        model.hidden,
-        rope,
-        make_cache(spec, rows, length),
-        make_rows(rows, 1, 1),
-        jnp.asarray(batch.tokens, jnp.int32),
-        lanes,
-        read=target >= 0,
-    )
+    fed = Fed(jnp.asarray(batch.tokens, jnp.int32), lanes, read=target >= 0)
+    cache = make_cache(spec, rows, length)
+    _, streams = through_layers(StepForm(spec, length), model.hidden, rope, cache, fed)
 
     def group(each: tuple[jax.Array, ...]) -> jax.Array:
         x, target, index = each

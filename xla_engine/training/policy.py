@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from xla_engine.config import EngineConfig
+from xla_engine.config import AUTO, KEPT, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.attention.native import NativeAttention
@@ -161,7 +161,7 @@ def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """The spec of an engine's model with caches that keep all positions. Raises ConfigError."""
     found = {
         "runner 'pooling'": config.pools,
-        f"quantization {config.quantization!r}": config.quantization is not None,
+        f"quantization {config.quantization!r}": config.quantization not in (AUTO, None),
         "enable_lora": config.enable_lora,
         "tensor_parallel_size": spec.sharding.devices is not None,
         "prefix_cache_dir": config.prefix_cache_dir is not None,
@@ -170,8 +170,11 @@ def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
         "a model with recurrent layers": spec.config.delta is not None,
     }
     if unsupported := [name for name, is_so in found.items() if is_so]:
+        remedy = "without this option"
+        if config.quantization in KEPT:
+            remedy = "which quantization 'none' makes of a quantised file"
         raise ConfigError(
-            f"a Policy does not support {unsupported[0]}: use a dense model in bfloat16, without this option"
+            f"a Policy does not support {unsupported[0]}: use a dense model in bfloat16, {remedy}"
         )
     attention, products = spec.attention, spec.products
     if not isinstance(attention, NativeAttention) or not isinstance(products, NativeProducts):

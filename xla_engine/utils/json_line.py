@@ -18,11 +18,14 @@ _SCANNED = 64 << 10  # bytes at a time
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
-def load_object(raw: bytes) -> dict[str, Any]:
-    """Parse the object in `raw`. Raises only ValueError, with a readable message."""
+def load_object(raw: bytes, *, nan_is_null: bool = False) -> dict[str, Any]:
+    """Parse the object in `raw`. Raises only ValueError, with a readable message.
+
+    nan_is_null: read NaN, which Python's `json` writes for pandas' missing values, as null.
+    """
     try:
         check_structure(raw)
-        value = json.loads(raw.decode("utf-8"), **_HOOKS)
+        value = json.loads(raw.decode("utf-8"), **(_HOOKS_OF_TABLES if nan_is_null else _HOOKS))
     except (ValueError, RecursionError) as error:
         raise ValueError(_message(error)) from error
     if not isinstance(value, dict):
@@ -79,6 +82,11 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+def _no_infinity(name: str) -> None:
+    if name != "NaN":
+        _no_constant(name)
+
+
 def _integer(digits: str) -> int:
     value = int(digits)
     if not -(2**63) <= value < 2**64:
@@ -111,6 +119,7 @@ _HOOKS: dict[str, Any] = {
     "parse_float": _float,
     "object_pairs_hook": _unique_names,
 }
+_HOOKS_OF_TABLES = {**_HOOKS, "parse_constant": _no_infinity}
 
 
 def _check_nesting(value: object, *, strings: bool) -> None:

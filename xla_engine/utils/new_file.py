@@ -17,6 +17,16 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 @contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Give an OSError of the block the file's name; those of writing have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends without an error, and is removed otherwise.
 

@@ -17,8 +17,8 @@ BAR_FORMAT_OPEN_END = "{desc}{n_fmt} requests [{elapsed}{postfix}]"
 class Progress:
     """Shows finished requests, tokens per second and busy slots: as a bar on a terminal, else as occasional lines.
 
-    total: number of lines; None if unknown. slots: `max_num_seqs`. stream: None shows nothing. Calls between
-    redraws only read the clock.
+    total: number of lines; None if unknown. before: of them done by an earlier run. slots: `max_num_seqs`. stream:
+    None shows nothing. Calls between redraws only read the clock.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class Progress:
         *,
         slots: int,
         stream: TextIO | None,
+        before: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = total
+        self._total, self._before = total, before
         self._slots = slots
         self._stream = stream
         self._clock = clock
@@ -55,8 +56,18 @@ class Progress:
             self._bar.update(done - self._bar.n)
         elif self._stream is not None:
             of_total = "" if self._total is None else f"/{self._total}"
-            self._stream.write(f"{done}{of_total} requests, {self._last - self._start:.0f} s, {state}\n")
+            self._stream.write(
+                f"{done}{of_total} requests, {self._last - self._start:.0f} s{self._left(done)}, {state}\n"
+            )
             self._stream.flush()
+
+    def _left(self, done: int) -> str:
+        """The time left, if requests take as long as until now."""
+        if self._total is None or not self._before < done < self._total:
+            return ""
+        seconds = (self._last - self._start) / (done - self._before) * (self._total - done)
+        minutes, seconds = divmod(round(seconds), 60)
+        return f" (about {minutes}:{seconds:02d} left)"
 
     def __enter__(self) -> Progress:
         return self

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from xla_engine.utils.pages_ahead import take_ahead
+
 _ALIGNMENT = 64  # bytes; jax adopts a host array with this alignment, and copies any other
 _LARGE = 4 << 20  # bytes; numpy asks Linux for huge pages from this size on
 _BLOCK = 32 << 20  # bytes; glibc maps as much apart, so that it goes back to the system with its last array
@@ -34,31 +36,44 @@ def release_free_memory() -> None:
 
 
 class HugePages:
-    """Copies arrays into huge pages, from which a CPU reads faster, if the system has them. Threads may share it.
+    """Room for arrays in huge pages, from which a CPU reads faster, if the system has them. Threads may share it.
 
     Linux makes huge pages when memory is first written, which takes less time than many small ones; moving memory
     there later takes a second copy of all. Small arrays are cut from blocks, since numpy asks for huge pages in large
-    ones only. A block is freed with the last of its arrays.
+    ones only. A block is freed with the last of its arrays. The first arrays get the pages that were made ahead
+    (`pages_ahead`), if there are any, until they are given back.
     """
 
     def __init__(self) -> None:
+        self._ahead = take_ahead()
         self._lock = threading.Lock()
         self._free = np.empty(0, np.uint8)  # the rest of the newest block
 
+    def room(self, nbytes: int) -> np.ndarray:
+        """Bytes `[nbytes]` that jax can adopt."""
+        if self._ahead is not None and (ahead := self._ahead.room(nbytes)) is not None:
+            return ahead
+        if nbytes >= _LARGE:
+            large = np.empty(nbytes + _ALIGNMENT, np.uint8)
+            return large[-large.ctypes.data % _ALIGNMENT :][:nbytes]
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if size > len(self._free):
+                block = np.empty(_BLOCK, np.uint8)
+                self._free = block[-block.ctypes.data % _ALIGNMENT :]
+            room, self._free = self._free[:nbytes], self._free[size:]
+        return room
+
     def hold(self, array: np.ndarray) -> np.ndarray:
         """A copy that jax can adopt; the array itself if it is large and jax can adopt it."""
-        if array.nbytes >= _LARGE:
-            if array.ctypes.data % _ALIGNMENT == 0:
-                return array
-            room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-            room = room[-room.ctypes.data % _ALIGNMENT :]
-        else:
-            size = -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-            with self._lock:
-                if size > len(self._free):
-                    block = np.empty(_BLOCK, np.uint8)
-                    self._free = block[-block.ctypes.data % _ALIGNMENT :]
-                room, self._free = self._free[:size], self._free[size:]
-        copy: np.ndarray = room[: array.nbytes].view(array.dtype).reshape(array.shape)
+        if array.nbytes >= _LARGE and array.ctypes.data % _ALIGNMENT == 0:
+            return array
+        copy: np.ndarray = self.room(array.nbytes).view(array.dtype).reshape(array.shape)
         copy[...] = array
         return copy
+
+    def give_back(self) -> None:
+        """Give back the pages that were made ahead and are not used."""
+        if self._ahead is not None:
+            self._ahead.give_back()
+            self._ahead = None

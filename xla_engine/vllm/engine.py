@@ -11,7 +11,7 @@ from xla_engine.errors import AdaptersBusyError, InvalidRequestError
 from xla_engine.prompts import Prompt
 from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.llm import given
-from xla_engine.vllm.outputs import RequestOutput, Stream
+from xla_engine.vllm.outputs import OutputStream, RequestOutput
 from xla_engine.vllm.sampling_params import SamplingParams
 from xla_engine.vllm.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs) -> None:
         self._engine = llm.LLM(args.model, **args.options).engine
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._held: deque[tuple[str, Prompt, SamplingParams, dict[str, Any]]] = deque()
 
     @classmethod
@@ -85,7 +85,7 @@ class LLMEngine:
                     raise  # all adapters are pinned
                 self._held.appendleft((request_id, prompt, params, options))
                 return
-            self._streams[request_id] = Stream(
+            self._streams[request_id] = OutputStream(
                 params.output_kind, self._engine.tokenizer, options.get("lora_request")
             )
 
@@ -106,7 +106,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs of one request as tokens arrive, in the form of its `output_kind`."""
         engine = self._llm.engine
-        stream = Stream(sampling_params.output_kind, engine.tokenizer, options.get("lora_request"))
+        stream = OutputStream(sampling_params.output_kind, engine.tokenizer, options.get("lora_request"))
         found = self._llm.generate(prompt, sampling_params.fixed, request_id=request_id, **given(options))
         try:
             async for output in found:

@@ -24,6 +24,7 @@ from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import Prompt, per_prompt, prompt_list
 from xla_engine.sampling_params import SamplingParams as FixedParams
 from xla_engine.text.chat_template import Message
+from xla_engine.utils.shown import shown
 from xla_engine.vllm.beam_search import BeamSearchOutput, beam_search
 from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.metrics import Metric, metrics
@@ -49,6 +50,11 @@ class LLM:
         profiler_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(profiler_config, Mapping | None):
+            raise ConfigError(
+                'profiler_config must be an object, such as {"torch_profiler_dir": "DIRECTORY"}, not '
+                f"{shown(profiler_config)}"
+            )
         self._profile_directory = (profiler_config or {}).get("torch_profiler_dir")
         self._chat_template = None if chat_template is None else _template(chat_template)
         self._ends = OutputCollector(every_token=False)

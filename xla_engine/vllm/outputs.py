@@ -98,7 +98,7 @@ def vllm_output(
     )
 
 
-class Stream:
+class OutputStream:
     """Converts the cumulative outputs of one request to an output kind."""
 
     def __init__(

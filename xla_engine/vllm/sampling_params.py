@@ -25,7 +25,7 @@ _DEFAULTS: dict[str, Any] = {
     "watermarking": False, "routed_experts_prompt_start": 0, "output_text_buffer_length": 0, "extra_args": {},
     "logprob_token_ids": None, "prompt_logprob_token_ids": None, "thinking_token_budget": None,
     "repetition_detection": None, "trace_decode_token_ids": None, "skip_reading_prefix_cache": False,
-    "logits_processors": [], "guided_decoding": None, "truncate_prompt_tokens": None,
+    "logits_processors": [], "guided_decoding": None,
 }  # fmt: skip
 
 
@@ -108,8 +108,8 @@ class BeamSearchParams:
         skip_special_tokens: bool = True,
         **others: Any,
     ) -> None:
-        check_integer("beam_width", beam_width, low=1, high=MAX_LOGPROBS // 2)
-        check_integer("max_tokens", max_tokens, low=1)
+        beam_width = check_integer("beam_width", beam_width, low=1, high=MAX_LOGPROBS // 2)
+        max_tokens = check_integer("max_tokens", max_tokens, low=1)
         check_finite("length_penalty", length_penalty)
         if temperature or any(others.values()):
             name = "temperature" if temperature else next(name for name, value in others.items() if value)

@@ -7,6 +7,7 @@ from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.open_engine import EngineClient
 from xla_engine.prompts import Prompt, TextPair, prompt_parts
 from xla_engine.text import tokenizer
+from xla_engine.text.fill_in import FillIn
 
 _TRUNCATIONS = (True, "longest_first")
 
@@ -136,7 +137,7 @@ def tokenised(
             if own is None:
                 raise InvalidRequestError("the model has no tokenizer.json; give token ids")
             ids = own.encode(content, add_special_tokens=special)
-        elif isinstance(content, TextPair):
+        elif isinstance(content, TextPair | FillIn):
             raise InvalidRequestError("tokenization_kwargs are for single texts; leave them out")
         else:
             ids = list(content)

@@ -230,6 +230,21 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(40, 5, 5, num_hidden_layers=3, sliding_window=23, logit_scale=0.7)
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
     ),
+    "seed_oss": ("SeedOssForCausalLM", 0.4, shape(40, 5, 1, head_dim=16)),
+    "ernie4_5": ("Ernie4_5ForCausalLM", 0.4, shape(36, 6, 2, head_dim=10, use_bias=True)),
+    "helium": ("HeliumForCausalLM", 0.4, shape(40, 5, 5, head_dim=8)),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        0.4,
+        shape(40, 4, 2, head_dim=16, num_hidden_layers=3, sliding_window=21, sliding_window_pattern=2),
+    ),
+    "exaone4_full": (
+        "Exaone4ForCausalLM",
+        0.4,
+        shape(36, 6, 6, sliding_window=None, layer_types=["full_attention"] * 2),
+    ),
+    "glm": ("GlmForCausalLM", 0.4, shape(40, 5, 1, head_dim=16, attention_bias=True, eos_token_id=[7, 9])),
+    "glm4": ("Glm4ForCausalLM", 0.4, shape(36, 6, 2, head_dim=12, attention_bias=False, eos_token_id=3)),
     "mixtral": (
         "MixtralForCausalLM",
         0.4,
@@ -391,6 +406,20 @@ CASES |= {
             **IMAGE_IDS,
         },
     ),
+    "qwen3_5_moe_vision": (
+        "Qwen3_5MoeForConditionalGeneration",
+        0.4,
+        {
+            "text_config": CASES["qwen3_5_moe"][2]
+            | {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
+            | rope(
+                "default", 1e6, partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True
+            ),
+            "vision_config": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+            | {"out_hidden_size": 36, "patch_size": 4, "num_position_embeddings": 4},
+            **IMAGE_IDS,
+        },
+    ),
 }
 
 
@@ -536,7 +565,12 @@ def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
 @torch.inference_mode()
 def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
-    if isinstance(model, (transformers.Qwen3VLPreTrainedModel, transformers.Qwen3_5ForConditionalGeneration)):
+    kinds = (
+        "Qwen3VLPreTrainedModel",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    )
+    if isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return seen_patches(model, seed)
     kinds = ("Idefics3PreTrainedModel", "SmolVLMPreTrainedModel", "Gemma3ForConditionalGeneration")
     if not isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):

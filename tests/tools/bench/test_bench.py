@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.gguf_files import Kind, write_gguf
 from tests.support.models import TINY
 from tests.support.reference import greedy_tokens
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.decoder import parameter_shapes
@@ -32,10 +32,11 @@ from xla_engine.tools.bench.models import (
     write_checkpoint,
     write_once,
 )
+from xla_engine.tools.bench.peers import PEERS
 from xla_engine.tools.bench.plot import lines_of, plot
 from xla_engine.tools.bench.rounds import NEAR_TIE, eight_bit_bounds, near_tie, verdict, void_reason
 from xla_engine.tools.bench.workers.xla import judge as make_judge
-from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
+from xla_engine.tools.bench.workloads import WORKLOADS, Workload, WorkloadSizes, make_workload
 
 
 @given(
@@ -46,7 +47,7 @@ from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_wo
 )
 @settings(max_examples=40, deadline=None)
 def test_a_workload_is_a_function_of_its_sizes(name: str, batch: int, seed: int, rate: float | None) -> None:
-    sizes = Sizes(batch=batch, vocab_size=97, seed=seed, rate=rate)
+    sizes = WorkloadSizes(batch=batch, vocab_size=97, seed=seed, rate=rate)
     workload = make_workload(name, sizes)
     assert workload == make_workload(name, sizes)
     assert len(workload.prompts) == len(workload.max_tokens) == len(workload.arrivals)
@@ -58,18 +59,18 @@ def test_a_workload_is_a_function_of_its_sizes(name: str, batch: int, seed: int,
 
 
 def test_ragged_lengths_have_a_heavy_tail() -> None:
-    workload = make_workload("ragged", Sizes(batch=64, vocab_size=97))
+    workload = make_workload("ragged", WorkloadSizes(batch=64, vocab_size=97))
     assert len(workload.prompts) == 8 * 64
     for lengths, median, most in (([*map(len, workload.prompts)], 64, 512), (workload.max_tokens, 48, 384)):
         assert 0.8 * median < statistics.median(lengths) < 1.25 * median
         assert statistics.mean(lengths) > 1.25 * statistics.median(lengths)
         assert max(lengths) <= most and max(lengths) > 4 * median
-    assert make_workload("ragged", Sizes(batch=64, vocab_size=97, positions=300)).longest <= 300
+    assert make_workload("ragged", WorkloadSizes(batch=64, vocab_size=97, positions=300)).longest <= 300
 
 
 def test_prompts_of_a_text_are_pieces_of_it() -> None:
     text = tuple(range(1000, 1600))
-    sizes = Sizes(batch=3, vocab_size=97, prompt=200, text=text)
+    sizes = WorkloadSizes(batch=3, vocab_size=97, prompt=200, text=text)
     prompts = make_workload("uniform", sizes).prompts
     assert all(prompt == tuple(range(prompt[0], prompt[0] + 200)) for prompt in prompts)
     assert len(set(prompts)) == 3 and {1000 <= prompt[0] <= 1400 for prompt in prompts} == {True}
@@ -78,13 +79,13 @@ def test_prompts_of_a_text_are_pieces_of_it() -> None:
 
 
 def test_poisson_arrivals_have_the_rate_asked_for() -> None:
-    workload = make_workload("ragged", Sizes(batch=64, vocab_size=97, rate=20.0))
+    workload = make_workload("ragged", WorkloadSizes(batch=64, vocab_size=97, rate=20.0))
     assert 0.85 < len(workload.arrivals) / workload.arrivals[-1] / 20.0 < 1.15
 
 
 def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="uniform"):
-        make_workload("unifrom", Sizes(batch=1, vocab_size=9))
+        make_workload("unifrom", WorkloadSizes(batch=1, vocab_size=9))
 
 
 def job(lengths: list[tuple[int, int]], arrivals: tuple[float, ...] | None = None) -> Workload:
@@ -183,7 +184,7 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
     checkpoint = load_checkpoint(tmp_path, dtype="bfloat16")
     prompts = np.random.default_rng(0).integers(0, 499, (3, 30)).tolist()
 
-    class LatePositions(Reference):
+    class LatePositions(ForwardPass):
         """Behind the prompt every token stands one place too late."""
 
         def __init__(self, checkpoint: Checkpoint) -> None:
@@ -197,8 +198,8 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
         checkpoint, weights={**checkpoint.weights, name: np.roll(checkpoint.weights[name], 1, 0)}
     )
     engines = {
-        "eight bits": Reference(checkpoint, quantized=True),
-        "features of one layer off by one": Reference(rolled, quantized=True),
+        "eight bits": ForwardPass(checkpoint, quantized=True),
+        "features of one layer off by one": ForwardPass(rolled, quantized=True),
         "positions off by one": LatePositions(checkpoint),
     }
     for what, engine in engines.items():
@@ -210,8 +211,8 @@ def test_what_eight_bits_excuse_holds_for_an_engine_in_eight_bits_and_for_no_fau
         assert (void_reason(found) is None) == (what == "eight bits"), (what, found)
 
 
-@pytest.mark.parametrize("norm", [None, "head"])
-def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_a_written_model_loads_again(tmp_path: Path, arch: str) -> None:
     config = ModelConfig(
         vocab_size=96,
         hidden_size=32,
@@ -223,7 +224,8 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
         max_position_embeddings=64,
         rope_scaling=SHAPES["llama-3.2-1b"].rope_scaling,
         tie_word_embeddings=True,
-        qk_norm=norm,
+        qk_norm="head" if arch == "qwen3" else None,
+        qkv_bias=arch == "qwen2",
     )
     write_once(config, tmp_path / "models" / "small", lambda: lively_weights(config))
     loaded = load_checkpoint(tmp_path / "models" / "small")
@@ -232,7 +234,7 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["small"]
     small = tmp_path / "models" / "small"
     assert find_model(str(small), tmp_path) == BenchModel(directory=small)
-    file = write_gguf(small, tmp_path / "small.gguf", kind=Kind.BF16, arch="qwen3" if norm else "llama")
+    file = write_gguf(small, tmp_path / "small.gguf", kind=Kind.BF16, arch=arch)
     # the same for peers, whatever way the file stores it
     found = find_model(str(file), tmp_path)
     assert found.file == file
@@ -240,6 +242,16 @@ def test_a_written_model_loads_again(tmp_path: Path, norm: str | None) -> None:
     assert written.config == config
     for leaf, values in load_checkpoint(small).weights.items():
         assert np.array_equal(values, written.weights[leaf]), leaf
+
+
+def test_a_file_of_another_family_is_given_as_it_is_to_engines_that_read_it(tmp_path: Path) -> None:
+    family = Path(__file__).parents[2] / "golden" / "families" / "gemma2"
+    file = write_gguf(family, tmp_path / "gemma.gguf", kind=Kind.BF16, arch="gemma2")
+    found = find_model(str(file), tmp_path)
+    assert found.directory == found.file == file and found.config == load_checkpoint(file).config
+    reading = {name for name, peer in PEERS.items() if peer.reads_files}
+    assert {"xla-engine-int8", "xla-engine-gguf-int8", "llama.cpp-file"} <= reading
+    assert reading.isdisjoint(("transformers", "vllm", "openvino-int4", "llama.cpp-q8"))
 
 
 def test_models_that_cannot_run_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.reference import greedy_tokens
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
 from xla_engine.tools.bench.models import lively_weights, write_checkpoint
@@ -31,7 +31,7 @@ SMALL = ModelConfig(
 PROMPT, NEW = 30, 32
 
 
-class LatePositions(Reference):
+class LatePositions(ForwardPass):
     """Behind the prompt every token stands one place too late."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
     return np.random.default_rng(0).integers(0, SMALL.vocab_size, (4, PROMPT)).tolist()
 
 
-def greedy(engine: Reference) -> list[list[int]]:
+def greedy(engine: ForwardPass) -> list[list[int]]:
     return [greedy_tokens(engine, prompt, NEW) for prompt in prompts()]
 
 
@@ -61,7 +61,7 @@ def test_the_streams_of_a_random_model_are_lively_and_faults_in_them_are_found(l
     judge = make_judge(1)
     judge.load(str(lively))
     checkpoint = load_checkpoint(lively, dtype="bfloat16")
-    streams = greedy(Reference(checkpoint))
+    streams = greedy(ForwardPass(checkpoint))
     assert dull_reason(streams) is None
     assert min(len(set(stream)) for stream in streams) >= NEW // 2
 
@@ -76,7 +76,7 @@ def test_the_streams_of_a_random_model_are_lively_and_faults_in_them_are_found(l
 
 def test_plain_normal_weights_are_refused(tmp_path: Path) -> None:
     write_checkpoint(SMALL, random_weights(SMALL, dtype="bfloat16"), tmp_path)
-    assert "dull streams" in str(dull_reason(greedy(Reference(load_checkpoint(tmp_path)))))
+    assert "dull streams" in str(dull_reason(greedy(ForwardPass(load_checkpoint(tmp_path)))))
 
 
 @pytest.mark.parametrize(

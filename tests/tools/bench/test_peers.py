@@ -92,7 +92,7 @@ def fake_workers(folder: Path, ours: str = "", theirs: str = "", *, arrivals: bo
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Measure with fake engines; the results by (workload, engine), and the record."""
     monkeypatch.setattr(rounds, "_REST", 0.0)
-    monkeypatch.setattr(bench.limits, "read_bandwidth", lambda threads: 10.0)
+    monkeypatch.setattr(bench, "read_bandwidth", lambda threads: 10.0)
 
     def measure(
         ours: str = "",

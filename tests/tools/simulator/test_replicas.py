@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from tests.support.simulation import COST
 from xla_engine.cli import main
 from xla_engine.scheduler import SchedulerConfig
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.cost import Machine
 from xla_engine.tools.simulator.replicas import Goal, fewest, simulate_replicas
-from xla_engine.tools.simulator.report import Report
+from xla_engine.tools.simulator.report import SimulationReport
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import Arrival, azure_like, heavy_tailed
 
@@ -24,13 +24,13 @@ CONFIG = SchedulerConfig(max_num_seqs=4, chunk_size=32, max_num_batched_tokens=2
 MACHINE = Machine(lanes=(2, 8), key_buckets=(512,), rows=4)
 
 
-def on(replicas: int, requests: int = 150, rate: float = 90.0) -> Report:
+def on(replicas: int, requests: int = 150, rate: float = 90.0) -> SimulationReport:
     trace = heavy_tailed(requests, rate, 0)
     return simulate_replicas(CONFIG, MACHINE, COST, trace, replicas=replicas)
 
 
 def test_one_machine_is_the_simulation_of_one() -> None:
-    alone = Simulation(CONFIG, MACHINE, Clock(COST)).run(heavy_tailed(150, 90.0, 0))
+    alone = Simulation(CONFIG, MACHINE, SimulatedClock(COST)).run(heavy_tailed(150, 90.0, 0))
     one = on(1)
     assert (one.steps, one.wall, one.new_tokens) == (alone.steps, pytest.approx(alone.wall), alone.new_tokens)
     assert one.first_token.total == pytest.approx(alone.first_token.total)

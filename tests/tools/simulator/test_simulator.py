@@ -24,11 +24,11 @@ from xla_engine.errors import RecordError
 from xla_engine.observability.step_log import read_step_log
 from xla_engine.observability.step_log_writer import StepLogWriter
 from xla_engine.scheduler import Scheduler, SchedulerConfig
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.compare import compare
 from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, Machine, least_squares
 from xla_engine.tools.simulator.fit import fit
-from xla_engine.tools.simulator.report import Report
+from xla_engine.tools.simulator.report import SimulationReport
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import Arrival, heavy_tailed, read_csv
 
@@ -124,10 +124,10 @@ def simulate(
     skip: bool,
     cost: CostModel = COST,
     **options: Any,
-) -> Report:
+) -> SimulationReport:
     sizes = {"max_num_seqs": slots, "chunk_size": 16, "max_num_batched_tokens": slots + 64}
     config = SchedulerConfig(**sizes | options)
-    simulation = Simulation(config, machine, Clock(cost), lag=lag)
+    simulation = Simulation(config, machine, SimulatedClock(cost), lag=lag)
     simulation.plans = None if skip else []
     report = simulation.run(trace)
     simulation._scheduler.check()
@@ -203,7 +203,9 @@ def test_figures_of_two_requests_are_those_of_the_arithmetic() -> None:
 
 
 def test_host_that_works_beside_the_device_delays_it_and_steps_differ() -> None:
-    clock = Clock(replace(COST, turn=1e-3, decode=5e-3, row=0.0, key=0.0, overlap=0.5, noise=(0.0, 1e-3)))
+    clock = SimulatedClock(
+        replace(COST, turn=1e-3, decode=5e-3, row=0.0, key=0.0, overlap=0.5, noise=(0.0, 1e-3))
+    )
     host, step = HostWork(), DeviceWork(rows=1)
     clock.start(host, step)  # over at 6 ms
     clock.start(host, step)  # 1 ms of the host's makes that 6.5; the next takes 6
@@ -280,7 +282,7 @@ def simulated(tmp_path: Path) -> Path:
     }
     with open(path, "w") as file:
         log = StepLogWriter(file, scheduler=asdict(config), engine=engine, began=0.0)
-        Simulation(config, MACHINE, Clock(COST), log=log).run(heavy_tailed(60, 30.0, 0))
+        Simulation(config, MACHINE, SimulatedClock(COST), log=log).run(heavy_tailed(60, 30.0, 0))
     return path
 
 

@@ -29,11 +29,12 @@ OUTPUTS = ("parquet", "csv", "tsv")  # table formats that a run can write; any o
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """One file: its display name, its kind, and a function that opens its bytes."""
+    """One file: its display name, its kind, a function that opens its bytes, and if it is text, its encoding."""
 
     name: str
     kind: str
     raw: Callable[[], BinaryIO]
+    encoding: str | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from xla_engine.batch.datasets.answers import AnswerColumns
 from xla_engine.batch.datasets.files import OUTPUTS, exists, is_url, kind_of, opened, put
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.batch.datasets.tables import Table, arrow
@@ -43,10 +44,10 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
         if name not in names:
             raise ConfigError(f"the input has no column {name!r} to keep; it has {', '.join(names)}")
     kept = [name for name in names if wanted is None or name in wanted]
-    if columns.id == "custom_id":
-        # The result's custom_id column has the same values.
-        kept = [name for name in kept if name != "custom_id"]
-    if taken := [name for name in kept if name in result_columns(pictures=columns.image is not None)]:
+    # The input's own custom_id stands for the result's, with its type.
+    own = ("custom_id",) if columns.id == "custom_id" else ()
+    results = result_columns(pictures=columns.image is not None)
+    if taken := [name for name in kept if name in results and name not in own]:
         raise ConfigError(
             f"column {taken[0]!r} of the input has the name of a result column; use --keep-columns NAME,NAME to "
             f"leave it out"
@@ -84,20 +85,29 @@ def result_row(line: bytes) -> dict[str, Any]:
 
 
 def publish(
-    journal: Path, out: str, table: Table | None, columns: Sequence[str], *, pictures: bool = False
+    journal: Path,
+    out: str,
+    table: Table | None,
+    columns: Sequence[str],
+    *,
+    pictures: bool = False,
+    answers: AnswerColumns | None = None,
 ) -> None:
     """Write a run's file of result lines to its output, which gets its final name only when it is complete.
 
     out: path or URL of a table or of a file of result lines. table: the input, or None if it was not a table.
-    columns: the input columns to copy. pictures: whether rows have a column of pictures.
+    columns: the input columns to copy. pictures: whether rows have a column of pictures. answers: columns to make of
+    answers in JSON.
 
     The bytes depend only on the results, not on how often the run was resumed. Raises OutputError, ConfigError and
     OSError.
     """
     with contextlib.closing(ResultsInOrder(journal)) as results, _published(journal, out) as file:
         if (kind := kind_of(out)) in OUTPUTS:
-            named = result_columns(pictures=pictures)
-            _write(_joined(results, table, columns, named), file, kind, named, packed=out.endswith(".gz"))
+            names = [name for name in result_columns(pictures=pictures) if name not in columns]
+            named = _Named(tuple(names), answers or AnswerColumns({}))
+            rows = _joined(results, table, columns, named, typed=kind == "parquet")
+            _write(rows, file, kind, named, packed=out.endswith(".gz"))
         else:
             file.writelines(line for _, line in results)
 
@@ -118,16 +128,14 @@ def _published(journal: Path, out: str) -> Iterator[BinaryIO]:
         local.unlink(missing_ok=True)
 
 
-def _write(
-    batches: Iterator[Any], file: BinaryIO, kind: str | None, named: Sequence[str], *, packed: bool
-) -> None:
+def _write(batches: Iterator[Any], file: BinaryIO, kind: str | None, named: _Named, *, packed: bool) -> None:
     """Write record batches as a table. named: its result columns, which are all of them if there is no batch."""
     pa = arrow()
     with contextlib.ExitStack() as stack:
         if packed:
             file = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=file, mode="wb", mtime=0)))
         first = next(batches, None)  # none: a shard without lines
-        schema = pa.schema([(name, _result_type(name)) for name in named]) if first is None else first.schema
+        schema = pa.schema(list(named.types.items())) if first is None else first.schema
         every = itertools.chain([] if first is None else [first], batches)
         if kind == "parquet":
             _write_parquet(every, file, schema)
@@ -135,18 +143,41 @@ def _write(
             _write_text(every, file, schema, "\t" if kind == "tsv" else ",")
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The result columns, and those of answers in JSON."""
+
+    results: tuple[str, ...]
+    answers: AnswerColumns
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """The Arrow type of each column."""
+        return {
+            **{name: _result_type(name) for name in self.results},
+            **{name: _answer_type(kind) for name, kind in self.answers.kinds.items()},
+        }
+
+    def columns(self, lines: Sequence[bytes]) -> list[Any]:
+        """The columns of some result lines."""
+        rows = [result_row(line) for line in lines]
+        rows = [{**row, **self.answers.values(row["generated_text"])} for row in rows]
+        return [arrow().array([row[name] for row in rows], kind) for name, kind in self.types.items()]
+
+
 def _joined(
-    results: ResultsInOrder, table: Table | None, columns: Sequence[str], named: Sequence[str]
+    results: ResultsInOrder, table: Table | None, columns: Sequence[str], named: _Named, *, typed: bool
 ) -> Iterator[Any]:
-    """Record batches of input columns and result columns, for the rows that have a result."""
+    """Record batches of input columns and result columns, for the rows that have a result. typed: as in
+    `Table.batches`."""
     pa = arrow()
     coming = iter(results)
     if table is None or not columns:
         while some := list(itertools.islice(coming, 1024)):
-            yield pa.record_batch(_columns([line for _, line in some], named), names=list(named))
+            yield pa.record_batch(named.columns([line for _, line in some]), names=list(named.types))
         return
     ahead, number = next(coming, None), 0
-    for batch in table.batches(columns):
+    for batch in table.batches(columns, typed=typed):
         picked, lines = [], []
         for place in range(batch.num_rows):
             number += 1
@@ -158,7 +189,8 @@ def _joined(
             continue
         if len(picked) < batch.num_rows:
             batch = batch.take(pa.array(picked))
-        yield pa.record_batch([*batch.columns, *_columns(lines, named)], names=[*batch.schema.names, *named])
+        names = [*batch.schema.names, *named.types]
+        yield pa.record_batch([*batch.columns, *named.columns(lines)], names=names)
     if ahead is not None:
         raise OutputError(f"there is a result for row {ahead[0]}, but the input has {number} rows")
 
@@ -170,9 +202,10 @@ def _result_type(name: str) -> Any:
     return pa.int64() if name in COUNTS else pa.string()
 
 
-def _columns(lines: Sequence[bytes], named: Sequence[str]) -> list[Any]:
-    rows = [result_row(line) for line in lines]
-    return [arrow().array([row[name] for row in rows], _result_type(name)) for name in named]
+def _answer_type(kind: str) -> Any:
+    pa = arrow()
+    types = {"integer": pa.int64, "number": pa.float64, "boolean": pa.bool_}
+    return types.get(kind, pa.string)()
 
 
 def _write_parquet(batches: Iterator[Any], file: BinaryIO, schema: Any) -> None:

@@ -13,6 +13,7 @@ from xla_engine.batch.lines import MAX_LINE_BYTES, Line
 from xla_engine.errors import ConfigError
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import dump_line, kind
+from xla_engine.utils.plain import integer_of, is_missing
 
 Row = Mapping[str, Any] | str  # a row by column, or why it cannot be read
 
@@ -103,20 +104,21 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
     problem = None
     if columns.id is not None:
         value = row.get(columns.id)
+        value = value if (number := integer_of(value)) is None else number
         if value is None or isinstance(value, bool | float | bytes | list | dict) or value == "":
             problem = f"column {columns.id!r} has no id for this row: it must be text or an integer"
         else:
             record["custom_id"] = str(value)
     if columns.template is not None:
         names = template_columns(columns.template)
-        empty = next((name for name in names if row.get(name) is None), None)
+        empty = next((name for name in names if is_missing(row.get(name))), None)
         if empty is not None:
             return record, problem or f"column {empty!r} is empty in this row, and the template needs it"
         record["prompt"] = columns.template.format_map({name: row[name] for name in names})
     else:
         assert columns.prompt is not None
         value = row.get(columns.prompt)
-        if value is None:
+        if is_missing(value):
             return record, problem or f"column {columns.prompt!r} is empty in this row"
         is_chat = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
         record["messages" if is_chat else "prompt"] = without_nulls(value) if is_chat else value
@@ -137,7 +139,7 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
 def row_images(value: Any) -> tuple[object, ...]:
     """The pictures in a value of a table."""
     many = value if isinstance(value, list) else [value]
-    return tuple(without_nulls(each) for each in many if each is not None and each != "")
+    return tuple(without_nulls(each) for each in many if not is_missing(each) and each != "")
 
 
 def _digest(image: object) -> str:
@@ -158,9 +160,9 @@ def _field(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop null fields from objects in a table's value: a table has every field in every row."""
+    """Drop fields that are null or NaN from objects in a table's value: a table has every field in every row."""
     if isinstance(value, Mapping):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+        return {name: without_nulls(each) for name, each in value.items() if not is_missing(each)}
     if isinstance(value, list):
         return [without_nulls(each) for each in value]
     return value

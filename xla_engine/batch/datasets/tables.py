@@ -8,17 +8,22 @@ import csv
 import io
 import itertools
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from xla_engine.batch.datasets.files import TableFile, table_files
 from xla_engine.batch.datasets.rows import Row
-from xla_engine.batch.lines import MAX_LINE_BYTES
+from xla_engine.batch.encodings import as_utf8, check_is_utf8
+from xla_engine.batch.lines import COUNTED_BYTES, MAX_LINE_BYTES
 from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 from xla_engine.utils.json_line import load_object
 
 BATCH = 1024  # rows read at a time
+CHECKED = 1 << 20  # bytes of a text file checked at a time
 PICTURES = 16  # the same of columns of bytes, which are pictures
 
 
@@ -28,10 +33,12 @@ class Table:
     names: the columns of all files, beginning with those of the first.
     """
 
-    def __init__(self, source: str) -> None:
-        """Raises ConfigError and OSError."""
+    def __init__(self, source: str, encoding: str | None = None) -> None:
+        """encoding: of text files; by default UTF-8. Raises ConfigError and OSError."""
         self.source = source
-        self._files = table_files(source)
+        self._files = [replace(file, encoding=encoding) for file in table_files(source)]
+        for file in self._files:
+            _check_text(file)
         names = [_names(file) for file in self._files]
         for file, found in zip(self._files, names, strict=True):
             if twice := next((name for name in found if found.count(name) > 1), None):
@@ -54,22 +61,28 @@ class Table:
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows if file metadata give it (Parquet); None otherwise."""
-        if any(file.kind != "parquet" for file in self._files):
+        """The number of rows, from metadata or by counting; None for text at a URL, or if it is too large to count."""
+        text = [file for file in self._files if file.kind not in ("parquet", "arrow")]
+        if not all(os.path.exists(file.name) for file in text):
+            return None
+        if sum(os.path.getsize(file.name) for file in text) > COUNTED_BYTES:
             return None
         return sum(map(_count, self._files))
 
-    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Yield all rows as Arrow record batches of one schema; an unreadable row becomes nulls."""
-        schema = self._schema(columns)
+    def batches(self, columns: Sequence[str], *, typed: bool = False) -> Iterator[Any]:
+        """Yield all rows as Arrow record batches of one schema; an unreadable row becomes nulls.
+
+        typed: whether columns of CSV files that hold only numbers, or only true and false, become such columns.
+        """
+        schema = self._schema(columns, typed=typed)
         for file in self._files:
             yield from _batches(file, schema)
 
-    def _schema(self, columns: Sequence[str]) -> Any:
+    def _schema(self, columns: Sequence[str], *, typed: bool) -> Any:
         pa = arrow()
         fields: dict[str, Any] = {}
         for file in self._files:
-            for name, kind in _types(file, columns).items():
+            for name, kind in _types(file, columns, typed=typed).items():
                 known = fields.setdefault(name, kind)
                 if known != kind:
                     fields[name] = (
@@ -90,10 +103,10 @@ def arrow() -> Any:
 def _names(file: TableFile) -> list[str]:
     with file.open() as source:
         if file.kind in ("csv", "tsv"):
-            with _text(source) as text:
-                return next(_csv(file, text), [])
+            with _text(file, source) as text:
+                return _header(file, _csv(file, text))
         if file.kind == "json":  # each row may have different fields
-            rows = (row for row in _json(source) if not isinstance(row, str))
+            rows = (row for row in _json(_lines(file, source)) if not isinstance(row, str))
             return list(dict.fromkeys(itertools.chain.from_iterable(rows)))
         if file.kind == "parquet":
             return list(_parquet(file, source).schema_arrow.names)
@@ -103,10 +116,10 @@ def _names(file: TableFile) -> list[str]:
 def _rows(file: TableFile, columns: Sequence[str]) -> Iterator[Row]:
     with file.open() as source:
         if file.kind in ("csv", "tsv"):
-            with _text(source) as text:
+            with _text(file, source) as text:
                 yield from _csv_rows(file, text)
         elif file.kind == "json":
-            yield from _json(source)
+            yield from _json(_lines(file, source))
         else:
             for batch in _arrow_batches(file, source, columns):
                 yield from batch.to_pylist()
@@ -114,7 +127,11 @@ def _rows(file: TableFile, columns: Sequence[str]) -> Iterator[Row]:
 
 def _count(file: TableFile) -> int:
     with file.open() as source:
-        return int(_parquet(file, source).metadata.num_rows)
+        if file.kind == "parquet":
+            return int(_parquet(file, source).metadata.num_rows)
+        if file.kind == "arrow":
+            return sum(batch.num_rows for batch in _ipc(file, source)[1])
+    return sum(1 for _ in _rows(file, ()))
 
 
 def _batches(file: TableFile, schema: Any) -> Iterator[Any]:
@@ -142,13 +159,14 @@ def _batches(file: TableFile, schema: Any) -> Iterator[Any]:
 
 def _plain(value: Any, kind: Any) -> Any:
     """Convert a value of a text file to a column's type; in a text column, other values become JSON."""
-    if value is None or isinstance(value, str) or str(kind) not in ("string", "large_string"):
-        return value
-    return json.dumps(value)
+    is_text = str(kind) in ("string", "large_string")
+    if isinstance(value, str) and not is_text:  # of a CSV file, as `_types` found it
+        return _meant(value)
+    return value if value is None or isinstance(value, str) or not is_text else json.dumps(value)
 
 
-def _types(file: TableFile, columns: Sequence[str]) -> dict[str, Any]:
-    """The Arrow types of a file's columns; for text files, inferred from all values."""
+def _types(file: TableFile, columns: Sequence[str], *, typed: bool = False) -> dict[str, Any]:
+    """The Arrow types of a file's columns; for text files, inferred from all values. typed: as in `Table.batches`."""
     pa = arrow()
     if file.kind in ("parquet", "arrow"):
         with file.open() as source:
@@ -158,8 +176,25 @@ def _types(file: TableFile, columns: Sequence[str]) -> dict[str, Any]:
     for row in _rows(file, columns):
         if not isinstance(row, str):
             for name in columns:
-                found[name].add(type(row.get(name)))
+                value = row.get(name)
+                if typed and file.kind in ("csv", "tsv") and isinstance(value, str):
+                    value = _meant(value)
+                found[name].add(type(value))
     return {name: _type_of(kinds - {type(None)}) for name, kinds in found.items()}
+
+
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,18})", re.ASCII)  # 007 is a name
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?([eE][-+]?[0-9]{1,3})?", re.ASCII)
+_TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
+def _meant(text: str) -> int | float | bool | str:
+    """The value that a cell of a CSV file stands for."""
+    if _INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63:
+        return int(text)
+    if _NUMBER.fullmatch(text) and not text.lstrip("-").isdigit():
+        return float(text)
+    return _TRUTHS.get(text, text)
 
 
 def _type_of(kinds: set[type]) -> Any:
@@ -223,8 +258,25 @@ def holds_bytes(kind: Any) -> bool:
     return any(holds_bytes(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _text(source: BinaryIO) -> io.TextIOWrapper:
-    return io.TextIOWrapper(source, encoding="utf-8-sig", newline="")
+def _text(file: TableFile, source: BinaryIO) -> io.TextIOWrapper:
+    return io.TextIOWrapper(as_utf8(source, file.name, file.encoding), encoding="utf-8", newline="")
+
+
+def _lines(file: TableFile, source: BinaryIO) -> BinaryIO:
+    """JSON lines; a wrong one in UTF-8 fails alone."""
+    if file.encoding is not None:
+        return as_utf8(source, file.name, file.encoding)
+    check_is_utf8(source, file.name)
+    return source
+
+
+def _check_text(file: TableFile) -> None:
+    """Raise OSError, before anything runs, if a CSV file on this machine is not in its encoding."""
+    if file.kind in ("csv", "tsv") and os.path.exists(file.name):
+        with file.open() as source:
+            text = as_utf8(source, file.name, file.encoding)
+            while text.read(CHECKED):
+                pass
 
 
 def _csv(file: TableFile, text: io.TextIOWrapper) -> Iterator[list[str]]:
@@ -232,20 +284,22 @@ def _csv(file: TableFile, text: io.TextIOWrapper) -> Iterator[list[str]]:
     return csv.reader(text, delimiter="\t" if file.kind == "tsv" else ",", strict=True)
 
 
+def _header(file: TableFile, rows: Iterator[list[str]]) -> list[str]:
+    try:
+        return next(rows, [])
+    except csv.Error as error:
+        raise ConfigError(f"{file.name}: the header line cannot be read: {error}") from error
+
+
 def _csv_rows(file: TableFile, text: io.TextIOWrapper) -> Iterator[Row]:
     rows = _csv(file, text)
-    try:
-        names = next(rows, [])
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.name}: the header line cannot be read: {error}") from error
+    names = _header(file, rows)
     while True:
         try:
             row = next(rows, None)
         except csv.Error as error:
             yield f"the row is not CSV: {error}"
             continue
-        except UnicodeDecodeError as error:
-            raise OSError(f"{file.name} is not UTF-8 at byte {error.start}: convert it first") from error
         if row is None:
             return
         if not row:
@@ -273,6 +327,6 @@ def _json(source: BinaryIO) -> Iterator[Row]:
     for line in itertools.chain([first] if first else [], lines):
         if line.strip():
             try:
-                yield load_object(line.removeprefix(b"\xef\xbb\xbf"))
+                yield load_object(line.removeprefix(b"\xef\xbb\xbf"), nan_is_null=True)
             except ValueError as error:
                 yield str(error)

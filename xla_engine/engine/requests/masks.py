@@ -17,10 +17,12 @@ class MaskMaker:
     replay: for replays; returns the ids of the rows that skip the step, in place of the time limit. All other masks
         are waited for.
     on_made: called in the background thread when a mask is ready.
+    seconds: wall time of all calls of `make`.
     """
 
     def __init__(self) -> None:
         self.replay: Callable[[], Collection[str]] | None = None
+        self.seconds = 0.0
         self.on_made: Callable[[], object] = lambda: None
         self._rows: dict[LiveSequence, Pending[None] | BaseException | None] = {}
         self._maker = CallThread()
@@ -38,10 +40,15 @@ class MaskMaker:
         """Note that a constrained row got a token, or is extended, so its mask must be advanced."""
         self._rows.setdefault(row, None)
 
-    def make(self) -> frozenset[str]:
-        """Compute the masks that a turn has time for; returns the ids of the rows that skip the step."""
+    def make(self, *, overlaps: bool = True) -> frozenset[str]:
+        """Compute the masks that a turn has time for; returns the ids of the rows that skip the step.
+
+        overlaps: the device runs a step meanwhile. Otherwise the turn waits for constraints known to be slow only if
+            no more rows have others, because the wait would delay every row.
+        """
+        began = time.monotonic()
         self._collect()
-        spent, asked = 0.0, []
+        spent, made, asked = 0.0, 0, []
         for row, state in list(self._rows.items()):
             mask = row.mask
             if row.finished or mask is None:
@@ -57,18 +64,20 @@ class MaskMaker:
             else:
                 try:
                     mask.make()
+                    made += 1
                     del self._rows[row]
                 except Exception as error:
                     self._rows[row] = error
                 spent += mask.seconds
         until = time.monotonic() + TURN_S - spent
-        for pending in asked:
+        for pending in asked if overlaps or len(asked) >= made else ():
             pending.done.wait(max(until - time.monotonic(), 0))
         held = () if self.replay is None else self.replay()
         for row, state in self._rows.items():
             if self.replay is not None and row.request_id not in held and isinstance(state, Pending):
                 state.done.wait()
         self._collect()
+        self.seconds += time.monotonic() - began
         return frozenset((*held, *(row.request_id for row in self._rows)))
 
     def take_failed(self) -> list[tuple[LiveSequence, BaseException]]:

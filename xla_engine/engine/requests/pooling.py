@@ -52,7 +52,7 @@ def params_for(form: PoolingForm, params: PoolingParams, hidden_size: int) -> Po
         )
     if params.task == "score" and classes != 1:
         raise InvalidRequestError(f"the model's classifier has {classes} classes and no score; use classify")
-    wanted = params.dimensions
+    wanted, hidden_size = params.dimensions, form.size(hidden_size)
     if wanted is not None and wanted != hidden_size:
         if form.dimensions is not None and wanted not in form.dimensions:
             remedy = f"use {', '.join(map(str, form.dimensions))}" if form.dimensions else "leave them out"
@@ -73,9 +73,8 @@ def pooled_vector(form: PoolingForm, parts: Sequence[Array], tokens: int) -> Arr
     if form.pooling_type != MEAN:
         return np.asarray(parts[-1][-1])
     total: Array = np.zeros(parts[0].shape[1], np.float32)
-    for part in parts:
-        for row in part:
-            total += row
+    for part in parts:  # along this axis, numpy adds row after row
+        total = np.add.reduce(np.concatenate([total[None], part]), axis=0)
     return total / np.float32(tokens)
 
 
@@ -88,6 +87,8 @@ def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> t
     if not np.isfinite(vector).all():
         raise InvalidRequestError("no vector could be computed: the model's numbers are not finite")
     wide: Array = vector.astype(np.float64)
+    for layer in form.dense:
+        wide = _activated(layer.activation, (layer.weight * wide).sum(axis=1) + layer.bias)
     active = form.use_activation if params.use_activation is None else params.use_activation
     if params.task == "embed":
         wide = wide[: params.dimensions]
@@ -96,6 +97,7 @@ def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> t
     else:
         assert form.classifier is not None
         wide = (form.classifier * wide).sum(axis=1)
+        wide = wide if form.classifier_bias is None else wide + form.classifier_bias
         wide = _activated(form.activation, wide) if active else wide
     return tuple(wide.astype(np.float32).tolist())
 
@@ -103,6 +105,9 @@ def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> t
 def _activated(name: str, numbers: Array) -> Array:
     if name == "identity":
         return numbers
+    if name == "tanh":
+        tanh: Array = np.tanh(numbers)
+        return tanh
     if name == "sigmoid":
         return np.tanh(numbers / 2) / 2 + 0.5  # avoids overflow
     exponentials = np.exp(numbers - numbers.max())

@@ -10,10 +10,10 @@ from xla_engine.engine.protocol import RequestOptions, deadlines
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.engine.requests.pooling import PooledPrompt
 from xla_engine.engine.requests.sequence import LiveSequence, SequenceGroup, sequence_ids, sequence_seed
-from xla_engine.engine.requests.token_buffer import TokenBuffer
 from xla_engine.engine.requests.validation import CheckedRequest
 from xla_engine.errors import InvalidRequestError
 from xla_engine.model_loader.pooling import PoolingForm
+from xla_engine.observability.distributions import Histograms
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.runner.in_flight import PooledChunk, PromptScores
 from xla_engine.runner.row_settings import RowSettings
@@ -102,7 +102,8 @@ class KeptRequests:
 class RequestTable:
     """Live sequences by id; if n is 1, the id is the request's. Each is opened once and ended once.
 
-    settings: row settings by sequence, for the runner. token_buffer: from which sequences take their tokens.
+    live: the live sequences by id. settings: their row settings, for the runner.
+    histograms: the times of all requests.
     kept: finished requests that can be extended, and saved ones.
     submitted: requests since start-up. finished: sequences since start-up, by reason.
     pending: requests that wait for their constraint, by id.
@@ -118,31 +119,37 @@ class RequestTable:
         self._pooler = pooler
         self.kept = KeptRequests() if kept is None else kept
         self.settings: dict[str, RowSettings] = {}
-        self.token_buffer: TokenBuffer[LiveSequence] = TokenBuffer()
+        self.histograms = Histograms()
         self.submitted = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self.pending: dict[str, PendingRequest] = {}
         self._tokenizer = tokenizer
-        self._live: dict[str, LiveSequence] = {}
+        self.live: dict[str, LiveSequence] = {}
         self._groups: dict[str, SequenceGroup] = {}  # requests with n above 1
+        self._ended_tokens = 0  # of the sequences that have ended
 
     @property
     def pools(self) -> bool:
         """Whether requests pool and do not generate."""
         return self._pooler is not None
 
+    @property
+    def generated(self) -> int:
+        """Tokens of all sequences since start-up."""
+        return self._ended_tokens + sum(sequence.num_new_tokens for sequence in self.live.values())
+
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     def __iter__(self) -> Iterator[str]:
         """The ids of the live sequences, oldest first; the table may change during the iteration."""
-        return iter(list(self._live))
+        return iter(list(self.live))
 
     def __getitem__(self, name: str) -> LiveSequence:
-        return self._live[name]
+        return self.live[name]
 
     def get(self, name: str) -> LiveSequence | None:
-        return self._live.get(name)
+        return self.live.get(name)
 
     def sequences(self, request_id: str) -> list[str]:
         """The ids of a request's sequences, some of which may have ended."""
@@ -155,7 +162,7 @@ class RequestTable:
         Raises InvalidRequestError if one has ended and is not kept.
         """
         group = self._groups.get(request_id)
-        parts = (self._live[request_id],) if group is None else group.parts
+        parts = (self.live[request_id],) if group is None else group.parts
         if not self.kept.most and any(part.finished for part in parts):
             raise InvalidRequestError(
                 f"sequences of request {request_id!r} have ended and are not kept: set keep_finished"
@@ -173,7 +180,7 @@ class RequestTable:
     def _taken(self, request_id: str, n: int) -> list[str]:
         """Those ids of a request and its sequences that are in use."""
         names = (request_id, *sequence_ids(request_id, n))
-        taken = [name for name in names if name in self._live or name in self._groups]
+        taken = [name for name in names if name in self.live or name in self._groups]
         for own, one in self.pending.items():
             held = (own, *sequence_ids(own, one.sequences))
             taken += [name for name in names if name in held]
@@ -224,6 +231,7 @@ class RequestTable:
                 dry_breakers=checked.dry_breakers,
                 adapter=adapter.slot,
                 positions=checked.positions,
+                second_text=checked.second_text,
             )
             request = Request(
                 request_id=name,
@@ -246,7 +254,7 @@ class RequestTable:
                     settings,
                     checked,
                     self._tokenizer,
-                    token_buffer=self.token_buffer,
+                    histograms=self.histograms,
                     collector=collector,
                     now=now,
                     pooling=PooledPrompt(pooler, part)
@@ -264,7 +272,7 @@ class RequestTable:
         """
         going_on = [part for part in parts if not part.finished]
         for part in going_on:
-            self._live[part.request_id], self.settings[part.request_id] = part, part.settings
+            self.live[part.request_id], self.settings[part.request_id] = part, part.settings
         if len(parts) > 1:
             self._groups[request_id] = SequenceGroup(request_id, parts)
         self.submitted += 1
@@ -274,7 +282,7 @@ class RequestTable:
         """Give a sequence its prompt log-probabilities or pooled chunk, unless its id was reused since the step."""
         if self.settings.get(part.request_id) is not part.settings:
             return
-        request = self._live[part.request_id]
+        request = self.live[part.request_id]
         if isinstance(part, PromptScores):
             request.add_prompt_logprobs(part.start, part.scores)
         elif request.pooling is not None:
@@ -283,7 +291,7 @@ class RequestTable:
     def take_back(self, request_id: str) -> None:
         """Undo `open`, without telling the collector."""
         for name in self.sequences(request_id):
-            self._live.pop(name, None)
+            self.live.pop(name, None)
             self.settings.pop(name, None)
         self._groups.pop(request_id, None)
         self.submitted -= 1
@@ -293,11 +301,12 @@ class RequestTable:
 
         Returns the final reason: "error" if its text cannot be decoded.
         """
-        request = self._live.pop(name)
+        request = self.live.pop(name)
         del self.settings[name]
         reason = request.finish(reason, now, error)
         request.collector.put(reader := request.reader)
         self.finished[reason] += 1
+        self._ended_tokens += request.num_new_tokens
         if reader.finished:
             group = self._groups.pop(reader.request_id, None)
             if self.kept.most:

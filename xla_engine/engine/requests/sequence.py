@@ -11,10 +11,10 @@ from typing import Generic, TypeVar, overload
 
 from xla_engine.engine.requests.output_collector import AllSeen, OutputCollector, Readable, Seen
 from xla_engine.engine.requests.pooling import PooledPrompt
-from xla_engine.engine.requests.token_buffer import Taken, TokenBuffer
 from xla_engine.engine.requests.validation import CheckedRequest
 from xla_engine.errors import InvalidRequestError, ReplayError
 from xla_engine.graphs.sampling.logprobs import TopLogprobs
+from xla_engine.observability.distributions import Histograms
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.sampling_params import SamplingParams
@@ -24,6 +24,7 @@ from xla_engine.text.tokenizer import Tokenizer
 
 S = TypeVar("S")
 T = TypeVar("T")
+Sink = tuple[Callable[[int], None], Callable[[float], None]]  # take a token, and its time
 # A token, its log-probability, and the most likely tokens at its position.
 Score = tuple[int, float, TopLogprobs]
 
@@ -79,6 +80,8 @@ class LiveSequence:
     pooling: collects its vector if the model pools. Such a request ends with one token, which is not shown.
     faults: failed steps it was in. passes: times it got past such a step while running apart from others.
     preemptions: times it lost its slot.
+    sink: takes a token and its time; None if that is not enough: `immediate` sequences need `add`, and those that keep
+    log-probabilities need `keep`.
     arrival_time, finished_time: on the engine's clock; the latter is None while it runs. error: why it failed.
     """
 
@@ -89,7 +92,7 @@ class LiveSequence:
         checked: CheckedRequest,
         tokenizer: Tokenizer | None,
         *,
-        token_buffer: TokenBuffer[LiveSequence],
+        histograms: Histograms,
         collector: OutputCollector,
         now: float,
         pooling: PooledPrompt | None = None,
@@ -101,8 +104,7 @@ class LiveSequence:
         self.collector = collector
         self.reader: Readable = self
         self.faults = self.passes = self.preemptions = 0
-        self._token_buffer = token_buffer
-        self._histograms = token_buffer.histograms
+        self._histograms = histograms
         self._num_cached_tokens = 0
         self._admitted_time: float | None = None
         self._prompt, self.prompt_token_ids = checked.text, checked.token_ids
@@ -114,7 +116,9 @@ class LiveSequence:
         self._eos_ids = frozenset(checked.eos_ids)
         self.arrival_time = now
         self.finished_time: float | None = None
-        self._received = 0  # tokens since the request last started; fewer than it has while it runs again
+        self._inherited = 0  # tokens that the request had when it was extended
+        self._to_repeat = 0  # tokens it has that it must sample again, since it runs again
+        self._decoded = 0  # tokens that `_text` has
         self._num_drafted = self._num_accepted = 0
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -124,11 +128,20 @@ class LiveSequence:
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []  # the same
         self._token_times: list[float] = []
         self._stop_string: str | None = None
-        self._failure: Exception | None = (
-            None  # the error of a buffered take, raised again in the engine's turn
-        )
+        self.failure: Exception | None = None  # its text cannot be decoded; the engine's next turn ends it
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self._looks = self._looks_at_each()
+        self.sink: Sink | None = self._make_sink()
+
+    def _looks_at_each(self) -> bool:
+        stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
+        return stops or self.constrained
+
+    def _make_sink(self) -> Sink | None:
+        if self.immediate or self._params.logprobs is not None:
+            return None
+        return self._token_ids.append, self._token_times.append
 
     def _continue_as(self, request: Request, settings: RowSettings) -> None:
         self.request, self.request_id = request, request.request_id
@@ -136,10 +149,10 @@ class LiveSequence:
 
     def successor(self, request: Request, settings: RowSettings, collector: OutputCollector) -> LiveSequence:
         """A live copy that continues where this sequence is; this one does not change."""
-        self._take_if_buffered()
         other = copy.copy(self)
         other.collector, other.reader = collector, other
         other._continue_as(request, settings)
+        other._inherited = len(self._token_ids)
         other.faults = other.passes = 0
         other.finish_reason = other.finished_time = other.error = None
         lists = ("_token_ids", "_logprobs", "_tops", "_prompt_scores", "_token_times")
@@ -150,8 +163,11 @@ class LiveSequence:
         if text is not None and settings.params.stop:
             for count, token_id in enumerate(self._token_ids, 1):
                 text.push(token_id, may_stop=count >= settings.params.min_tokens)
-        elif text is not None:
-            text.extend(self._token_ids)
+            other._decoded = len(self._token_ids)
+        else:
+            other._decoded = 0
+        other._looks = other._looks_at_each()
+        other.sink = other._make_sink()
         return other
 
     def _no_text(self) -> GeneratedText | None:
@@ -177,12 +193,17 @@ class LiveSequence:
     @property
     def received(self) -> Sequence[int]:
         """The tokens since it last started: all that it has, unless it runs again."""
-        return self._token_ids[: self._received]
+        return self._token_ids[: len(self._token_ids) - self._to_repeat]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has, without those that wait in the token buffer."""
+        """Tokens it has."""
         return len(self._token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens it has sampled itself: not those of the request that it extends."""
+        return len(self._token_ids) - self._inherited
 
     @property
     def last_token_time(self) -> float | None:
@@ -192,7 +213,7 @@ class LiveSequence:
     @property
     def is_repeating(self) -> bool:
         """Whether it runs again, so that the next token is one it has already."""
-        return self._received < len(self._token_ids)
+        return self._to_repeat > 0
 
     @property
     def constrained(self) -> bool:
@@ -201,9 +222,9 @@ class LiveSequence:
 
     @property
     def immediate(self) -> bool:
-        """Whether it must process each token as it arrives; otherwise it takes many tokens at a time."""
-        looks_for_stops = bool(self._host_stop_ids) or (self._text is not None and bool(self._params.stop))
-        return self.constrained or self.is_repeating or looks_for_stops
+        """Whether each token must be looked at as it arrives, by `add`. Otherwise `keep` is enough, and its text is
+        decoded when it is read."""
+        return self._looks or self._to_repeat > 0
 
     def times(self, now: float) -> Times:
         """Its age, queueing time and time to first token."""
@@ -227,76 +248,66 @@ class LiveSequence:
 
     def rewind(self) -> None:
         """Prepare to run again from the beginning; it keeps its tokens, and must sample the same ones again."""
-        self._take_if_buffered()
-        self._token_buffer.end(self)
-        self._received = 0
+        self._to_repeat = len(self._token_ids)
+        self.sink = self._make_sink()
         if self.mask is not None:
             self.mask.reset()
 
-    def take(self) -> bool:
-        """Take its tokens from the token buffer; True if one ends the request. Raises what `add` raises."""
-        if self._failure is not None:
-            raise self._failure
-        taken = self._token_buffer.take(self)
-        if taken is None:
-            return False
-        if taken.immediate:
-            pairs = zip(taken.steps, taken.times, strict=True)
-            return any(self.add(step.sample(taken.slot), now) for step, now in pairs)
-        try:
-            self._add_all(taken)
-        except Exception as failure:
-            self._failure = failure
-            raise
-        return False
+    def keep(self, sample: Sample, now: float) -> None:
+        """Take one sampled token without looking at it; for sequences that are not `immediate`."""
+        self._token_ids.append(sample.token_id)
+        self._token_times.append(now)
+        if self._params.logprobs is not None and sample.logprob is not None:
+            self._logprobs.append(sample.logprob)
+            self._add_top(sample)
 
     def extend(self, samples: Sequence[Sample], now: float) -> bool:
-        """Take the tokens of one step, after those left in the token buffer; True if one ends the request.
+        """Take the tokens of one step; True if one ends the request.
 
         Tokens after that one are dropped. Raises what `add` raises.
         """
-        return self.take() or any(self.add(sample, now) for sample in samples)
+        return any(self.add(sample, now) for sample in samples)
+
+    def decode_text(self) -> bool:
+        """Decode the tokens whose text was not read yet; returns False. Raises the detokenizer's error, each time."""
+        if self.failure is not None:
+            raise self.failure
+        tokens = self._token_ids[self._decoded :]
+        if self._text is None or not tokens:
+            return False
+        self._decoded += len(tokens)
+        # Only the last can be a stop token.
+        hidden = tokens[-1] in self._stop_ids and not self._params.include_stop_str_in_output
+        try:
+            self._text.extend(tokens[:-1] if hidden else tokens)
+        except Exception as failure:
+            self.failure = failure
+            raise
+        return False
 
     @property
     def next_position(self) -> int:
         """The position of the first token that has not been read from the device."""
-        return len(self.prompt_token_ids) + self._received + len(self._token_buffer.waiting(self))
+        return len(self.prompt_token_ids) + len(self._token_ids) - self._to_repeat
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The generated tokens, as far as they were read."""
-        self._take_if_buffered()
+        """The generated tokens, as far as they were read from the device."""
         return self._token_ids
 
     def read_from(self, place: int) -> list[int]:
-        """These tokens from index `place` on, without taking them from the buffer, so no text is decoded."""
-        return self._token_ids[place:] + self._token_buffer.waiting(self, place - len(self._token_ids))
+        """These tokens from index `place` on."""
+        return self._token_ids[place:]
 
     def known_tokens(self, most: int) -> list[int]:
         """Up to `most` of the next tokens of a sequence that runs again."""
-        return self._token_ids[self._received : self._received + most]
+        place = len(self._token_ids) - self._to_repeat
+        return self._token_ids[place : place + most]
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count the draft tokens of a step."""
         self._num_drafted += drafted
         self._num_accepted += accepted
-
-    def _add_all(self, taken: Taken) -> None:
-        """Take many tokens at once; only the last can be a stop token."""
-        slot, steps, times, _ = taken
-        tokens = [step.tokens[slot] for step in steps]
-        self._received += len(tokens)
-        self._token_buffer.added += len(tokens)
-        self._token_ids += tokens
-        self._token_times += times
-        if self._params.logprobs is not None:
-            samples = [step.sample(slot) for step in steps]
-            self._logprobs += [sample.logprob for sample in samples if sample.logprob is not None]
-            for sample in samples:
-                self._add_top(sample)
-        if self._text is not None:
-            hidden = tokens[-1] in self._stop_ids and not self._params.include_stop_str_in_output
-            self._text.extend(tokens[:-1] if hidden else tokens)
 
     def add(self, sample: Sample, now: float) -> bool:
         """Take one sampled token; True if it completes a stop string or is in `host_stop_ids`.
@@ -309,8 +320,7 @@ class LiveSequence:
         if self.is_repeating:
             self._repeat(sample)
             return False
-        self._received += 1
-        self._token_buffer.added += 1
+        self.decode_text()
         self._token_ids.append(sample.token_id)
         if self._token_times:
             self._histograms.inter_token_seconds.add(now - self._token_times[-1])
@@ -323,6 +333,7 @@ class LiveSequence:
         stops = sample.token_id in self._host_stop_ids
         if self._text is None:
             return stops
+        self._decoded += 1
         if sample.token_id not in self._stop_ids:
             may_stop = len(self._token_ids) >= self._params.min_tokens
             self._stop_string = self._text.push(sample.token_id, may_stop=may_stop)
@@ -335,13 +346,15 @@ class LiveSequence:
             self._tops.append((sample.token_id, sample.logprob, sample.extra))
 
     def _repeat(self, sample: Sample) -> None:
-        known = self._token_ids[self._received]
+        place = len(self._token_ids) - self._to_repeat
+        known = self._token_ids[place]
         if sample.token_id != known:
             raise ReplayError(
-                f"run again after a fault, the request got token {sample.token_id} at position {self._received}, "
+                f"run again after a fault, the request got token {sample.token_id} at position {place}, "
                 f"not {known} as before; please report this with the output of `xla-engine verify`"
             )
-        self._received += 1
+        self._to_repeat -= 1
+        self.sink = self._make_sink()
 
     def add_prompt_logprobs(self, start: int, scores: Sequence[tuple[float, TopLogprobs]]) -> None:
         """Take the log-probabilities of the prompt tokens from position `start` on, in order; ignores known ones."""
@@ -355,7 +368,7 @@ class LiveSequence:
         Returns the final reason: ERROR if its text or vector cannot be computed.
         """
         try:
-            self.take()
+            self.decode_text()
             if self._text is not None and self._stop_string is None:
                 self._text.end()
             if self.pooling is not None:
@@ -363,13 +376,12 @@ class LiveSequence:
         except Exception as failure:
             given = error if reason is FinishReason.ERROR else None
             reason, error = FinishReason.ERROR, given or str(failure)
-        self._token_buffer.end(self)
         self.finish_reason, self.finished_time, self.error = reason, now, error
         self._histograms.count_end(now - self.arrival_time, self._token_times, self.preemptions, self.faults)
         return reason
 
     def output(self) -> RequestOutput:
-        self._take_if_buffered()
+        self._read_text()
         completion = self._completion(0, Seen())
         if completion.logprobs is not None:
             completion = replace(completion, cumulative_logprob=sum(completion.logprobs))
@@ -400,7 +412,7 @@ class LiveSequence:
         """What `seen` lacks of this sequence, None if nothing; updates `seen`. index: that of the sequence."""
         if seen.ended or (only_ended and not self.finished):
             return None
-        self._take_if_buffered()
+        self._read_text()
         if len(self._token_ids) == seen.tokens and not self.finished:
             return None
         part = self._completion(index, seen)
@@ -434,10 +446,9 @@ class LiveSequence:
     def _by_id_or_none(self, score: Score | None) -> dict[int, Logprob] | None:
         return None if score is None else self._by_id(score)
 
-    def _take_if_buffered(self) -> None:
-        if not self.immediate:
-            with suppress(Exception):  # kept in `_failure` for the engine's turn, which ends the sequence
-                self.take()
+    def _read_text(self) -> None:
+        with suppress(Exception):  # kept in `failure` for the engine's turn, which ends the sequence
+            self.decode_text()
 
     def _completion(self, index: int, since: Seen) -> CompletionOutput:
         """The output after the tokens and characters that were seen."""

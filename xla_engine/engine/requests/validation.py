@@ -4,27 +4,29 @@ An engine calls it before it queues a request; a dry run calls it without an eng
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xla_engine.engine.protocol import RequestOptions
+from xla_engine.engine.protocol import RequestOptions, check_options
 from xla_engine.engine.requests.pooling import params_for
 from xla_engine.errors import EngineClosedError, InvalidRequestError, TokenLimitError
 from xla_engine.model_loader.peft.request import LoRARequest
 from xla_engine.model_loader.pooling import PoolingForm
 from xla_engine.pooling_params import PoolingParams
 from xla_engine.prompts import PicturedPrompt, Prompt, TextPair, prompt_parts
-from xla_engine.runner.row_settings import grid_positions
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from xla_engine.scheduler import PRIORITIES, PromptImage, QueueFullError
 from xla_engine.scheduler.request import misplaced
+from xla_engine.text.fill_in import FillIn, fill_in_ids, fill_in_tokens
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.token_mask import TokenMask
 from xla_engine.text.tokenizer import Tokenizer
+from xla_engine.utils.plain import integer_of
+from xla_engine.utils.shown import shown
 
 if TYPE_CHECKING:
     from xla_engine.images.pictures import PictureReader
@@ -39,7 +41,8 @@ class CheckedRequest(NamedTuple):
     """A valid request.
 
     text: the prompt as its output shows it. params: with `max_tokens` as a number. stop_ids: every id that ends it.
-    eos_ids: the model's. images: the pictures of the prompt, decoded. dry_breakers, positions: as in `RowSettings`.
+    eos_ids: the model's. images: the pictures of the prompt, decoded. dry_breakers, positions, second_text: as in
+    `RowSettings`.
     """
 
     text: str | None
@@ -50,6 +53,7 @@ class CheckedRequest(NamedTuple):
     images: tuple[PromptImage, ...] = ()
     dry_breakers: tuple[int, ...] = ()
     positions: np.ndarray[Any, Any] | None = None
+    second_text: int = 0
 
 
 def check_takes(closed: str | None, *, draining: bool) -> None:
@@ -128,16 +132,30 @@ class RequestValidator:
         )
         if salt is not None:
             options["cache_salt"] = salt
-        self.check_options(**options)
-        token_ids = self.token_ids(content, params, add_special_tokens=add_special_tokens)
+        self.check_options("submit", options)
+        token_ids, is_cut = self._tokenised(
+            content, params, add_special_tokens=add_special_tokens, pictured=bool(placed)
+        )
+        if params.truncate_prompt_tokens is not None:
+            params = replace(
+                params, truncate_prompt_tokens=None
+            )  # done: what continues this prompt is not cut
+        if is_cut and text is not None and self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        if isinstance(content, FillIn) and self.tokenizer is not None and not params.ignore_eos:
+            ends = (*params.stop_token_ids, *fill_in_tokens(self.tokenizer).ends)
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys(ends)))
         params = self.with_limit(params, len(token_ids))
         stop_ids, images = self.stop_token_ids(params), self._images(placed)
         if images:
             self._check_images(images, len(token_ids), params)
         positions = self._positions(images, len(token_ids))
-        breakers = self.dry_breakers(params)
+        breakers, second = self.dry_breakers(params), 0
+        if isinstance(content, TextPair) and self.pooler is not None and self.pooler.token_types > 1:
+            assert self.tokenizer is not None  # it made `token_ids`
+            second = self.tokenizer.second_start(content.first, content.second)
         return CheckedRequest(
-            text, token_ids, params, stop_ids, self.eos_token_ids, images, breakers, positions
+            text, token_ids, params, stop_ids, self.eos_token_ids, images, breakers, positions, second
         )
 
     def decoded(self, prompt: Prompt, *, add_special_tokens: bool) -> Prompt:
@@ -181,21 +199,81 @@ class RequestValidator:
 
     def token_ids(
         self,
-        prompt: str | Sequence[int] | TextPair,
+        prompt: str | Sequence[int] | TextPair | FillIn,
         params: SamplingParams,
         *,
         add_special_tokens: bool = True,
+        pictured: bool = False,
     ) -> tuple[int, ...]:
-        """The prompt's token ids. Raises InvalidRequestError; TokenLimitError if the request does not fit."""
-        if isinstance(prompt, str | TextPair):
+        """The prompt's token ids, truncated if the parameters say so.
+
+        pictured: whether they hold the places of pictures. Raises InvalidRequestError; TokenLimitError if the request
+        does not fit.
+        """
+        return self._tokenised(prompt, params, add_special_tokens=add_special_tokens, pictured=pictured)[0]
+
+    def part_of(self, text: str, params: SamplingParams) -> str:
+        """The part of a text from which a truncated prompt is taken: all of it, unless it is far too long.
+
+        Truncation keeps the end of what is generated from, and the beginning of what is pooled.
+        """
+        if self.tokenizer is None or len(text) <= self.max_model_len:
+            return text
+        most = self._max_characters(self.tokenizer)
+        return text[:most] if isinstance(params, PoolingParams) else text[-most:]
+
+    def most_kept(self, params: SamplingParams) -> int | None:
+        """The most tokens of a prompt that truncation keeps; None if nothing is truncated."""
+        most = params.truncate_prompt_tokens
+        if isinstance(params, PoolingParams):
+            return most if most is None else self.max_model_len if most < 0 else min(most, self.max_model_len)
+        if most != -1:
+            return most
+        least = _least_tokens(params)
+        room = range(1, self.max_model_len - least + 1)
+        fits = bisect_left(room, True, key=lambda tokens: self.never_fits(tokens, least) is not None)
+        return max(fits, 1)
+
+    def _tokenised(
+        self,
+        prompt: str | Sequence[int] | TextPair | FillIn,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool,
+        pictured: bool,
+    ) -> tuple[tuple[int, ...], bool]:
+        """As `token_ids`, and whether the beginning of the prompt was cut off."""
+        most, pools = self.most_kept(params), isinstance(params, PoolingParams)
+        is_cut = False
+        if most is not None and isinstance(prompt, str):
+            whole, prompt = prompt, self.part_of(prompt, params)
+            is_cut = len(prompt) < len(whole) and not pools
+        if isinstance(prompt, str | TextPair | FillIn):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer.json; pass the prompt as token ids")
-            texts = (prompt,) if isinstance(prompt, str) else (prompt.first, prompt.second)
-            self._check_characters(sum(map(len, texts)), self.tokenizer)
-            token_ids = tuple(self.tokenizer.encode(*texts, add_special_tokens=add_special_tokens))
+            texts = (prompt,) if isinstance(prompt, str) else _two_texts(prompt)
+            if most is None or not pools:
+                self._check_characters(sum(map(len, texts)), self.tokenizer)
+            if isinstance(prompt, FillIn):
+                token_ids = fill_in_ids(prompt, self.tokenizer, add_special_tokens=add_special_tokens)
+            else:
+                token_ids = tuple(self.tokenizer.encode(*texts, add_special_tokens=add_special_tokens))
+            if most is not None and pools:
+                token_ids = without_end(token_ids, most, self.tokenizer.special_token_ids)
+        elif most is not None and pools:
+            token_ids = tuple(prompt[:most])
         else:
-            self._check_length(len(prompt), params)
+            if most is None:
+                self._check_length(len(prompt), params)
             token_ids = tuple(prompt)
+        if most is not None and len(token_ids) > most:
+            if pictured or isinstance(prompt, TextPair | FillIn):
+                what = "pictures" if pictured else "a suffix" if isinstance(prompt, FillIn) else "two texts"
+                raise TokenLimitError(
+                    f"a prompt with {what} cannot be truncated, and this one has {len(token_ids)} tokens; "
+                    "shorten it, or leave truncate_prompt_tokens out"
+                )
+            token_ids, is_cut = token_ids[-most:], True
         if not token_ids:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         for token_id in token_ids:
@@ -205,7 +283,7 @@ class RequestValidator:
                 or not 0 <= token_id < self.vocab_size
             ):
                 raise InvalidRequestError(
-                    f"prompt token id {token_id!r} is not an integer in 0..{self.vocab_size - 1}, "
+                    f"prompt token id {shown(token_id)} is not an integer in 0..{self.vocab_size - 1}, "
                     "the model's vocabulary"
                 )
         self._check_length(len(token_ids), params)
@@ -213,7 +291,7 @@ class RequestValidator:
             raise TokenLimitError(
                 f"prompt and max_tokens can never fit: {why}; lower max_tokens or raise num_blocks"
             )
-        return token_ids
+        return token_ids, is_cut
 
     def with_limit(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """Complete `params`: if `max_tokens` is None, it becomes the most that fit; pooling gets the model's form.
@@ -240,22 +318,24 @@ class RequestValidator:
             )
         return params_for(self.pooler, params, self.hidden_size)
 
-    def check_more(self, prompt_tokens: int, tokens: int, more: object) -> None:
-        """Check that a request may get `more` tokens. prompt_tokens, tokens: its length, and what it has generated.
+    def check_more(self, prompt_tokens: int, tokens: int, more: object) -> int:
+        """How many `more` tokens a request may get. prompt_tokens, tokens: its length, and what it has generated.
 
         Raises InvalidRequestError; TokenLimitError if they do not fit.
         """
-        if isinstance(more, bool) or not isinstance(more, int) or more < 1:
-            raise InvalidRequestError(f"max_tokens must be an integer of at least 1, not {more!r}")
-        if (total := prompt_tokens + tokens + more) > self.max_model_len:
+        count = integer_of(more)
+        if count is None or count < 1:
+            raise InvalidRequestError(f"max_tokens must be an integer of at least 1, not {shown(more)}")
+        if (total := prompt_tokens + tokens + count) > self.max_model_len:
             raise TokenLimitError(
-                f"prompt ({prompt_tokens} tokens), what was generated ({tokens}) and max_tokens ({more}) are {total}, "
-                f"more than max_model_len {self.max_model_len}; lower max_tokens or raise max_model_len"
+                f"prompt ({prompt_tokens} tokens), what was generated ({tokens}) and max_tokens ({count}) are "
+                f"{total}, more than max_model_len {self.max_model_len}; lower max_tokens or raise max_model_len"
             )
-        if (why := self.never_fits(prompt_tokens, tokens + more)) is not None:
+        if (why := self.never_fits(prompt_tokens, tokens + count)) is not None:
             raise TokenLimitError(
                 f"the longer request can never fit: {why}; lower max_tokens or raise num_blocks"
             )
+        return count
 
     def check_queue(self, n: int, waiting: int, free: int) -> None:
         """Check that n more sequences fit into queue and free slots. waiting, free: sequences waiting, and free slots.
@@ -276,29 +356,34 @@ class RequestValidator:
                 "submit them again after a step, lower n, or raise the bound"
             )
 
-    def check_options(
-        self,
-        priority: object = 0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-        cache_salt: object = "",
-        quantum: object = None,
-        lora_request: object = None,
-    ) -> None:
-        """Raise InvalidRequestError unless the values of `RequestOptions` are valid."""
+    def check_options(self, call: str, options: RequestOptions) -> None:
+        """Check the options of a call. Integers that are written as floats become integers.
+
+        Raises InvalidRequestError for one that is unknown or has an invalid value.
+        """
+        given: dict[str, Any] = options  # type: ignore[assignment]  # JSON and Python's callers give anything
+        if unknown := given.keys() - RequestOptions.__annotations__.keys():
+            check_options(call, {name: given[name] for name in unknown})
+        for name in ("priority", "quantum"):
+            if (number := integer_of(given.get(name))) is not None:
+                given[name] = number
+        priority, quantum = given.get("priority", 0), given.get("quantum")
+        cache_salt, lora_request = given.get("cache_salt", ""), given.get("lora_request")
+        deadline_s, queue_timeout_s = given.get("deadline_s"), given.get("queue_timeout_s")
         if lora_request is not None and not isinstance(lora_request, LoRARequest):
-            raise InvalidRequestError(f"lora_request must be a LoRARequest, not {lora_request!r}")
+            raise InvalidRequestError(f"lora_request must be a LoRARequest, not {shown(lora_request)}")
         if not isinstance(cache_salt, str):
-            raise InvalidRequestError(f"cache_salt must be a string, not {cache_salt!r}")
+            raise InvalidRequestError(f"cache_salt must be a string, not {shown(cache_salt)}")
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise InvalidRequestError(
-                f"priority must be an integer from {PRIORITIES[0]} (soonest) to {PRIORITIES[-1]}, not {priority!r}"
+                f"priority must be an integer from {PRIORITIES[0]} (soonest) to {PRIORITIES[-1]}, not "
+                f"{shown(priority)}"
             )
         if quantum is not None and (
             not self.takes_turns or isinstance(quantum, bool) or not isinstance(quantum, int) or quantum < 1
         ):
             raise InvalidRequestError(
-                f"quantum must be an integer of at least 1 step, not {quantum!r}"
+                f"quantum must be an integer of at least 1 step, not {shown(quantum)}"
                 if self.takes_turns
                 else 'quantum is for the scheduling_policy "round_robin": leave it out'
             )
@@ -309,7 +394,8 @@ class RequestValidator:
                 or not 0 < seconds <= LONGEST_PATIENCE_S
             ):
                 raise InvalidRequestError(
-                    f"{name} must be a number of seconds above 0 and at most {LONGEST_PATIENCE_S}, not {seconds!r}"
+                    f"{name} must be a number of seconds above 0 and at most {LONGEST_PATIENCE_S}, not "
+                    f"{shown(seconds)}"
                 )
 
     def stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -414,12 +500,17 @@ class RequestValidator:
 
         No token has more than `longest_token` characters. The factor allows for normalisers, which may shorten text.
         """
-        bound = _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
+        if length <= self.max_model_len:  # without asking for the longest token, which takes a while
+            return
+        bound = self._max_characters(tokenizer)
         if length > bound:
             raise TokenLimitError(
                 f"the prompt has {length} characters; no text of more than {bound} can fit into max_model_len "
                 f"{self.max_model_len} tokens: shorten it or raise max_model_len"
             )
+
+    def _max_characters(self, tokenizer: Tokenizer) -> int:
+        return _NORMALISER_SLACK * tokenizer.longest_token * self.max_model_len
 
     def _check_images(
         self, images: Sequence[PromptImage], prompt_tokens: int, params: SamplingParams
@@ -461,6 +552,8 @@ class RequestValidator:
                 if (grid := self.images.grid(tile.shape)) is None:
                     return None
                 grids.append((start, *grid))
+        from xla_engine.runner.row_settings import grid_positions  # jax, which a dry run does not need
+
         return grid_positions(length, grids)
 
     def _check_length(self, prompt_tokens: int, params: SamplingParams) -> None:
@@ -469,13 +562,36 @@ class RequestValidator:
                 f"logprobs_start {params.logprobs_start} is beyond the prompt of {prompt_tokens} tokens; give at most "
                 f"{prompt_tokens - 1}"
             )
+        if isinstance(params, PoolingParams):  # nothing comes behind the prompt
+            if prompt_tokens > self.max_model_len:
+                raise TokenLimitError(
+                    f"the text has {prompt_tokens} tokens, more than max_model_len {self.max_model_len}; shorten it, "
+                    "set truncate_prompt_tokens to -1, or raise max_model_len"
+                )
+            return
         least = _least_tokens(params)
         total = prompt_tokens + least
         if total > self.max_model_len:
             raise TokenLimitError(
                 f"prompt ({prompt_tokens} tokens) plus max_tokens ({least}) is {total}, more than "
-                f"max_model_len {self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+                f"max_model_len {self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len; "
+                "truncate_prompt_tokens -1 keeps as much of the prompt's end as fits"
             )
+
+
+def without_end(token_ids: tuple[int, ...], most: int, special: Collection[int]) -> tuple[int, ...]:
+    """The first `most` of the tokens of a text; special tokens at its end stay there."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] in special:
+        end -= 1
+    tail = token_ids[end:] if len(token_ids) - end < most else ()
+    return token_ids if len(token_ids) <= most else (*token_ids[: most - len(tail)], *tail)
+
+
+def _two_texts(prompt: TextPair | FillIn) -> tuple[str, str]:
+    if isinstance(prompt, FillIn):
+        return prompt.before, prompt.after
+    return prompt.first, prompt.second
 
 
 def _least_tokens(params: SamplingParams) -> int:

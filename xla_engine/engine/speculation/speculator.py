@@ -287,7 +287,7 @@ class Speculator:
             self.accepted += accepted
             sequence = self._table.get(row.request_id)
             if drafted:
-                self._table.token_buffer.histograms.accepted_drafts.add(accepted)
+                self._table.histograms.accepted_drafts.add(accepted)
             if sequence is not None:
                 sequence.count_drafts(drafted, accepted)
             if self._chooser is not None and drafted:

@@ -121,11 +121,11 @@ MINISTRAL = Family(
 )
 MISTRAL3 = within_vision_model(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3", **_APART)
 # A Llama with fused tensors, LongRoPE and partial rotary embedding.
-_FUSED: Tensors = {"qkv": ("self_attn.qkv_proj.weight",), "gate_up": ("mlp.gate_up_proj.weight",)}
+FUSED: Tensors = {"qkv": ("self_attn.qkv_proj.weight",), "gate_up": ("mlp.gate_up_proj.weight",)}
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
-    tensors=TENSORS | _FUSED,
+    tensors=TENSORS | FUSED,
     reads=("sliding_window", "partial_rotary_factor"),
     flags=sliding,
     defaults={
@@ -350,7 +350,7 @@ GEMMA3_VISION = within_vision_model(
 
 
 # OLMo has norms only after attention and MLP, and one norm over all query heads and one over all key heads.
-_OLMO: Tensors = {
+OLMO: Tensors = {
     **MODEL,
     **ATTENTION,
     **MLP,
@@ -371,7 +371,7 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    tensors=_OLMO,
+    tensors=OLMO,
     reads=("attention_bias",),
     flags=_olmo2,
     defaults={"rms_norm_eps": 1e-5},
@@ -379,7 +379,7 @@ OLMO2 = Family(
 OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
-    tensors=_OLMO,
+    tensors=OLMO,
     reads=("attention_bias", "sliding_window", "layer_types"),
     flags=_olmo3,
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},

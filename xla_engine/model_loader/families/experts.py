@@ -392,3 +392,11 @@ QWEN3_5_MOE = replace(
     flags=_with_experts,
     defaults={**_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 32},  # no MLP
 )
+QWEN3_5_MOE_VISION = within_vision_model(
+    QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe",
+    model=LANGUAGE_MODEL,
+    ignores=r"(model\.visual|mtp)\..*",
+    vision=patch_tower("model.visual.", taps=False),
+)

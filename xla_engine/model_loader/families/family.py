@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import parameter_shapes
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.json_fields import Fields
 
@@ -143,6 +142,10 @@ def within_vision_model(
 
 def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of `config`, the checkpoint tensors stacked in it, from the top row down."""
+    from xla_engine.graphs.model.decoder import (
+        parameter_shapes,  # jax, which describing a model does not need
+    )
+
     sources = {}
     for leaf, shape in parameter_shapes(config).items():
         prefix, kind = "", leaf

@@ -1,4 +1,4 @@
-"""A model in one GGUF file: its metadata as config.json, so that one reader checks both, and its tensors by our names.
+"""A model in a GGUF file: its metadata as config.json, so that one reader checks both, and its tensors by our names.
 
 Keys are those of ggml's `docs/gguf.md`. A key of the architecture that is not listed here is rejected by name, like
 an unsupported field of config.json.
@@ -19,6 +19,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import FAMILIES, Family
 from xla_engine.model_loader.families.experts import GGUF_EXPERTS, GPT_OSS
+from xla_engine.model_loader.gguf.parts import parts_of
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 from xla_engine.model_loader.json_fields import Fields
@@ -26,7 +27,6 @@ from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import raising, read_tokenizer
 from xla_engine.utils.shown import shown
 
-SUFFIX = ".gguf"
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
@@ -313,11 +313,15 @@ def _vector(file: GgufReader, name: str) -> list[float]:
 class GgufFile:
     """`ModelFiles` of a GGUF file. The header is read once, on first use.
 
+    path: the file; of a split one, the first part.
+
     A tokenizer.json next to the file takes precedence over the tokenizer in its metadata.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        """path: the file, or any part of a split one."""
+        first = parts_of(path)[0]
+        self.path = first if first.exists() else path
 
     @cached_property
     def reader(self) -> GgufReader:

@@ -1,4 +1,5 @@
-"""Read the GGUF format: one file with metadata and tensors, validated before any weights are read.
+"""Read the GGUF format: metadata and tensors in one file or in the parts of a split one, validated before any weights
+are read.
 
 The format is described in ggml's `docs/gguf.md`; supported are versions 2 and 3, little endian. Every length is
 checked against the rest of the file before it is used. The `gguf` library dequantises tensors to float32, block by
@@ -22,6 +23,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from xla_engine.errors import CheckpointError
+from xla_engine.model_loader.gguf.parts import parts_of
+from xla_engine.model_loader.stand_ins import stand_in
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 _VERSIONS = (2, 3)
@@ -53,22 +56,67 @@ def quantised_kinds(gguf: ModuleType) -> tuple[str, ...]:
 
 
 class GgufReader:
-    """An open GGUF file.
+    """An open GGUF file, or all parts of a split one.
 
-    mapped: its bytes. metadata: strings, numbers and lists by key. tensors: by the file's names.
+    path: the file; of a split one, the first part. metadata: strings, numbers and lists by key. tensors: by the
+    file's names.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError."""
-        self.path = path
+        """path: the file, or any part of a split one. Raises CheckpointError."""
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.path, (self.metadata, self.tensors) = path, self._open(path)
+        count = self.metadata.get("split.count", 1)
+        if isinstance(count, int) and count > 1:
+            self.path, (self.metadata, self.tensors) = self._open_parts(path, count)
+
+    def _open(self, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        """Map a file and read its header."""
         try:
             with path.open("rb") as stream:
-                self.mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            self.metadata, self.tensors = _Header(self.mapped, path, library()).read()
-        except CheckpointError:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[path] = mapped
+            return _Header(mapped, path, library()).read()
+        except CheckpointError as error:
+            if (problem := stand_in(path)) is not None:
+                raise CheckpointError(f"{path}: {problem}") from error
             raise
         except (OSError, ValueError) as error:  # ValueError: an empty file, bad UTF-8
             raise CheckpointError(f"{path}: is not readable ({error}). Download the file again") from error
+
+    def _open_parts(
+        self, path: Path, count: int
+    ) -> tuple[Path, tuple[dict[str, Any], dict[str, TensorInfo]]]:
+        """The first part of a split file, its metadata, and the tensors of all parts. path: any of them."""
+        files = parts_of(path)
+        if len(files) != count:
+            raise CheckpointError(
+                f"{path}: is one of {count} parts of a split file, and its name does not tell those of the others. "
+                f"Restore the name, such as NAME-00001-of-{count:05d}.gguf, or join the parts: gguf-split --merge"
+            )
+        metadata: dict[str, Any] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for place, file in enumerate(files):
+            if not file.exists():
+                raise CheckpointError(f"{file}: part {place + 1} of {count} is missing. Download it")
+            part, found = self._open(file)
+            if (part.get("split.no"), part.get("split.count")) != (place, count):
+                raise CheckpointError(
+                    f"{file}: says that it is part {part.get('split.no')} (from 0) of {part.get('split.count')}. "
+                    "Download all parts again"
+                )
+            if twice := tensors.keys() & found.keys():
+                raise CheckpointError(
+                    f"{file}: tensor {min(twice)!r} is also in another part. Download all parts again"
+                )
+            metadata = metadata or part
+            tensors |= found
+        total = metadata.get("split.tensors.count")
+        if total not in (None, len(tensors)):
+            raise CheckpointError(
+                f"{files[0]}: the {count} parts have {len(tensors)} tensors, not {total}. Download all parts again"
+            )
+        return files[0], (metadata, tensors)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value; `{arch}` in a key is replaced by the architecture."""
@@ -97,7 +145,7 @@ class GgufReader:
                 tensors[name] = self.tensors[theirs]
             elif place is not None and theirs in stacked:
                 tensors[name] = self.tensors[theirs].part(place)
-        files, kinds = TensorFiles({self.path: self.mapped}, tensors), quantised_kinds(library())
+        files, kinds = TensorFiles(self._maps, tensors), quantised_kinds(library())
         files.dtypes += kinds
         quantised = {
             name: QuantisedTensor(files, name) for name, info in tensors.items() if info.dtype in kinds
@@ -210,13 +258,14 @@ class _Header:
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary has some 100,000, so this loop makes no calls that it can avoid."""
-        data, at, end, length_of = self._data, self._at, len(self._data), struct.Struct("<Q").unpack_from
+        data, at, end, as_number = self._data, self._at, len(self._data), int.from_bytes
         found = []
         for _ in range(count):
-            if end - at < 8 or (length := length_of(data, at)[0]) > end - at - 8:
+            first = at + 8
+            at = first + as_number(data[first - 8 : first], "little")
+            if at > end:
                 self._fail("ends within its header")
-            at += 8 + length
-            found.append(data[at - length : at].decode())
+            found.append(data[first:at].decode())
         self._at = at
         return found
 

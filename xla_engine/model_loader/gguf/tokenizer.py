@@ -70,17 +70,16 @@ class _Vocabulary:
         self.tokens: list[str] = self._list(file, "tokens", str, None)
         count = len(self.tokens)
         self.types: list[int] = self._list(file, "token_type", int, [_NORMAL] * count)
-        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        self.ids = dict(zip(self.tokens, range(count), strict=True))
         if len(self.ids) != count:
             raise _inexact(file, "some of its tokens have the same text")
+        others = [(self.tokens[place], kind) for place, kind in enumerate(self.types) if kind != _NORMAL]
         self.added = [
             AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-            for token, kind in zip(self.tokens, self.types, strict=True)
+            for token, kind in others
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
         ]
-        self.unknown = next(
-            (token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _UNKNOWN), None
-        )
+        self.unknown = next((token for token, kind in others if kind == _UNKNOWN), None)
         self.has_bytes = _BYTE in self.types
 
     def scores(self, file: GgufReader) -> list[float]:
@@ -88,7 +87,7 @@ class _Vocabulary:
 
     def _list(self, file: GgufReader, name: str, kind: type, default: list[Any] | None) -> list[Any]:
         values = file.get(f"tokenizer.ggml.{name}", default)
-        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
+        if not isinstance(values, list) or not values or set(map(type, values)) != {kind}:
             raise _inexact(file, f"its tokenizer.ggml.{name} is not a list of {kind.__name__}")
         if hasattr(self, "tokens") and len(values) != len(self.tokens):
             raise _inexact(file, f"its tokenizer.ggml.{name} has another length than its tokens")

@@ -38,9 +38,8 @@ _REFUSED = {
 }
 _MODULES = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 _MOST_RANK = 4096
-# The most that an adapter may add to an output for inputs of 1. With inputs up to float16's maximum, 2**16, the
-# output's
-# square still fits into a float32, as norms and gates after it need.
+# The most that an adapter may add to an output for inputs of 1. With inputs up to float16's maximum, 2**16, the square
+# of the output still fits into a float32, as the norms and gates after it need.
 _LARGEST_CHANGE = 2.0**48
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.errors import CheckpointError
+from xla_engine.errors import CheckpointError, NotPackableError
 from xla_engine.model_loader.tensor_files import Array, TensorFiles, TensorInfo
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -57,15 +57,15 @@ class QuantisedMatrix:
             change(values, of_groups[:, self.groups], out=values)
 
     def blocks(self, index: Indices) -> Array:
-        """Rows as blocks of `kind`, bytes `[R, ...]`. Raises CheckpointError if a scale does not fit float16."""
+        """Rows as blocks of `kind`, bytes `[R, ...]`. Raises NotPackableError if a scale does not fit float16."""
         assert self.kind is not None
         scales = self.checked_scales(index)
         with np.errstate(over="ignore"):
             halves = scales.astype(np.float16)
         if (halves.astype(np.float32) != scales).any():
-            raise CheckpointError(
+            raise NotPackableError(
                 f"{self.info.file}: tensor {self.scales_name} holds scales that float16 does not, so the weights "
-                "cannot stay packed. Leave quantization out: they are then dequantised"
+                "cannot stay packed. Use quantization 'none': they are then dequantised"
             )
         stored, firsts = self.codes(index), self.groups[::_BLOCK]
         codes = stored.astype(np.int16)

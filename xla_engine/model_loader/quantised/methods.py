@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from xla_engine.config import STORED_AS, EngineConfig
+from xla_engine.config import AUTO, STORED_AS, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.quantised.compressed_tensors import read_compressed_tensors
@@ -61,7 +61,7 @@ def without_method(fields: Fields, options: EngineConfig) -> EngineConfig:
             + (f"whose quant_method is {stored!r}" if stored else "which names no quant_method")
             + f" ({fields.file}). Leave quantization out: the checkpoint says how it is stored"
         )
-    return replace(options, quantization=None)
+    return replace(options, quantization=AUTO)
 
 
 def dequantised(files: TensorFiles, fields: Fields, names: Collection[str]) -> TensorFiles:

@@ -19,9 +19,9 @@ class DeviceProposer:
 
     extra: its memory on the device.
     verify: `verify_step` with the further arguments `takes`, and the state as a further result.
-    read: called with the engine's `ModelSpec`, a key length, the lanes of a call without work, and abstract rows;
-        returns the function of a program `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that
-        runs after each prefill call. None: it does not read prefill's hidden states.
+    read: called with the engine's `StepForm` and the lanes of a call without work; returns the function of a program
+        `(weights, rope, seen f32 [P * T, ...], packed lanes, *takes) -> state` that runs after each prefill call.
+        None: it does not read prefill's hidden states.
     taps: the layers of the model before which it reads the residual stream, concatenated; empty: after the last.
     """
 

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.config import KEPT, EngineConfig
+from xla_engine.config import AUTO, KEPT, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.graphs.attention.backend import whole_spans
-from xla_engine.graphs.config import FULL, ModelConfig
+from xla_engine.graphs.config import FULL, ModelConfig, whole_spans
 from xla_engine.graphs.kv_cache.cache import cache_bytes, keeps_every_position
 from xla_engine.graphs.linear.products import Products, Role
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
-from xla_engine.graphs.row_state.rows import Rows, unpack
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.row_state.rows import unpack
 from xla_engine.graphs.steps.draft_head import (
     Eagle3Weights,
     HeadForm,
@@ -30,7 +29,8 @@ from xla_engine.graphs.steps.draft_head import (
     mtp_form,
     read_prompts,
 )
-from xla_engine.graphs.steps.draft_model import FED, draft_and_verify, make_draft_state
+from xla_engine.graphs.steps.draft_model import FED, DraftForm, draft_and_verify, make_draft_state
+from xla_engine.graphs.steps.step import StepForm
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.config_json import read_model
 from xla_engine.model_loader.eagle3 import Eagle3Checkpoint, load_eagle3
@@ -41,6 +41,7 @@ from xla_engine.runner import memory
 from xla_engine.runner.backends import make_spec
 from xla_engine.runner.devices import Devices
 from xla_engine.runner.drafting.device_proposer import DeviceProposer, Place
+from xla_engine.runner.weight_form import resolve_form
 from xla_engine.speculative_config import ON_DEVICE
 from xla_engine.text.tokenizer import Tokenizer
 from xla_engine.utils.startup import silent
@@ -110,10 +111,11 @@ def draft_model(
         )
     if own.delta is not None:
         raise ConfigError("a draft model with recurrent layers is not supported; use one with attention only")
-    stored = stored_kinds(checkpoint.weights)
-    if config.quantization in KEPT and not stored:
-        config = replace(config, quantization=None)
-    spec = make_spec(config, own.within(context_length), jnp.dtype(checkpoint.dtype), stored)
+    if config.quantization in KEPT:  # the engine's file has this form, and the draft's one of its own
+        config = replace(config, quantization=AUTO)
+    own = own.within(context_length)
+    form = resolve_form(config, own, checkpoint.dtype, stored_kinds(checkpoint.weights))
+    spec = form.spec_of(own)
     reach = None if keeps_every_position(spec, context_length) else config.call_positions - FED
     slot = cache_bytes(spec, 1, context_length) + 4 * whole_spans(context_length)
 
@@ -127,7 +129,7 @@ def draft_model(
         memory.ExtraMemory(memory.weights_bytes(spec), slot),
         place=place,
         make_state=functools.partial(make_draft_state, spec),
-        verify=functools.partial(draft_and_verify, spec, reach),
+        verify=functools.partial(draft_and_verify, DraftForm(spec, reach)),
     )
 
 
@@ -154,14 +156,14 @@ def _head(
     )
 
 
-def _reading(form: HeadForm, spec: ModelSpec, key_length: int, lanes: Any, rows: Rows) -> Callable[..., Any]:
+def _reading(head: HeadForm, form: StepForm, lanes: Any) -> Callable[..., Any]:
     """What `DeviceProposer.read` of a head returns."""
 
     def run(
         weights: list[jax.Array], rope: jax.Array, seen: jax.Array, work: jax.Array, *own: Any
     ) -> HeadState:
         del rope  # the layer's own
-        return read_prompts(form, spec, key_length, weights, seen, unpack(work, lanes), rows, *own)
+        return read_prompts(head, form, weights, seen, unpack(work, lanes), *own)
 
     return run
 

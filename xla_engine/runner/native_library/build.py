@@ -27,15 +27,21 @@ from xla_engine.graphs.linear.native import (
     LORA,
     ROWS,
 )
+from xla_engine.graphs.ops.coded import BLOCK, KINDS, CodedForm, Order
+from xla_engine.graphs.ops.encoder_rows import ACTIVATED, ADDED_NORM
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
+from xla_engine.model_loader.tensor_files import Array
+from xla_engine.model_loader.weights import Pack
 from xla_engine.runner.native_library import bundled, recipe
 from xla_engine.runner.native_library.compiled import BUNDLE, SOURCES, build, identity
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available
-from xla_engine.runner.native_library.recipe import NativeBuildError as NativeBuildError
+from xla_engine.runner.native_library.recipe import NativeBuildError
 
 _log = logging.getLogger("xla_engine")
 _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
 _EXPERTS = (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS)  # in fours they share the products of linear layers
+
+_PACKS: dict[Order, str] = {"pairs": "pack_coded", "fours": "pack_fours"}  # parts with a plain C function
 
 # What each source file defines: a part, which is compiled to a library of its own where a model needs it.
 _TARGETS: dict[str, tuple[str, ...]] = {
@@ -47,6 +53,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     },
     "sampler": (SAMPLE, PROCESS, LOGPROBS, JOINED),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
+    "encoder": (ADDED_NORM, ACTIVATED),
     **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in _KINDS[:2]},
     **{
         f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *more))
@@ -55,12 +62,14 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     **{
         f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS
     },
+    **dict.fromkeys(_PACKS.values(), ()),
 }
 PARTS = frozenset(_TARGETS)
 ATTENTION = frozenset(f"attention_{kind}" for kind in attention.KINDS)  # the parts for stores of every dtype
 _origins: dict[str, str] = {}  # BUNDLED or COMPILED, by instruction set
 _digests: dict[str, str] = {}  # of what the kernels in use were made from, by instruction set
 _handlers: dict[str, int] = {}  # addresses of the kernels in use, by target
+_packers: dict[tuple[str, Order], Pack] = {}  # by instruction set
 _joining: list[Callable[[int, int], None]] = []  # tell joined calls a target's number and address
 _bound: set[tuple[str, str]] = set()  # parts that are registered, with their instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
@@ -97,6 +106,11 @@ def origin(isa: str) -> str:
     return _origins[isa]
 
 
+def packer(isa: str, order: Order) -> Pack:
+    """What packs weights in this order of codes; of a registered instruction set with the part for it."""
+    return _packers[isa, order]
+
+
 @functools.cache
 def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
     """Whether the operating system permits the instruction set; if so, these parts are registered."""
@@ -116,7 +130,10 @@ def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
     missing = sorted(part for part in parts if (isa.name, part) not in _bound)
     if missing:
         for part, path in build(isa, missing).items():
-            _bind(isa, (part,), path)
+            try:
+                _bind(isa, (part,), path)
+            except OSError as error:
+                raise NativeBuildError(f"the compiled library cannot be loaded: {error}") from error
             _bound.add((isa.name, part))
         _origins[isa.name], _digests[isa.name] = COMPILED, identity(isa)
     return True
@@ -130,15 +147,39 @@ def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
     library = ctypes.CDLL(str(path))
     for part in parts:
         for target in _TARGETS[part]:
-            symbol = "".join(word.capitalize() for word in target.split("_"))  # as in the source
-            capsule = jax.ffi.pycapsule(getattr(library, symbol))
-            jax.ffi.register_ffi_target(f"{target}_{isa.name}", capsule, platform="cpu")
-            address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+            function = getattr(library, _symbol(target))
+            jax.ffi.register_ffi_target(f"{target}_{isa.name}", jax.ffi.pycapsule(function), platform="cpu")
+            address = ctypes.cast(function, ctypes.c_void_p).value
             assert address is not None
             _handlers[f"{target}_{isa.name}"] = address
+    for order, part in _PACKS.items():
+        if part in parts:
+            _packers[isa.name, order] = _packer_of(library, part)
     if "sampler" in parts:
         library.XlaEngineKnow.argtypes = ctypes.c_int64, ctypes.c_void_p
         _joining.append(library.XlaEngineKnow)
     for know in _joining:
         for target, address in _handlers.items():
             know(number(target), address)
+
+
+def _packer_of(library: ctypes.CDLL, part: str) -> Pack:
+    function = getattr(library, f"XlaEngine{_symbol(part)}")
+    function.argtypes = ctypes.c_int32, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2
+    function.restype = ctypes.c_int64
+
+    def pack(kind: str, form: CodedForm, rows: Array, blocks: Array) -> bool:
+        count = len(blocks) // form.block_bytes(kind)
+        assert rows.flags.c_contiguous and blocks.flags.c_contiguous and len(rows) == count * BLOCK
+        first_bad: int = function(
+            KINDS[kind].number, form.width, count, rows.shape[1], rows.ctypes.data, blocks.ctypes.data
+        )
+        assert first_bad >= -1, f"{kind}: rows of {rows.shape[1]} bytes"
+        return first_bad < 0
+
+    return pack
+
+
+def _symbol(words: str) -> str:
+    """The name of a function, as in the source."""
+    return "".join(word.capitalize() for word in words.split("_"))

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -14,6 +15,8 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOM = 8 << 20  # bytes; the parts that a model needs take less than 1 MB, and compiling them some more
+_OTHER_PLACES = ("/dev/shm", "/var/tmp")  # if the usual one is mounted noexec or is full
 _temporary: list[Path] = []  # made when first needed
 
 
@@ -29,24 +32,67 @@ def private_directory(directory: Path) -> Path:
                 each.mkdir(mode=0o700)
         _close_to_group(directory)
         if (why := _why_not_safe(directory)) is None:
-            with tempfile.TemporaryFile(dir=directory):  # it can be written
+            if _can_execute(directory):  # which also shows that it can be written
                 return directory
+            why = "it is on a file system that executes nothing (noexec)"
     except OSError as error:
         why = str(error)
-    return _temporary_directory(f"{directory}: {why}")
+    return temporary_directory(f"{directory}: {why}")
 
 
-def _temporary_directory(why: str) -> Path:
-    """One for all that this process cannot keep, so that the log says it once."""
+def is_full(directory: Path) -> bool:
+    """Whether the directory's disk has too little room for libraries."""
+    try:
+        return shutil.disk_usage(directory).free < _ROOM
+    except OSError:
+        return False
+
+
+def temporary_directory(why: str) -> Path:
+    """One for all that this process cannot keep, so that the log says it once. Raises OSError if there is none."""
     if not _temporary:
+        made = _executable_directory()
         _log.warning(
-            "compiled code is not cached: %s. It is compiled for this process only; give the directory mode 0700 "
-            "and your user as owner, or set XLA_ENGINE_CACHE to another",
+            "compiled code is not cached: %s. It is compiled for this process only, in %s; to keep it, set "
+            "XLA_ENGINE_CACHE to a directory of your user, of mode 0700, with room, from which programs may run",
             why,
+            made,
         )
-        _temporary.append(Path(tempfile.mkdtemp(prefix="xla-engine-")))
-        atexit.register(shutil.rmtree, _temporary[0], ignore_errors=True)
+        _temporary.append(made)
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
     return _temporary[0]
+
+
+def _executable_directory() -> Path:
+    """A new temporary directory with room from which libraries can be loaded, if there is one."""
+    last: Path | None = None
+    for parent in (None, *_OTHER_PLACES):
+        try:
+            made = Path(tempfile.mkdtemp(prefix="xla-engine-", dir=parent))
+        except OSError:
+            continue
+        if _can_execute(made) and not is_full(made):
+            if last is not None:
+                last.rmdir()
+            return made
+        if last is None:
+            last = made
+        else:
+            made.rmdir()
+    if last is None:
+        raise OSError(f"no temporary directory can be written; set TMPDIR to one ({tempfile.gettempdir()})")
+    return last
+
+
+def _can_execute(directory: Path) -> bool:
+    """Whether libraries in a directory can be loaded. Raises OSError if it cannot be written."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.truncate(1)  # takes no room
+        try:
+            mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except PermissionError:
+            return False
+    return True
 
 
 def library(directory: Path, name: str, make: Callable[[Path], object]) -> Path:

@@ -25,8 +25,21 @@ _EVERY_MODEL = ("sampler",)  # parts that every model on a CPU needs
 
 def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
     """The libraries of parts for an instruction set, compiled if necessary. Raises NativeBuildError."""
-    version, include = identity(isa), headers()
     directory = library_cache.private_directory(native_cache_directory())
+    try:
+        try:
+            return _build_in(directory, isa, parts)
+        except (OSError, recipe.NativeBuildError):
+            if not library_cache.is_full(directory):
+                raise
+            return _build_in(library_cache.temporary_directory(f"{directory}: the disk is full"), isa, parts)
+    except OSError as error:
+        raise recipe.NativeBuildError(f"the library cannot be cached: {error}") from error
+
+
+def _build_in(directory: Path, isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
+    """Raises NativeBuildError and OSError."""
+    version, include = identity(isa), headers()
 
     def made(part: str) -> Path:
         return library_cache.library(
@@ -44,10 +57,7 @@ def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
     )
     # One more than cores, so that most models' three parts share two cores and no core waits for the last part.
     with ThreadPoolExecutor((os.cpu_count() or 1) + 1) as pool:
-        try:
-            return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
-        except OSError as error:
-            raise recipe.NativeBuildError(f"the library cannot be cached: {error}") from error
+        return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
 
 
 def begin_compiling(isa: str) -> None:

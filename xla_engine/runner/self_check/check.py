@@ -12,24 +12,31 @@ neighbours change bits, nothing can be done. Each case is logged as a warning of
 not with `warnings`, because the machine is at fault, not the calling code.
 """
 
+import contextlib
 import logging
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from xla_engine.errors import ConfigError
 from xla_engine.runner.adapters import random_adapter
 from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check.probe import Found, Probe, TooFewBlocksError
+from xla_engine.runner.self_check.probe import (
+    MOST_SAMPLES,
+    Found,
+    Probe,
+    TooFewBlocksError,
+    enough_blocks,
+)
 from xla_engine.runner.vision_tower import VisionTower
-from xla_engine.scheduler import Sample
+from xla_engine.utils.token_sample import TokenSample
 
 _logger = logging.getLogger("xla_engine.self_check")
 # Samples of each probe, and whether it has neighbours; the later attempts are for small pools of blocks.
-_ATTEMPTS = ((8, True), (3, True), (8, False), (3, False))
+_ATTEMPTS = ((MOST_SAMPLES, True), (3, True), (MOST_SAMPLES, False), (3, False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +104,17 @@ class SelfCheck:
         return f"level A: same bits whatever the batch{shown}{by}"
 
 
-def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
+WithPool = Callable[[int], Runner]
+"""Makes a runner that shares the weights of another and has a pool of so many blocks."""
+
+
+def run_self_check(runner: Runner, vocab_size: int, with_pool: WithPool | None = None) -> SelfCheck | None:
     """Check a runner with a blank cache, and restrict it to its largest programs if sizes change bits.
 
     Compiles nothing, and leaves the runner as it was, except for stale values in the cache. If the pool of blocks is
-    too small for the check, restricts the runner to its largest programs and returns None. For an engine of one slot,
-    blocks for one request are enough.
+    too small, a runner `with_pool` is compiled and checked instead: its programs are the same but for the size of the
+    pool. If there can be none, a warning is logged, the runner keeps only its largest programs, and the result is
+    None. For an engine of one slot, blocks for one request are enough.
     """
     began = time.perf_counter()
     sizes, largest = runner.sizes, Sizes(runner.sizes.lanes[-1:], runner.sizes.keys[-1:], ())
@@ -121,8 +133,7 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     if runner.spec.lora is not None:
         runner.weights.write_adapter(1, None)
     if found is None:
-        runner.sizes = largest
-        return None
+        return _in_other_pool(runner, vocab_size, largest, with_pool)
     tiles = [] if runner.features is None else tile_differences(runner.features.tower)
     runner.sizes = Sizes(
         lanes=(largest if found.lanes else sizes).lanes,
@@ -150,6 +161,37 @@ def run_self_check(runner: Runner, vocab_size: int) -> SelfCheck | None:
     )
     _warn(check, largest)
     return check
+
+
+def _in_other_pool(
+    runner: Runner, vocab_size: int, largest: Sizes, with_pool: WithPool | None
+) -> SelfCheck | None:
+    """The check of a runner with a larger pool, which decides the sizes of this one, too."""
+    config, blocks = runner.config, enough_blocks(runner.config)
+    if runner.spec.lora is not None or runner.features is not None:
+        why = "with adapters or pictures there is no check in a temporary pool"
+    elif with_pool is None:
+        why = "there is no temporary pool"
+    else:
+        try:
+            with contextlib.closing(with_pool(blocks)) as other:
+                check = run_self_check(other, vocab_size)
+                runner.compiles.mark_warm()
+                if check is not None:
+                    runner.sizes = other.sizes
+                    return check
+            why = f"{blocks} blocks are too few, too"
+        except ConfigError as error:
+            why = f"a temporary pool of {blocks} blocks does not fit: {error}"
+    runner.sizes = largest
+    _logger.warning(
+        "self-check: not run, because it needs more than the %s blocks of the pool, and %s. Every step runs the "
+        "largest programs, and generated tokens are neither recomputed nor reused. Use num_blocks %d or more",
+        config.num_blocks,
+        why,
+        blocks,
+    )
+    return None
 
 
 def tile_differences(tower: VisionTower) -> list[str]:
@@ -244,14 +286,7 @@ def _difference(found: Found, expected: Found) -> Iterator[str]:
             yield f"the hidden state of position {position} has other bits"
             return
     for index, (left, right) in enumerate(zip(found.samples, expected.samples, strict=False)):
-        if _bits(left) != _bits(right):
-            yield f"sample {index} is {_describe(left)}, not {_describe(right)}"
+        one, other = TokenSample(*left[:2]), TokenSample(*right[:2])
+        if one.bits != other.bits:
+            yield f"sample {index} is {one}, not {other}"
             return
-
-
-def _bits(sample: Sample) -> tuple[int, bytes]:
-    return sample.token_id, struct.pack("<f", sample.logprob)
-
-
-def _describe(sample: Sample) -> str:
-    return f"token {sample.token_id} logprob {sample.logprob:.9g}"

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xla_engine.graphs.attention.backend import KEY_SPAN
+from xla_engine.config import EngineConfig
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
@@ -18,12 +19,23 @@ from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, Plan, Row, Sample,
 
 _CHUNKS = 2.5  # of a probe's prompt beyond the bucket below: keys enough to be summed in another order
 _LEAST_NEIGHBOURS = 4
+MOST_SAMPLES = 8
 _PROBE_PARAMS = SamplingParams(temperature=3.0, top_p=0.95, logprobs=0)  # far from greedy: peers' limits show
 _NEIGHBOUR_PARAMS = (
     SamplingParams(temperature=0.0, logprobs=0),
     SamplingParams(temperature=0.7, top_k=3),
     SamplingParams(temperature=1.5, min_p=0.1, logprobs=0),
 )
+
+
+def enough_blocks(config: EngineConfig) -> int:
+    """A number of blocks in which every probe fits among its neighbours."""
+    head = math.lcm(config.chunk_size, config.block_size)
+    longest = (
+        2 * head + math.ceil(_CHUNKS * config.chunk_size) + MOST_SAMPLES
+    )  # computed positions of a prompt
+    prompts = min(config.device_rows, 3 + _LEAST_NEIGHBOURS + config.prefill_lanes[-1])
+    return 1 + prompts * (longest // config.block_size + 2)
 
 
 class TooFewBlocksError(Exception):
@@ -35,7 +47,7 @@ class Prompt:
     """A prompt in a slot, with the inputs of its chunks.
 
     Run are the first `head` positions and those from `tail` on; the keys between are whatever the slot holds.
-    held: whether the slot holds the keys of an earlier run of the prompt, so that its last chunk is enough.
+    is_cached: whether the slot holds the keys of an earlier run of the prompt, so that its last chunk is enough.
     last_alone: the last token is a chunk of its own.
     """
 
@@ -44,7 +56,7 @@ class Prompt:
     head: int
     tail: int
     settings: RowSettings
-    held: bool = False
+    is_cached: bool = False
     last_alone: bool = False
 
 
@@ -96,7 +108,7 @@ class Probe:
 
     def in_few_rows(self, lanes: int, few: int) -> list[Found]:
         """Its slots, as many as a decode program of `few` rows holds, through that program. Each ran before."""
-        probes = [replace(self._in_slot(slot), held=self._holds_keys) for slot in self.slots[:few]]
+        probes = [replace(self._in_slot(slot), is_cached=self._holds_keys) for slot in self.slots[:few]]
         return self._run(lanes, self.bucket, probes, (few,))
 
     def crowd(self, lanes: int) -> list[Prompt]:
@@ -132,7 +144,7 @@ class Probe:
         for count in range(1, len(sampled) + 1):
             prompt = self._in_slot(0, sampled[:count], samples=1)
             ((first,), _), *_ = self._run(
-                lanes, self.bucket, [replace(prompt, held=count > 1 and self._holds_keys)]
+                lanes, self.bucket, [replace(prompt, is_cached=count > 1 and self._holds_keys)]
             )
             found.append(first)
         return found
@@ -236,7 +248,7 @@ class Probe:
         size, end = self._runner.config.chunk_size, len(prompt.tokens)
         cut = end - 1 if prompt.last_alone else end
         starts = (*range(0, min(prompt.head, prompt.tail), size), *range(prompt.tail, cut, size))
-        starts = starts[-1:] if prompt.held else starts
+        starts = starts[-1:] if prompt.is_cached else starts
         for start in (*starts, *([cut] if cut < end else [])):
             stop = min(start + size, end if start == cut else cut)
             yield Chunk(

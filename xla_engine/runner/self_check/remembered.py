@@ -12,32 +12,47 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from xla_engine.config import EngineConfig
 from xla_engine.environment import compile_cache_directory, xla_flags
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 from xla_engine.runner.native_library.instruction_sets import processor
 from xla_engine.runner.program_key import cores, package_digest
 from xla_engine.runner.runner import Runner
-from xla_engine.runner.self_check.check import SelfCheck, run_self_check
+from xla_engine.runner.self_check.check import SelfCheck, WithPool, run_self_check
 
 
-def self_check(runner: Runner, vocab_size: int, fingerprint: str) -> SelfCheck | None:
+def self_check(
+    runner: Runner, vocab_size: int, fingerprint: str, with_pool: WithPool | None = None
+) -> SelfCheck | None:
     """The result of `run_self_check`, or the cached one of an earlier start. fingerprint: of the checkpoint.
 
     With `EngineConfig.compile_cache` off, the check always runs and its result is not cached.
     """
     if not runner.config.compile_cache:
-        return run_self_check(runner, vocab_size)
+        return run_self_check(runner, vocab_size, with_pool)
     directory = private_directory(compile_cache_directory() / "self_checks")
     path = directory / f"{_key(runner, vocab_size, fingerprint)}.json"
     if (found := _read(path)) is not None:
         return found
-    check = run_self_check(runner, vocab_size)
+    check = run_self_check(runner, vocab_size, with_pool)
     if check is not None and check.ok and not check.differences:
         kept = asdict(replace(check, day=time.strftime("%Y-%m-%d")))
         with contextlib.suppress(OSError):  # the next start checks again
             write_own(path, json.dumps(kept).encode())
     return check
+
+
+def self_check_config(config: EngineConfig, blocks: int) -> EngineConfig:
+    """The options of a runner that is only checked, with a pool of so many blocks."""
+    return replace(
+        config,
+        num_blocks=blocks,
+        kv_cache_memory_bytes=None,
+        speculative_config=None,
+        prefix_cache_dir=None,
+        shadow_rate=0.0,
+    )
 
 
 def _key(runner: Runner, vocab_size: int, fingerprint: str) -> str:

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
+from xla_engine.engine.protocol import SubmitOptions
 from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.errors import EngineClosedError, XlaEngineError
 from xla_engine.outputs import RequestOutput
@@ -15,6 +16,7 @@ from xla_engine.prompts import Prompt
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PRIORITIES
 from xla_engine.server.service import Service
+from xla_engine.utils.plain import integer_of
 
 BATCH_PRIORITY = PRIORITIES[-1]  # below every interactive request, except for priority_aging
 POLL_S = 0.2
@@ -57,17 +59,7 @@ class EngineView:
         return bool(self._open)
 
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        cache_salt: str = "",
-        on_refused: object = None,
-        collector: object = None,
-        **options: Any,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]
     ) -> str:
         """As `XlaBatchEngine.submit`, but compiles constraints here and ignores `on_refused` and `collector`.
 
@@ -76,26 +68,24 @@ class EngineView:
         if time.time() >= self._expires_at:
             self.expired = True
             raise BatchExpiredError("the batch's completion_window was over before this line ran")
+        request_id = options.get("request_id")
         assert request_id is not None
         params = params or self._engine.default_params
         self._service.compile(params)
         if params.seed is None:
             params = replace(params, seed=self._engine.seed_of(request_id, params))
-        if self._salt and isinstance(cache_salt, str):
-            cache_salt = f"{self._salt}/{cache_salt}"
-        urgency = BATCH_PRIORITY if isinstance(priority, int) and priority in PRIORITIES else priority
+        if self._salt and isinstance(salt := options.get("cache_salt", ""), str):
+            options["cache_salt"] = f"{self._salt}/{salt}"
+        if integer_of(options.get("priority", 0)) in PRIORITIES:
+            options["priority"] = BATCH_PRIORITY
+        options |= {
+            "request_id": self._inner(request_id),
+            "collector": self._collector,
+            "on_refused": None,
+        }
 
         def queue_it() -> None:
-            self._engine.submit(
-                prompt,
-                params,
-                request_id=self._inner(request_id),
-                add_special_tokens=add_special_tokens,
-                priority=urgency,
-                cache_salt=cache_salt,
-                collector=self._collector,
-                **options,
-            )
+            self._engine.submit(prompt, params, **options)
             self._service.llm.keep_running()
 
         try:

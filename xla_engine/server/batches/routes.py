@@ -15,8 +15,8 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from xla_engine.batch.fields import URLS, check_labels
 from xla_engine.errors import InvalidRequestError
+from xla_engine.openai.fields import URLS, check_labels
 from xla_engine.server.batches.store import (
     UNFINISHED,
     BatchRecord,
@@ -32,7 +32,9 @@ from xla_engine.server.errors import ApiError, ClientGone, busy, invalid
 from xla_engine.server.info import JsonResponse, limit_of
 from xla_engine.server.middleware import tenant_of
 from xla_engine.server.service import Service
+from xla_engine.utils.digits import number_of
 
+_MOST_SECONDS = 2_592_000  # that a file is kept
 FORM_SLACK = 64 << 10  # bytes of a form in addition to its file
 UPLOADS = 8  # concurrent uploads of one tenant; each has a temporary file
 MOST_BATCHES = 100  # in one list
@@ -133,14 +135,10 @@ class BatchRoutes:
         return ApiError(413, f"the file has more than {limit} bytes; send it in parts", code="file_too_large")
 
     async def list_files(self, request: Request) -> Response:
-        purpose = request.query_params.get("purpose")
-        mine = [
-            record
-            for record in list(self._store.files.values())
-            if record.tenant == tenant_of(request) and purpose in (None, record.purpose)
-        ]
-        mine.sort(key=newest_last, reverse=request.query_params.get("order", "desc") != "asc")
-        return _page(request, mine, limit_of(request, 10_000, most=10_000))
+        purpose, limit = request.query_params.get("purpose"), limit_of(request, 10_000, most=10_000)
+        is_newest_first = request.query_params.get("order", "desc") != "asc"
+        records = list(self._store.files.values())
+        return await asyncio.to_thread(_page, request, records, limit, purpose, is_newest_first)
 
     async def file(self, request: Request) -> Response:
         return JsonResponse(shown(self._file(request)))
@@ -197,11 +195,8 @@ class BatchRoutes:
         return JsonResponse(shown(record))
 
     async def list_batches(self, request: Request) -> Response:
-        mine = [
-            record for record in list(self._store.batches.values()) if record.tenant == tenant_of(request)
-        ]
-        mine.sort(key=newest_last, reverse=True)
-        return _page(request, mine, limit_of(request, 20, most=MOST_BATCHES))
+        limit = limit_of(request, 20, most=MOST_BATCHES)
+        return await asyncio.to_thread(_page, request, list(self._store.batches.values()), limit)
 
     async def batch(self, request: Request) -> Response:
         return JsonResponse(shown(self._batch(request)))
@@ -219,13 +214,28 @@ class BatchRoutes:
         return owned(self._store.batches, request.path_params["id"], tenant_of(request), "batch")
 
 
-def _page(request: Request, records: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
-    """At most `limit` records, from behind the one that a request names with `after`."""
-    rest, after = [shown(record) for record in records], request.query_params.get("after")
+def _page(
+    request: Request,
+    records: Sequence[FileRecord | BatchRecord],
+    limit: int,
+    purpose: str | None = None,
+    is_newest_first: bool = True,
+) -> Response:
+    """At most `limit` of the caller's records, from behind the one that a request names with `after`.
+
+    There may be thousands, so this runs in a thread. purpose: of files; None for any.
+    """
+    tenant, after = tenant_of(request), request.query_params.get("after")
+    rest = [
+        each
+        for each in records
+        if each.tenant == tenant and (purpose is None or getattr(each, "purpose", None) == purpose)
+    ]
+    rest.sort(key=newest_last, reverse=is_newest_first)
     if after is not None:
-        names = [each["id"] for each in rest]
+        names = [each.id for each in rest]
         rest = rest[names.index(after) + 1 :] if after in names else []
-    data = rest[:limit]
+    data = [shown(each) for each in rest[:limit]]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     more = len(rest) > limit
     return JsonResponse(
@@ -237,8 +247,8 @@ def _expiry(form: Any) -> int | None:
     given = form.get("expires_after[seconds]")
     if given is None:
         return None
-    is_number = isinstance(given, str) and given.isascii() and given.isdigit()
-    return int(time.time()) + _lifetime(int(given[:9]) if is_number else None, "expires_after")
+    seconds = number_of(given, _MOST_SECONDS) if isinstance(given, str) else None
+    return int(time.time()) + _lifetime(seconds, "expires_after")
 
 
 def _output_expiry(fields: dict[str, Any] | None) -> int | None:
@@ -249,6 +259,8 @@ def _output_expiry(fields: dict[str, Any] | None) -> int | None:
 
 
 def _lifetime(seconds: Any, param: str) -> int:
-    if type(seconds) is not int or not 3600 <= seconds <= 2_592_000:
-        raise invalid(f'{param} must have the anchor "created_at" and from 3600 to 2592000 seconds', param)
+    if type(seconds) is not int or not 3600 <= seconds <= _MOST_SECONDS:
+        raise invalid(
+            f'{param} must have the anchor "created_at" and from 3600 to {_MOST_SECONDS} seconds', param
+        )
     return seconds

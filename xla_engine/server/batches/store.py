@@ -42,7 +42,7 @@ class FileRecord(msgspec.Struct, kw_only=True):
     tenant: str = ""
 
 
-class Counts(msgspec.Struct):
+class LineCounts(msgspec.Struct):
     """Lines of a batch."""
 
     total: int = 0
@@ -76,7 +76,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
+    request_counts: LineCounts = msgspec.field(default_factory=LineCounts)
     metadata: dict[str, str] | None = None
     model: str | None = None
     tenant: str = ""
@@ -128,7 +128,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-class Store:
+class BatchStore:
     """`FOLDER/files/<id>/{data,meta.json}` and `FOLDER/batches/<id>/batch.json`; all records are also in memory.
 
     One process owns the folder. A file without meta.json is still being written. Raises ConfigError if another

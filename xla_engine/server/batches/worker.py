@@ -10,15 +10,22 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from xla_engine.batch.fields import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID, RESPONSES_URL
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import XlaEngineError
+from xla_engine.openai.fields import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID, RESPONSES_URL
 from xla_engine.server.batches.engine_view import EngineView
-from xla_engine.server.batches.store import UNFINISHED, BatchRecord, Counts, FileRecord, Store, room_on_disk
+from xla_engine.server.batches.store import (
+    UNFINISHED,
+    BatchRecord,
+    BatchStore,
+    FileRecord,
+    LineCounts,
+    room_on_disk,
+)
 from xla_engine.server.errors import ApiError
 from xla_engine.server.service import Service
 from xla_engine.utils.json_line import load_object
@@ -55,7 +62,7 @@ class Job:
 class _CountedSink:
     """Writes a result file, and counts its bytes for its tenant. Raises ApiError if there is no room."""
 
-    def __init__(self, sink: OutputFile, store: Store, file_id: str, tenant: str) -> None:
+    def __init__(self, sink: OutputFile, store: BatchStore, file_id: str, tenant: str) -> None:
         self._sink, self._store = sink, store
         self._file_id, self._tenant = file_id, tenant
 
@@ -72,7 +79,7 @@ class Batches:
     without a result.
     """
 
-    def __init__(self, service: Service, store: Store) -> None:
+    def __init__(self, service: Service, store: BatchStore) -> None:
         self.store = store
         self._service = service
         self._jobs: dict[str, Job] = {}
@@ -202,7 +209,7 @@ class Batches:
             total, problems = problems_of(
                 source, record.endpoint, self._service.model_names, settings.max_file_lines
             )
-            record.request_counts = Counts(total=total)
+            record.request_counts = LineCounts(total=total)
             if problems:
                 record.note(*problems)
                 return True

@@ -1,4 +1,4 @@
-"""Parse tool calls: in JSON, or with arguments in tags.
+"""What a tool call says: in JSON, or with arguments in tags.
 
 Arguments in JSON are copied from the model's text, never re-encoded. Qwen3-Coder and Qwen3.5 write tags:
 
@@ -12,62 +12,108 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xla_engine.errors import InvalidRequestError
-from xla_engine.structured_outputs import StructuredOutputsParams
-from xla_engine.text.parsers.scan import Event, ToolArguments, ToolStart
-from xla_engine.text.parsers.tools import TAGGED, Tools
+from xla_engine.text.parsers.json_value import PYTHON, JsonValue
+from xla_engine.text.parsers.kinds import ANY, NONE, Kinds, kind
+from xla_engine.text.parsers.scan import Event, Scanner, ToolArguments, ToolStart
 
-MAX_CALL = 1 << 20  # characters of one call
-_ARGUMENTS = ("arguments", "parameters")
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of the offered tools, by their names
+NAMES = ("name", "function", "tool", "tool_name", "function_name")
+ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
+ABOUT = ("id", "type", "index", "call_id", "tool_call_id")
+WRAPPERS = (
+    "function",
+    "function_call",
+    "tool_call",
+    "tool_calls",
+)  # members that hold a call, or a list of calls
+MAX_DEPTH = 6  # lists and wrappers around a call
 _decoder = json.JSONDecoder()
 _blank = re.compile(r"[ \t\n\r]*")
 
 
-def call_events(text: str) -> list[Event] | None:
-    """The events of one call, {"name": ..., "arguments": ...}; None if the text is not a call."""
-    try:
-        members = dict(_members(text, _skip(text, 0)))
-        name = json.loads(members["name"])
-    except (ValueError, KeyError, RecursionError):
-        return None
-    if not isinstance(name, str) or not name:
-        return None
-    raw = next((members[key] for key in _ARGUMENTS if key in members), "{}")
-    if raw.startswith('"'):  # some models write the arguments as a JSON string
-        raw = str(json.loads(raw))
-    return [ToolStart(name), ToolArguments(raw)]
+def call_events(name: str, arguments: str) -> list[Event]:
+    return [ToolStart(name), ToolArguments(arguments)]
 
 
-def list_events(text: str, *, separator: str | None = None) -> list[Event] | None:
-    """The events of several calls: a JSON list, or objects with a separator; None if the text is neither."""
+def json_calls(text: str, schemas: Schemas, *, bare: bool = False, depth: int = 0) -> list[Event] | None:
+    """The events of the calls that a JSON text is: one or a list, each {"name": ..., "arguments": ...} or a variant.
+
+    None if the text is anything else. schemas: of the offered tools by name; empty if any name is a tool's. bare: only
+    the text says that it is a call, so it must have the arguments too, and not be the description of the tool.
+    """
     try:
-        pieces = list(_values(text, separator))
+        place = _skip(text, 0)
+        if text.startswith("[", place):
+            if depth == MAX_DEPTH:
+                return None
+            found = [json_calls(raw, schemas, bare=bare, depth=depth + 1) for raw in _items(text, place)]
+            calls = [event for events in found for event in events or ()]
+            return calls if found and None not in found else None
+        members = dict(_members(text, place))
     except (ValueError, RecursionError):
         return None
-    found = [call_events(piece) for piece in pieces]
-    if not found or any(events is None for events in found):
+    for key in WRAPPERS:
+        if members.get(key, "")[:1] in ("{", "[") and members.keys() <= {key, *ABOUT} and depth < MAX_DEPTH:
+            return json_calls(members[key], schemas, bare=bare, depth=depth + 1)
+    names = [name for key in NAMES if isinstance(name := _text(members.get(key, "")), str)]
+    if not names or not members.keys() <= {*NAMES, *ARGUMENTS, *ABOUT}:
         return None
-    return [event for events in found for event in events or ()]
+    given = [members[key] for key in ARGUMENTS if key in members]
+    arguments = object_text(given[0]) if given else None if bare else "{}"
+    if not names[0] or (schemas and names[0] not in schemas) or arguments is None:
+        return None
+    if bare and _is_schema(arguments, schemas.get(names[0], {})):
+        return None
+    return call_events(names[0], arguments)
 
 
-def _values(text: str, separator: str | None) -> Iterator[str]:
-    """The raw text of each value of a list, or of separated values."""
-    place = _skip(text, 0)
-    is_list = text.startswith("[", place)
-    if is_list:
-        place, separator = _skip(text, place + 1), ","
-    while True:
+def _text(raw: str) -> str | None:
+    """The string that a JSON text is."""
+    return json.loads(raw) if raw.startswith('"') else None
+
+
+def object_text(text: str) -> str | None:
+    """A JSON object as it was written, or in a string of JSON; no text or null is an empty one. None for others."""
+    for _ in range(3):
+        if text.startswith('"'):
+            text = str(json.loads(text)).encode(errors="replace").decode()
+        if text.strip() in ("", "null"):
+            return "{}"
+        if text.startswith("{"):
+            return text
+        scan, value = Scanner(), JsonValue()
+        scan.push(text)
+        scan.ended = True
+        while value.is_open:
+            value.step(scan)
+        if value.before != "nothing" or scan.rest().strip():
+            return None
+        text = value.text().strip()
+    return None
+
+
+def _is_schema(arguments: str, schema: Mapping[str, Any]) -> bool:
+    """Whether arguments describe arguments, as in a list of the tools."""
+    given = json.loads(arguments)
+    properties = schema.get("properties")
+    if given and isinstance(properties, Mapping) and given.keys() <= properties.keys():
+        return False
+    return given == schema or (given.get("type") == "object" and isinstance(given.get("properties"), Mapping))
+
+
+def _items(text: str, place: int) -> Iterator[str]:
+    """The raw values of a list that spans the whole text."""
+    place = _skip(text, place + 1)
+    while not text.startswith("]", place):
         _, end = _value(text, place)
         yield text[place:end]
         place = _skip(text, end)
-        if separator is not None and text.startswith(separator, place):
-            place = _skip(text, place + len(separator))
-            continue
-        if is_list and not text.startswith("]", place):
+        if text.startswith(",", place):
+            place = _skip(text, place + 1)
+        elif not text.startswith("]", place):
             raise ValueError("the list does not end")
-        if text[place + is_list :].strip():
-            raise ValueError("there is more")
-        return
+    if text[place + 1 :].strip():
+        raise ValueError("there is more")
 
 
 def _members(text: str, place: int) -> Iterator[tuple[str, str]]:
@@ -93,7 +139,7 @@ def _members(text: str, place: int) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str, place: int) -> tuple[object, int]:
-    if place >= len(text) or len(text) > MAX_CALL:
+    if place >= len(text):
         raise ValueError("no value")
     value, end = _decoder.raw_decode(text, place)
     return value, end
@@ -104,171 +150,32 @@ def _skip(text: str, place: int) -> int:
     return place if found is None else found.end()
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # argument schemas by tool name
+def tagged_arguments(values: Mapping[str, str], kinds: Mapping[str, Kinds], *, own_lines: bool = True) -> str:
+    """Arguments whose values are text, as JSON.
 
-_FUNCTION, _END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's literals, which models sometimes write
-
-
-def xml_call_events(text: str, schemas: Schemas) -> list[Event] | None:
-    """The events of one call; None if the text is not a call, or is truncated."""
-    text = text.strip()
-    if len(text) > MAX_CALL or not text.startswith(_FUNCTION):
-        return None
-    name, closed, rest = text[len(_FUNCTION) :].partition(">")
-    head, *parts = rest.strip().removesuffix(_END).split(_PARAMETER)
-    if not (closed and name.strip()) or "\n" in name or head.strip():
-        return None
-    schema = schemas.get(name.strip(), {})
-    members = []
-    for part in _whole(parts):
-        key, closed, value = part.partition(">")
-        value, ended, after = value.rpartition(_PARAMETER_END)
-        if not (closed and ended) or after.strip():
-            return None
-        members.append(f"{json.dumps(key.strip(), ensure_ascii=False)}: {_json(value, schema, key.strip())}")
-    return [ToolStart(name.strip()), ToolArguments("{" + ", ".join(members) + "}")]
+    kinds: the types that the tool's schema allows. own_lines: the line breaks around a value are not part of it.
+    """
+    members = (
+        f"{_quoted(key)}: {_json(_inner(value) if own_lines else value, kinds.get(key, ANY))}"
+        for key, value in values.items()
+    )
+    return "{" + ", ".join(members) + "}"
 
 
-def _whole(parts: list[str]) -> Iterator[str]:
-    """Join parameters that were split because their value contains the opening tag of a parameter."""
-    held: list[str] = []
-    for part in parts:
-        held.append(part)
-        if part.rstrip().endswith(_PARAMETER_END):
-            yield _PARAMETER.join(held)
-            held = []
-    if held:
-        yield _PARAMETER.join(held)
-
-
-def _json(text: str, schema: Mapping[str, Any], name: str) -> str:
-    """A value as JSON: unchanged if it is JSON of a type that the schema allows, else as a string."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    properties = schema.get("properties")
-    wanted = kinds(properties.get(name), schema) if isinstance(properties, Mapping) else frozenset()
-    raw = _WORDS.get(text.strip(), text.strip())
+def _json(text: str, allowed: Kinds) -> str:
+    """A value as JSON: unchanged if it is JSON of a type that the schema names, else as a string."""
+    raw = PYTHON.get(text.strip(), text.strip())
     try:
-        if wanted and wanted != {"string"} and _kind(json.loads(raw)) & wanted:
+        if allowed not in (ANY, NONE, {"string"}) and kind(json.loads(raw)) in allowed:
             return raw
     except (ValueError, RecursionError):
         pass
-    return json.dumps(text, ensure_ascii=False)
+    return _quoted(text)
 
 
-def kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON type names that a schema allows; empty if it does not restrict them."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return frozenset()
-    found: set[str] = set()
-    for key in ("anyOf", "oneOf", "allOf"):
-        several = schema.get(key)
-        for each in several if isinstance(several, list) else ():
-            found |= kinds(each, root, depth + 1)
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        place: Any = root
-        for step in reference[2:].split("/"):
-            place = place.get(step) if isinstance(place, Mapping) else None
-        found |= kinds(place, root, depth + 1)
-    types = schema.get("type", [])
-    found |= {types} if isinstance(types, str) else {each for each in types if isinstance(each, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    for value in values if isinstance(values, list) else ():
-        found |= _kind(value)
-    return frozenset(found)
-
-
-def _kind(value: object) -> frozenset[str]:
-    """JSON type names of a value."""
-    match value:
-        case None:
-            return frozenset({"null"})
-        case bool():
-            return frozenset({"boolean"})
-        case int():
-            return frozenset({"integer", "number"})
-        case float():
-            return frozenset({"number", "integer"} if value.is_integer() else {"number"})
-        case str():
-            return frozenset({"string"})
-        case list():
-            return frozenset({"array"})
-    return frozenset({"object"})
-
-
-_RULES = r"""call: /\s*/ function /\s*/ "</tool_call>"
-any_parameter: /<parameter=[^>\n]+>/ text /\s*/
-text[lazy]: /(.|\n)*<\/parameter>/
-function:
-"""
-_ABOUT = frozenset(
-    {"type", "description", "title", "default", "examples"}
-)  # keywords that hold no value to more
-_DEFINITIONS = ("$defs", "definitions")
-
-
-def tagged_xml(tools: Tools) -> StructuredOutputsParams:
-    """Any text whose calls in tags fit the schemas of strict tools. Raises InvalidRequestError.
-
-    Parameters come in the order of the schema. A value whose type is text is free; other values are JSON, held to
-    their schema by llguidance. What text alone cannot hold, as a string with a pattern, is refused.
-    """
-    functions = [
-        " ".join([_quoted(f"<function={name}>"), r"/\s*/", *_parameters(tools, name), '"</function>"'])
-        for name in tools.schemas
-    ]
-    return StructuredOutputsParams(grammar=TAGGED + _RULES + "".join(f"  | {each}\n" for each in functions))
-
-
-def _parameters(tools: Tools, name: str) -> Iterator[str]:
-    schema = tools.schemas[name]
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
-    if name not in tools.strict or (not properties and schema.get("additionalProperties") is not False):
-        yield "any_parameter*"
-        return
-    if extra := schema.keys() - _ABOUT - {"properties", "required", "additionalProperties", *_DEFINITIONS}:
-        raise _cannot(name, f"the keyword {min(extra)!r}")
-    if unknown := set(required) - properties.keys():
-        raise _cannot(name, f"the required parameter {min(unknown)!r} without a schema")
-    for key, each in properties.items():
-        if (value := _xml_value(each, schema)) is None:
-            raise _cannot(name, f"the parameter {key!r}, whose schema no grammar of its text can express")
-        yield rf"({_quoted(f'<parameter={key}>')} {value} /\s*/)" + ("" if key in required else "?")
-
-
-def _xml_value(schema: Any, root: Mapping[str, Any]) -> str | None:
-    """What may stand between the tags, with the closing one; None for what cannot be held."""
-    if _is_plain(schema):
-        return "text"
-    wanted = kinds(schema, root)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values and all(isinstance(each, str) for each in values):
-        return rf'/\n?/ ({" | ".join(map(_quoted, values))}) /\n?/ "</parameter>"'
-    if not wanted or "string" in wanted:
-        return None
-    held = {**{key: root[key] for key in _DEFINITIONS if key in root}, **schema}
-    return rf'/\s*/ %json {json.dumps(held)} /\s*/ "</parameter>"'
-
-
-def _is_plain(schema: Any) -> bool:
-    """Whether any text is a value: it may be a string, and nothing else that it may be is held to more than a type."""
-    if not isinstance(schema, Mapping):
-        return schema is True
-    several = schema.get("anyOf")
-    if isinstance(several, list) and schema.keys() <= _ABOUT | {"anyOf"}:
-        only_types = all(isinstance(each, Mapping) and each.keys() <= _ABOUT for each in several)
-        return only_types and any(_is_plain(each) for each in several)
-    types = schema.get("type", "string")
-    return schema.keys() <= _ABOUT and (types == "string" or (isinstance(types, list) and "string" in types))
+def _inner(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _cannot(name: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"tools: strict: true is not supported for the function {name!r}: it has {what}, in the format qwen3_coder of "
-        'this model. Leave strict out, or give tool_choice "required" or a function'
-    )

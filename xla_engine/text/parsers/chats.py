@@ -14,28 +14,31 @@ from typing import Any
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.structured_outputs import StructuredOutputsParams
-from xla_engine.text.parsers.calls import Schemas, tagged_xml, xml_call_events
-from xla_engine.text.parsers.formats import first_call, forced, harmony, hermes, plain, think, whole
+from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from xla_engine.text.parsers.call_grammars import calls_grammar
+from xla_engine.text.parsers.formats import first_call, forced, harmony, plain, think
+from xla_engine.text.parsers.offered import Offered, take_offered, with_plain_inputs
 from xla_engine.text.parsers.scan import Parser, message_of
+from xla_engine.text.parsers.tool_calls import tool_calls
 from xla_engine.text.parsers.tools import Tools, take_tools
+from xla_engine.utils.json_size import is_longer
 from xla_engine.utils.shown import shown
 
-TOOL_PARSERS: dict[str, Callable[[Schemas], Parser]] = {
-    "hermes": lambda _: hermes(),
-    "qwen3_coder": lambda schemas: hermes(partial(xml_call_events, schemas=schemas)),
-    "llama3": lambda _: whole(("<|python_tag|>",), bare=True, separator=";"),
-    "mistral": lambda _: whole(("[TOOL_CALLS]",)),
-    "harmony": lambda _: harmony(),
+# Each makes parsers from the offered tools' schemas and, if they are at hand, `Tools.kinds`.
+TOOL_PARSERS: dict[str, Callable[..., Parser]] = {
+    **dict.fromkeys(("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "json"), tool_calls),
+    "harmony": lambda *tools: harmony(tools[0], partial(tool_calls, *tools)),
 }
 REASONING_PARSERS = ("think", "harmony")
 _SIGNS = (
     ("harmony", "<|channel|>"),
     ("mistral", "[TOOL_CALLS]"),
     ("qwen3_coder", "<function="),
+    ("json", "<arg_key>"),  # GLM's
     ("hermes", "<tool_call>"),
     ("llama3", "<|python_tag|>"),
     ("llama3", '{"name": function name, "parameters":'),
+    ("deepseek", "<｜tool▁calls▁begin｜>"),
 )
 
 
@@ -48,11 +51,12 @@ class Dialect:
 
     @classmethod
     def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
-        """The given formats; "auto" infers one from the chat template, "none" disables it."""
+        """The given formats; "auto" infers one from the chat template, "none" disables it. The format of calls of an
+        unknown template is "json": there is no grammar for `strict`, but calls are read in all forms."""
         found = next((name for name, sign in _SIGNS if sign in template), None)
         thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
         return cls(
-            tools=found if tools == "auto" else None if tools == "none" else tools,
+            tools=found or "json" if tools == "auto" else None if tools == "none" else tools,
             reasoning=thinks if reasoning == "auto" else None if reasoning == "none" else reasoning,
         )
 
@@ -98,17 +102,30 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How to parse the answer to a chat. tools: those it may call. dialect: formats of tool calls and reasoning."""
+    """How to parse the answer to a chat. tools: those it may call. dialect: formats of tool calls and reasoning.
+    offered: how the client sent the tools. begun: the answer's constraint if the prompt ends inside reasoning; None if
+    it is the same."""
 
     tools: Tools = field(default_factory=Tools)
     dialect: Dialect = field(default_factory=Dialect)
+    offered: Offered = field(default_factory=Offered)
+    begun: StructuredOutputsParams | None = None
+
+    def sampling(self, params: SamplingParams, prompt: str | None) -> SamplingParams:
+        """The sampling parameters of an answer to this prompt."""
+        if self.begun is None or not opens_reasoning(prompt or ""):
+            return params
+        return replace(params, structured_outputs=self.begun)
 
     def parser(self, *, thinking: bool) -> Parser:
         """A parser for one choice. thinking: whether the prompt ended with the opening tag of reasoning."""
         if self.tools.is_forced:
-            return forced(self.tools.name)  # a grammar constrains the answer to a call
-        found = self._parser(self.tools, thinking=thinking)
-        return found if self.tools.parallel else first_call(found)
+            found = forced(self.tools.name)  # a grammar constrains the answer to a call
+        else:
+            found = self._parser(self.tools, thinking=thinking)
+            found = found if self.tools.parallel else first_call(found)
+        custom = self.offered.custom
+        return found.changed(partial(with_plain_inputs, custom=custom)) if custom else found
 
     def reasoning_parser(self, *, thinking: bool) -> Parser | None:
         """A parser that separates reasoning only; None without a reasoning format. thinking: as in `parser`."""
@@ -118,17 +135,21 @@ class Reading:
 
     def _parser(self, tools: Tools, *, thinking: bool) -> Parser:
         """A parser of the dialect. tools: those that may be called."""
-        if "harmony" in (self.dialect.tools, self.dialect.reasoning):
-            return harmony()
-        rest = plain()
-        if tools.choice == "auto" and self.dialect.tools is not None:
-            rest = TOOL_PARSERS[self.dialect.tools](tools.schemas)
-        return think(rest, begun=thinking) if self.dialect.reasoning == "think" else rest
+        may_call = tools.choice == "auto" and self.dialect.tools is not None
+        is_harmony = "harmony" in (self.dialect.tools, self.dialect.reasoning)
+        if not may_call:
+            rest = harmony() if is_harmony else plain()
+        else:
+            name = "harmony" if is_harmony else self.dialect.tools or ""
+            rest = TOOL_PARSERS[name](tools.schemas, tools.kinds)
+        if self.dialect.reasoning == "think" and not is_harmony:
+            return think(rest, begun=thinking, may_call=may_call)
+        return rest
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the text includes the tags that the parser needs."""
         tools, reasoning = self.dialect.tools, self.dialect.reasoning
-        tags_are_tokens = "harmony" in (tools, reasoning) or tools in ("llama3", "mistral")
+        tags_are_tokens = "harmony" in (tools, reasoning) or tools in ("llama3", "mistral", "deepseek")
         if tags_are_tokens and not self.tools.is_forced:
             return replace(params, skip_special_tokens=False)
         return params
@@ -143,45 +164,53 @@ def take_chat(body: dict[str, Any], dialect: Dialect | None, template: str | Non
     messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError('"messages" must be a list of at least one {"role": ..., "content": ...}')
-    shown, tools = body.get("tools") or [], Tools()
+    offered = take_offered(body)
+    given, tools = body.get("tools") or [], Tools()
     if dialect is None and body.get("tool_choice") in (None, "none", "auto"):
         body.pop("tool_choice", None)
-        if not isinstance(shown, list) or not all(isinstance(tool, dict) for tool in shown):
-            raise InvalidRequestError(f"tools must be a list of objects, not {shown!r}")
+        if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+            raise InvalidRequestError(f"tools must be a list of objects, not {shown(given)}")
     else:
         tools = take_tools(body)
-        shown = list(tools.tools)
-    constrained = body.get("structured_outputs") or body.get("response_format") not in (
-        None,
-        {"type": "text"},
-    )
-    if tools.is_forced and constrained:
-        raise InvalidRequestError("tool_choice that forces a call and response_format exclude each other")
-    constraint = tools.constraint()
-    if tools.choice == "auto" and tools.strict and dialect is not None and not constrained:
-        constraint = _strict(tools, dialect)
+        given = list(tools.tools)
+    if tools.is_forced and is_longer(tools.schemas, MAX_CONSTRAINT_CHARACTERS):
+        raise InvalidRequestError(
+            "tools: the schemas of forced tools have too many characters; at most "
+            f"{MAX_CONSTRAINT_CHARACTERS}; make them smaller, or leave out tool_choice"
+        )
+    constraint, begun = _constraint(body, tools, dialect or Dialect())
     if constraint is not None:
         body["structured_outputs"] = constraint
     body.pop("tools", None)
-    options = _template_options(body) | ({"tools": shown} if shown else {})
+    options = _template_options(body) | ({"tools": given} if given else {})
     if template is not None:
         options["chat_template"] = template
-    return Chat(messages=tuple(messages), options=options), Reading(tools=tools, dialect=dialect or Dialect())
+    reading = Reading(tools=tools, dialect=dialect or Dialect(), offered=offered, begun=begun)
+    return Chat(messages=tuple(messages), options=options), reading
 
 
-def _strict(tools: Tools, dialect: Dialect) -> StructuredOutputsParams | None:
-    """A constraint that makes tool calls fit their schemas; None if tool calls are not parsed."""
-    if dialect.tools is None:
-        return None
-    if dialect.tools == "qwen3_coder":
-        return tagged_xml(tools)
-    if dialect.tools != "hermes":
-        raise InvalidRequestError(
-            f"tools: strict: true is not supported for calls in the format {dialect.tools} of this model; leave "
-            f"strict "
-            'out, or give tool_choice "required" or a function'
-        )
-    return tools.tagged()
+def _constraint(
+    body: dict[str, Any], tools: Tools, dialect: Dialect
+) -> tuple[StructuredOutputsParams | None, StructuredOutputsParams | None]:
+    """The constraint of the answer's calls and of its `response_format`, which is then taken from the body; and that
+    of an answer to a prompt that ends inside reasoning.
+
+    `structured_outputs` is what the whole text must match, calls included, so nothing is added to it.
+    """
+    raw, wanted = body.get("structured_outputs"), body.get("response_format")
+    answer = None if wanted is None else StructuredOutputsParams.from_response_format(wanted)
+    if tools.is_forced:
+        if raw or answer is not None:
+            raise InvalidRequestError("tool_choice that forces a call and response_format exclude each other")
+        return tools.constraint(), None
+    if raw or (answer is None and tools.choice != "auto"):
+        return None, None
+    format_ = "harmony" if dialect.reasoning == "harmony" else dialect.tools
+    thinks = answer is not None and dialect.reasoning == "think"
+    constraint = calls_grammar(tools, format_, answer, thinking=False if thinks else None)
+    if constraint is not None:
+        body.pop("response_format", None)
+    return constraint, calls_grammar(tools, format_, answer, thinking=True) if thinks and constraint else None
 
 
 def _template_options(body: dict[str, Any]) -> dict[str, Any]:
@@ -190,10 +219,10 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if value is not None}
     for name in TEMPLATE_FLAGS:
         if not isinstance(options.get(name, False), bool):
-            raise InvalidRequestError(f"{name} must be true or false, not {options[name]!r}")
+            raise InvalidRequestError(f"{name} must be true or false, not {shown(options[name])}")
     kwargs = options.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
-        raise InvalidRequestError(f"chat_template_kwargs must be an object, not {kwargs!r}")
+        raise InvalidRequestError(f"chat_template_kwargs must be an object, not {shown(kwargs)}")
     for name, value in hints.items():
         if not isinstance(value, str):
             raise InvalidRequestError(f"{name} must be a string, not {shown(value)}")
@@ -214,21 +243,33 @@ def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
     return opens_reasoning(text or "")
 
 
-def part_message(choice: dict[str, Any], parser: Parser, name: str) -> None:
+def part_message(choice: dict[str, Any], reading: Reading, name: str, *, thinking: bool) -> None:
     """Split a choice's text into content, reasoning and tool calls. The ids of calls are derived from `name`."""
     message = choice["message"]
-    found = message_of(parser, message["content"])
+    found = message_of(reading.parser(thinking=thinking), message["content"])
     message["content"] = found.content or (None if found.calls else "")
     if found.reasoning:
         message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
     if found.calls:
-        message["tool_calls"] = [
-            {
-                "id": "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest(),
-                "type": "function",
-                "function": {"name": function, "arguments": arguments},
-            }
-            for number, (function, arguments) in enumerate(found.calls)
+        ids = (
+            "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest()
+            for number in range(len(found.calls))
+        )
+        calls = [
+            call_of(reading.offered, *call, name=each) for call, each in zip(found.calls, ids, strict=False)
         ]
+        message |= {"function_call": calls[0]["function"]} if reading.offered.old else {"tool_calls": calls}
         if choice["finish_reason"] == "stop":
-            choice["finish_reason"] = "tool_calls"
+            choice["finish_reason"] = calls_reason(reading.offered)
+
+
+def call_of(offered: Offered, function: str, arguments: str, *, name: str) -> dict[str, Any]:
+    """A call as chats have it. name: its id."""
+    if function in offered.custom:
+        return {"id": name, "type": "custom", "custom": {"name": function, "input": arguments}}
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def calls_reason(offered: Offered) -> str:
+    """The finish reason of an answer with calls."""
+    return "function_call" if offered.old else "tool_calls"

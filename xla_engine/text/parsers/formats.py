@@ -1,22 +1,27 @@
 """Parsers of the formats in which models write reasoning and tool calls.
 
-Each is a generator that reads a `Scanner`: it yields events, and None where it needs more text.
+Each is a generator that reads a `Scanner`: it yields events, and None where it needs more text. Calls in other forms
+than harmony's are read by `tool_calls`.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
-from xla_engine.text.parsers.calls import call_events, list_events
+from xla_engine.text.parsers.calls import Schemas, json_calls
+from xla_engine.text.parsers.json_value import JsonValue
 from xla_engine.text.parsers.scan import (
+    BLANKS,
     Content,
     Event,
+    Marks,
     Parser,
     Reasoning,
     Scanner,
     ToolArguments,
     ToolStart,
     incremental,
+    next_mark,
 )
 
 
@@ -32,15 +37,16 @@ def plain(scan: Scanner) -> Iterator[Event | None]:
 
 
 @incremental
-def think(scan: Scanner, rest: Parser, *, begun: bool) -> Iterator[Event | None]:
+def think(scan: Scanner, rest: Parser, *, begun: bool, may_call: bool = False) -> Iterator[Event | None]:
     """`<think>` reasoning `</think>`, followed by text for another parser.
 
     begun: the prompt ended with the opening tag. Otherwise the text has reasoning only if it begins with the tag.
+    may_call: if the reasoning does not end, a call that it ends with is one.
     """
     lead = ""  # blanks before anything else
     blank = True  # nothing but blanks since the last tag
     while not begun:
-        before, tag = scan.until(["<think>"])
+        before, tag = scan.until(_THINK)
         lead += before
         if lead.strip() or (tag is None and scan.ended):
             blank = False
@@ -49,14 +55,27 @@ def think(scan: Scanner, rest: Parser, *, begun: bool) -> Iterator[Event | None]
         begun = tag is not None
         if not begun:
             yield None
+    call: list[str] = []  # reasoning from an opening tag of a call on
     while begun:
-        piece, tag = scan.until(["</think>"])
-        if piece := piece.lstrip() if blank else piece:
+        piece, tag = scan.until(_THOUGHT if may_call and not call else _THOUGHT_END)
+        if piece := piece.lstrip() if blank and not call else piece:
             blank = False
-            yield Reasoning(piece)
-        if tag is not None:
-            blank = True
+            if call:
+                call.append(piece)
+            else:
+                yield Reasoning(piece)
+        if tag == "<tool_call>":
+            call.append(tag)
+            continue
         if tag is not None or scan.ended:
+            if call and tag is None:
+                events = [*rest.feed("".join(call)), *rest.finish()]
+                called = any(isinstance(event, ToolStart) for event in events)
+                yield from events if called else [Reasoning("".join(call))]
+                return
+            if call:
+                yield Reasoning("".join(call))
+            blank = True
             break
         yield None
     while True:
@@ -70,127 +89,117 @@ def think(scan: Scanner, rest: Parser, *, begun: bool) -> Iterator[Event | None]
     yield from rest.finish()
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _THOUGHT_END, _THOUGHT = (
+    Marks.of("<think>"),
+    Marks.of("</think>"),
+    Marks.of("</think>", "<tool_call>"),
+)
+
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_BETWEEN = Marks.of(*_ENDS, _START, _CHANNEL, _MESSAGE, "to=")
+_HEADER = Marks.of(_START, _CHANNEL, _MESSAGE)
+_BODY = Marks.of(*_ENDS, _START, _CHANNEL)
+_ROLES, _CHANNELS = Marks.of("assistant"), Marks.of("analysis", "commentary", "final")
+_TO = re.compile(r"to=(functions\.)?([A-Za-z0-9_.-]+)")
+_MAX_HEADER = 1000  # characters
+Events = Iterator[Event | None]
 
 
 @incremental
-def hermes(scan: Scanner, read: Callable[[str], list[Event] | None] = call_events) -> Iterator[Event | None]:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, any number, with text in between (Hermes, Qwen).
+def harmony(
+    scan: Scanner, schemas: Schemas | None = None, rest: Callable[[], Parser] = lambda: plain()
+) -> Events:
+    """gpt-oss: messages in channels. analysis is reasoning, `to=functions.NAME` is a tool call, others are content.
 
-    Blanks around a call belong to it. A call is emitted when it is complete. read: parses the text between the tags.
+    A mark in a call's JSON, or one that is not followed by what can follow it, is text. schemas: of the offered tools;
+    empty if any name is a tool's, None if there are none. rest: makes parsers of content.
     """
-    blanks = ""  # those that may belong to a following call
-    after_call = False  # nothing but blanks since a call
     while True:
-        piece, opening = scan.until([OPEN])
-        text = blanks + (piece.lstrip() if after_call else piece)
-        shown = text.rstrip()
-        blanks, after_call = text[len(shown) :], after_call and not shown
-        if shown:
-            yield Content(shown)
-        if opening is None and not scan.ended:
+        header, text = yield from _header(scan)
+        content = rest()
+        yield from content.feed(text)
+        to = _TO.search(header)
+        if to is not None and schemas is not None and (to[2] in schemas or (to[1] and not schemas)):
+            yield ToolStart(to[2])
+            yield from _arguments(scan)
+        elif to is not None and to[1]:
+            yield Content(header)
+            end = yield from _body(scan, lambda piece: [Content(piece)])
+            yield from [Content(end)] if end else []
+        elif "analysis" in header.replace(_MESSAGE, " ").replace(_CHANNEL, " ").split():
+            yield from _body(scan, lambda piece: [Reasoning(piece)])
+        else:
+            yield from _body(scan, content.feed)
+        yield from content.finish()
+        if scan.ended and not scan.peek():
+            return
+
+
+def _header(scan: Scanner) -> Generator[None, None, tuple[str, str]]:
+    """Take a message's header. Without one, or where it is too long, returns an empty one and text before the body."""
+    held: list[str] = []
+    while (mark := (yield from next_mark(scan, _BETWEEN, held))) in _ENDS:
+        held.clear()
+    if not mark:
+        return "", "".join(held) if scan.peek() else ""
+    size = 0
+    while mark != _MESSAGE:
+        piece, found = scan.until(_HEADER)
+        held.append(piece + (found or ""))
+        size += len(held[-1])
+        if size > _MAX_HEADER:
+            return "", "".join(held)
+        if found is not None:
+            mark = found
+        elif scan.ended:
+            return "", ""  # the token limit cut the header off
+        else:
             yield None
-        elif opening is None:
-            if blanks and not after_call:
-                yield Content(blanks)
-            return
-        else:
-            call, closing = scan.until([CLOSE])
-            while closing is None and not scan.ended:
-                yield None
-                piece, closing = scan.until([CLOSE])
-                call += piece
-            if (events := read(call)) is None:
-                yield Content(f"{blanks}{OPEN}{call}{closing or ''}")
-            else:
-                yield from events
-                after_call = True
-            blanks = ""
+    return "".join(held), ""
 
 
-@incremental
-def whole(
-    scan: Scanner, marks: tuple[str, ...], *, bare: bool = False, separator: str | None = None
-) -> Iterator[Event | None]:
-    """A text that is tool calls from a mark on, or from its beginning; text before the mark is content.
-
-    marks: those that begin calls. bare: a text that begins with `{` or `[` is calls, too. separator: between objects.
-    """
-    blanks = ""
-    while True:
-        piece, mark = scan.until(marks)
-        text = blanks + piece
-        if bare and text.lstrip().startswith(("{", "[")):
-            blanks, calls, mark = "", text + (mark or ""), ""
-            break
-        shown = text.rstrip()
-        blanks, bare = text[len(shown) :], bare and not shown
-        if shown:
-            yield Content(shown)
-        if mark is not None:
-            calls = ""
-            break
-        if scan.ended:
-            if blanks:
-                yield Content(blanks)
-            return
+def _arguments(scan: Scanner) -> Events:
+    """The arguments of a call, in JSON to its end; text that is not JSON is passed on."""
+    value, is_empty = JsonValue(), True
+    while value.is_open:
+        if value.step(scan):
+            if news := value.news():
+                is_empty = is_empty and not news.strip()
+                yield ToolArguments(news)
+        elif value.is_open:
+            yield None
+    while not value.is_broken and not scan.peek() and not scan.ended:
+        scan.run(BLANKS)
         yield None
-    while not scan.ended:
-        yield None
-    calls += scan.rest()
-    events = _whole_calls(calls, mark, separator)
-    yield from [Content(blanks + mark + calls)] if events is None else events
+    scan.run(BLANKS)
+    end = yield from _body(scan, lambda piece: [ToolArguments(piece)])
+    if is_empty and end and value.before == "value":
+        yield ToolArguments("{}")
 
 
-_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][A-Za-z0-9]*)?\[ARGS\]\s*(.*)", re.DOTALL)
-
-
-def _whole_calls(text: str, mark: str, separator: str | None) -> list[Event] | None:
-    """The events of calls that each begin with a mark, if there is one; None if the text is not only calls."""
-    found: list[Event] = []
-    for piece in [piece for piece in text.split(mark) if piece.strip()] if mark else [text]:
-        named = _NAMED.fullmatch(piece)
-        events: list[Event] | None
-        if named is not None:
-            events = [ToolStart(named[1]), ToolArguments(named[2].rstrip())]
-        else:
-            events = list_events(piece, separator=separator)
-        if events is None:
-            return None
-        found += events
-    return found or None
-
-
-_HARMONY = ("<|message|>", "<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
-_TO = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
-
-
-@incremental
-def harmony(scan: Scanner) -> Iterator[Event | None]:
-    """gpt-oss: messages in channels. analysis is reasoning, final is content, `to=functions.NAME` is a tool call."""
-    header = ""
-    body: type[Content | Reasoning | ToolArguments] | None = None  # what it is; None in a header
+def _body(scan: Scanner, event: Callable[[str], list[Event]]) -> Generator[Event | None, None, str]:
+    """A message's text to its end; returns the mark that ended it, if one did."""
     while True:
-        piece, tag = scan.until(_HARMONY)
-        if body is None:
-            header += piece
-        elif piece:
-            yield body(piece)
-        if tag is None:
+        piece, mark = scan.until(_BODY)
+        if piece:
+            yield from event(piece)
+        if mark is None:
             if scan.ended:
-                return
+                return ""
             yield None
-        elif tag == "<|message|>":
-            if (to := _TO.search(header)) is not None:
-                yield ToolStart(to[1])
-                body = ToolArguments
-            else:
-                body = Reasoning if "analysis" in header.split() else Content
-            header = ""
-        elif tag in ("<|start|>", "<|channel|>") and body is None:
-            header += " "
+            continue
+        held: list[str] = []
+        if mark in _ENDS:
+            follows = bool((yield from next_mark(scan, _BETWEEN, held))) or (scan.ended and not scan.peek())
         else:
-            header, body = "", None
+            follows = bool((yield from next_mark(scan, _ROLES if mark == _START else _CHANNELS, held)))
+            held.insert(0, mark)
+            mark = "" if follows else mark
+        if follows:
+            scan.put_back("".join(held))
+            return mark
+        yield from event("".join(held) if held[0] == mark else mark + "".join(held))
 
 
 @incremental
@@ -229,7 +238,7 @@ def forced(scan: Scanner, name: str | None) -> Iterator[Event | None]:
     while not scan.ended:
         yield None
     text = scan.rest()
-    if (events := call_events(text)) is not None:
+    if (events := json_calls(text, {})) is not None:
         yield from events
     elif (cut := _CUT.match(text)) is not None:
         yield from (ToolStart(json.loads(cut[1])), ToolArguments(cut[2] or ""))

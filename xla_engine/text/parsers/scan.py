@@ -1,11 +1,14 @@
-"""Events of parsers, and the search for tags in text that comes in pieces."""
+"""Events of parsers, and the search for marks in text that comes in pieces."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Concatenate, ParamSpec
 
-_PIECE = 4096  # characters
+BLANKS = re.compile(r"\s+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +42,94 @@ class ToolArguments:
 Event = Content | Reasoning | ToolStart | ToolArguments
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Strings that a scanner searches for; of two at the same place it takes the longer.
+
+    beginnings: what may become one of them with more text. longest: the length of the longest beginning.
+    """
+
+    pattern: re.Pattern[str]
+    beginnings: frozenset[str]
+    longest: int
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, *marks: str) -> Marks:
+        by_length = sorted(set(marks), key=len, reverse=True)
+        beginnings = frozenset(mark[:size] for mark in by_length for size in range(1, len(mark)))
+        longest = max(map(len, by_length)) - 1
+        return cls(re.compile("|".join(map(re.escape, by_length))), beginnings, longest)
+
+    def unfinished(self, text: str, place: int) -> int:
+        """Where the longest end of a text, from a place on, begins that may become a mark."""
+        first = max(len(text) - self.longest, place)
+        return next((at for at in range(first, len(text)) if text[at:] in self.beginnings), len(text))
+
+
 class Scanner:
-    """Splits text at tags; the text comes in pieces, which may split a tag. ended: no more text comes."""
+    """Splits text at marks; the text comes in pieces, which may split a mark. ended: no more text comes."""
 
     def __init__(self) -> None:
         self.ended = False
-        self._held = ""
+        self._text = ""
+        self._place = 0  # what is before it was taken
 
     def push(self, text: str) -> None:
-        self._held += text
+        """Add text at the end."""
+        self._text, self._place = self._text[self._place :] + text, 0
 
-    def until(self, tags: Sequence[str]) -> tuple[str, str | None]:
-        """The text before the first of these tags, and the tag. Without a tag: the text that cannot be part of one."""
-        found = [(place, tag) for tag in tags if (place := self._held.find(tag)) >= 0]
-        if found:
-            place, tag = min(found)
-            before, self._held = self._held[:place], self._held[place + len(tag) :]
-            return before, tag
-        keep = 0 if self.ended else max(_overlap(self._held, tag) for tag in tags)
-        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return before, None
+    def put_back(self, text: str) -> None:
+        """Undo the taking of this text, the latest that was taken."""
+        if len(text) <= self._place:
+            self._place -= len(text)
+        else:  # it came in several pieces
+            self._text, self._place = text + self.rest(), 0
+
+    def until(self, marks: Marks) -> tuple[str, str | None]:
+        """The text before the first of these marks, and the mark. Without one: the text that cannot be part of it."""
+        begin = self._place
+        found = marks.pattern.search(self._text, begin)
+        unfinished = len(self._text) if self.ended else marks.unfinished(self._text, begin)
+        if found is None or unfinished <= found.start():
+            self._place = unfinished
+            return self._text[begin:unfinished], None
+        self._place = found.end()
+        return self._text[begin : found.start()], found[0]
+
+    def mark(self, marks: Marks) -> str | None:
+        """Take the mark that comes next: an empty string if there is none, None if more text is needed to tell."""
+        if not self.ended and marks.unfinished(self._text, self._place) == self._place:
+            return None
+        found = marks.pattern.match(self._text, self._place)
+        return "" if found is None else self.take(len(found[0]))
+
+    def peek(self, size: int = 1) -> str:
+        """The next characters, as far as they have come, without taking them."""
+        return self._text[self._place : self._place + size]
+
+    def take(self, size: int) -> str:
+        begin, self._place = self._place, self._place + size
+        return self._text[begin : self._place]
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Take what a pattern of characters matches here, as far as it has come."""
+        found = pattern.match(self._text, self._place)
+        return "" if found is None else self.take(len(found[0]))
 
     def rest(self) -> str:
         """All text that was not taken yet."""
-        rest, self._held = self._held, ""
-        return rest
+        return self.take(len(self._text) - self._place)
+
+
+def next_mark(scan: Scanner, marks: Marks, held: list[str]) -> Generator[None, None, str]:
+    """Take blanks and the mark that follows them; empty if none does. held: gets what was taken."""
+    while True:
+        held.append(scan.run(BLANKS))
+        if (mark := scan.mark(marks)) is not None:
+            held.append(mark)
+            return mark
+        yield None
 
 
 class Parser:
@@ -84,6 +150,10 @@ class Parser:
         self._scanner.ended = True
         return self.feed("")
 
+    def changed(self, change: Callable[[Iterator[Event | None]], Iterator[Event | None]]) -> Parser:
+        """This parser with other events; it takes this one's place. change: what makes its steps of these."""
+        return Parser(self._scanner, change(self._steps))
+
 
 P = ParamSpec("P")
 
@@ -97,13 +167,6 @@ def incremental(steps: Callable[Concatenate[Scanner, P], Iterator[Event | None]]
         return Parser(scanner, steps(scanner, *arguments, **options))
 
     return make
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest suffix of the text that is a prefix of the tag."""
-    return next(
-        (size for size in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-size:])), 0
-    )
 
 
 @dataclass(slots=True)
@@ -129,8 +192,6 @@ class Message:
 
 def message_of(parser: Parser, text: str) -> Message:
     message = Message()
-    # in pieces, because a parser copies the rest of its piece at every tag
-    for begin in range(0, len(text), _PIECE):
-        message.add(parser.feed(text[begin : begin + _PIECE]))
+    message.add(parser.feed(text))
     message.add(parser.finish())
     return message

@@ -1,6 +1,5 @@
-"""`tools` and `tool_choice` of a chat: parsed for the template, and turned into constraints on the answer."""
+"""`tools` and `tool_choice` of a chat. `call_grammars` turns them into constraints on the answer."""
 
-import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -9,21 +8,14 @@ from typing import Any
 
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.text.parsers.call_grammars import calls_grammar, forced_call
+from xla_engine.text.parsers.kinds import Kinds, argument_kinds
 from xla_engine.utils.shown import shown
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_ARGUMENTS = "/properties/arguments"
-_ARGUMENTS_NAME = '"arguments": '
-# An llguidance grammar: any number of calls, each with text up to its opening tag; then text without that tag.
-TAGGED = r"""start: (opened call)* REST
-opened[lazy]: /(.|\n)*<tool_call>/
-REST: /(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/
-"""
-_JSON = r"""call: /\s*/ "{\"name\": " tool "}" /\s*/ "</tool_call>"
-tool:
-"""
-_VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are data, not schemas
+# Keywords of JSON schemas that restrict a value.
+_KINDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,44 +33,32 @@ class Tools:
     parallel: bool = True
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     strict: frozenset[str] = frozenset()
+    _kinds: dict[str, Mapping[str, Kinds]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def is_forced(self) -> bool:
         return self.choice in ("required", "named")
+
+    def kinds(self, name: str) -> Mapping[str, Kinds]:
+        """JSON types of a tool's arguments, by their names; computed once for all choices and calls."""
+        if name not in self._kinds and name in self.schemas:
+            self._kinds[name] = argument_kinds(self.schemas[name])
+        return self._kinds.get(name, {})
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The constraint of a forced call: the arguments of the named tool, or one whole call. None if none is
         forced."""
         if not self.is_forced:
             return None
-        if self.name is not None:
-            return StructuredOutputsParams(json=self.schemas[self.name])
-        several = len(self.schemas) > 1
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "arguments": _moved(
-                        schema, f"#/anyOf/{number}{_ARGUMENTS}" if several else f"#{_ARGUMENTS}"
-                    ),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for number, (name, schema) in enumerate(self.schemas.items())
-        ]
-        return StructuredOutputsParams(json=calls[0] if len(calls) == 1 else {"anyOf": calls})
-
-    def tagged(self) -> StructuredOutputsParams:
-        """A constraint that allows any text, but whose `<tool_call>` calls fit the schemas."""
-        calls = [
-            f"{json.dumps(json.dumps(name) + ', ')} {json.dumps(_ARGUMENTS_NAME)} %json {json.dumps(schema)}"
-            for name, schema in self.schemas.items()
-        ]
-        return StructuredOutputsParams(
-            grammar=TAGGED + _JSON + "\n".join(f"  | {call}" for call in calls) + "\n"
+        return (
+            forced_call(self) if self.name is None else StructuredOutputsParams(json=self.schemas[self.name])
         )
+
+    def tagged(self) -> StructuredOutputsParams | None:
+        """The constraint under which calls in `<tool_call>` of strict tools fit their schemas; other text is free."""
+        return calls_grammar(self, "hermes")
 
 
 def take_tools(body: dict[str, Any]) -> Tools:
@@ -89,7 +69,7 @@ def take_tools(body: dict[str, Any]) -> Tools:
     tools, choice = body.pop("tools", None) or [], body.pop("tool_choice", None)
     parallel = body.pop("parallel_tool_calls", None)
     if not isinstance(parallel, bool | None):
-        raise _wrong("parallel_tool_calls", f"must be true or false, not {parallel!r}")
+        raise _wrong("parallel_tool_calls", f"must be true or false, not {shown(parallel)}")
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise _wrong("tools", f"must be a list of at most {MAX_TOOLS} functions")
     schemas: dict[str, Any] = {}
@@ -97,13 +77,14 @@ def take_tools(body: dict[str, Any]) -> Tools:
     for number, tool in enumerate(tools):
         name, schema, is_strict = _function(tool, number)
         if name in schemas:
-            raise _wrong("tools", f"has two functions {name!r}")
+            raise _wrong("tools", f"has two functions {shown(name)}")
         schemas[name] = schema
         strict |= {name} if is_strict else set()
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = _allowed(choice, schemas)
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         schemas = {name: schema for name, schema in schemas.items() if name in allowed}
+    tools = [{**tool, "function": _shown(tool["function"])} for tool in tools]
     common: Any = {"parallel": parallel is not False, "schemas": schemas, "strict": frozenset(strict)}
     if choice is None:
         choice = "auto" if tools else "none"
@@ -111,10 +92,10 @@ def take_tools(body: dict[str, Any]) -> Tools:
         function = choice.get("function", choice)
         wanted = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(wanted, str) or wanted not in schemas:
-            raise _wrong("tool_choice", f"names {wanted!r}, which is not among the tools")
+            raise _wrong("tool_choice", f"names {shown(wanted)}, which is not among the tools")
         return Tools(tools=tuple(tools), choice="named", name=wanted, **common)
     if choice not in ("none", "auto", "required"):
-        raise _wrong("tool_choice", f'must be "none", "auto", "required" or a function, not {choice!r}')
+        raise _wrong("tool_choice", f'must be "none", "auto", "required" or a function, not {shown(choice)}')
     if choice == "none" or (choice == "auto" and not tools):
         return Tools()
     if not tools:
@@ -143,26 +124,23 @@ def _function(tool: object, number: int) -> tuple[str, Mapping[str, Any], bool]:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         raise _wrong("tools", f'[{number}] must be {{"type": "function", "function": {{...}}}}')
-    name, schema = function.get("name"), function.get("parameters") or {"type": "object"}
+    name, schema = function.get("name"), function.get("parameters")
+    if schema is None or schema == {}:  # as OpenAI reads it: it takes no arguments
+        schema = {"type": "object", "properties": {}}
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong("tools", f"[{number}] needs a name of 1 to 64 letters, digits, _, - and .")
     if not isinstance(schema, Mapping):
         raise _wrong("tools", f"[{number}]: parameters must be a JSON schema")
     if not isinstance(strict := function.get("strict"), bool | None):
         raise _wrong("tools", f"[{number}]: strict must be true or false, not {shown(strict)}")
+    if _KINDS.isdisjoint(schema):
+        schema = {"type": "object", **schema}
     return name, schema, strict is True
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Rewrite a schema's local references for its new place in a larger schema. place: the JSON pointer to it."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: value if key in _VALUES else _moved(value, place) for key, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as the template sees it: `strict` is about the answer, and must not change the prompt."""
+    return {key: value for key, value in function.items() if key != "strict"}
 
 
 def _wrong(param: str, message: str) -> InvalidRequestError:

@@ -9,7 +9,6 @@ from typing import Any
 
 from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
-from xla_engine.model_loader.config_json import read_config
 from xla_engine.runner.program_key import cores
 from xla_engine.tools.bench.card import card, write
 from xla_engine.tools.bench.measure import Options, measure
@@ -126,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **given,
                 cache=cache,
                 files=files,
-                config=read_config(files.directory),
+                config=files.config,
                 peers=peers,
                 without=frozenset(skipped),
             )

@@ -1,14 +1,9 @@
 """The limits of the machine, and the bytes and operations of a step."""
 
-import math
 import os
 import platform
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, features, processor_name
@@ -28,18 +23,6 @@ def describe_machine() -> str:
     found = processor()
     flags = " ".join(found["flags"]) or platform.machine()
     return f"{found['cores']} cores of {found['model']} ({flags}), Python {platform.python_version()}"
-
-
-def read_bandwidth(threads: int, megabytes: int = 512, rounds: int = 7) -> float:
-    """GB/s at which `threads` cores together read memory that is in no cache; the best round."""
-    parts = np.ones((threads, megabytes * 2**18 // threads), np.float32)
-    best = math.inf
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(rounds):
-            began = time.perf_counter()
-            list(pool.map(np.max, parts))
-            best = min(best, time.perf_counter() - began)
-    return float(parts.nbytes / best / 1e9)
 
 
 def busy_seconds() -> float:

@@ -23,10 +23,11 @@ from xla_engine.tools.bench.peers import (
     PeerFailed,
     Process,
 )
-from xla_engine.tools.bench.rounds import STOP_SLACK, Side, Turns, judge_turns, say, take_turns
-from xla_engine.tools.bench.workloads import WORKLOADS, Sizes, Workload, make_workload
+from xla_engine.tools.bench.rounds import STOP_SLACK, Side, SideRounds, judge_turns, say, take_turns
+from xla_engine.tools.bench.workloads import WORKLOADS, Workload, WorkloadSizes, make_workload
+from xla_engine.utils.bandwidth import read_bandwidth
 
-# figures of which the card shows ours over theirs
+# Figures of which the card shows the ratio of this engine's to the peer's.
 _RATIO_OF = {
     "uniform": ("decode_tok_s", "tok_s"),
     "prefill": ("prefill_tok_s",),
@@ -49,7 +50,7 @@ class Options:
     peers: interpreters by peer name; all others run in this one.
     cache: directory for what engines write.
     without: peers to leave out.
-    seed, prompt_tokens, new_tokens, arrival_rate: of the workloads, see `Sizes`.
+    seed, prompt_tokens, new_tokens, arrival_rate: of the workloads, see `WorkloadSizes`.
     verify: requests to verify at each batch size; 0 leaves it out.
     judge: requests to judge in each workload; 0 leaves it out.
     """
@@ -86,7 +87,7 @@ def measure(options: Options) -> dict[str, Any]:
         "processor": limits.processor(),
         "load": round(os.getloadavg()[0], 1),
         "judge": None,
-        "limits": {"read_gb_s": round(limits.read_bandwidth(options.threads), 2), "gflops": {}},
+        "limits": {"read_gb_s": round(read_bandwidth(options.threads), 2), "gflops": {}},
         "engines": {},
         "skipped": {},
         "verify": [],
@@ -120,7 +121,7 @@ def _open_judge(options: Options, record: dict[str, Any]) -> Process:
 
 
 def _measure_batch(options: Options, batch: int, judge: Process | None, record: dict[str, Any]) -> None:
-    sizes = Sizes(
+    sizes = WorkloadSizes(
         batch=batch,
         vocab_size=options.config.vocab_size,
         positions=options.config.max_position_embeddings,
@@ -167,6 +168,11 @@ def _start(
         return
     say(f"B = {batch}: loading {name}")
     peer = Peer("xla:Engine", "this engine") if name == OURS else PEERS[name]
+    if not options.files.directory.is_dir() and not peer.reads_files:
+        record["skipped"][name] = (
+            "only GGUF files of Llamas, Qwen2 and Qwen3 are written for engines that need bfloat16"
+        )
+        return
     began = time.monotonic()
     process = None
     try:
@@ -230,7 +236,7 @@ def _results(
     options: Options,
     batch: int,
     workload: Workload,
-    turns: Mapping[str, Turns],
+    turns: Mapping[str, SideRounds],
     machine: Mapping[str, Any],
     stored: Mapping[str, float | None],
 ) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig, RopeScaling
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_config
-from xla_engine.model_loader.families import LLAMA, QWEN3, Family, tensor_sources
+from xla_engine.model_loader.families import LLAMA, QWEN2, QWEN3, Family, tensor_sources
 from xla_engine.model_loader.model_files import open_model
 
 SMOLLM2_135M = ModelConfig(
@@ -76,7 +76,7 @@ _WRITTEN = (
 )
 _LLAMA3 = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _RECIPE = 2  # of `lively_weights`; part of the directory's name
-# deviations of what all layers together add, before attention averages
+# Standard deviations of what all layers together add to the residual, before attention averages it.
 _ADDED = (("output", 2.0), ("down", 1.2))
 _SAME, _TURNED = 3.0, 1.15  # feature 0 of every row, and deviation of what a query or a key makes of it
 _HEAD_NORM = 1.5  # weights of norms of queries and keys
@@ -89,13 +89,20 @@ Weights = dict[str, np.ndarray]
 class BenchModel:
     """A model in the forms that engines read.
 
-    directory: a Hugging Face directory, bfloat16. file: the GGUF file it was written from, if it was.
+    directory: a Hugging Face directory, bfloat16; for a GGUF file of a family that is not written, the file itself.
+    file: the GGUF file that the model was given as, if it was.
     text: token ids of an English text, if there is a tokenizer: trained weights say little of random ids.
     """
 
     directory: Path
     file: Path | None = None
     text: tuple[int, ...] = ()
+
+    @property
+    def config(self) -> ModelConfig:
+        return (
+            read_config(self.directory) if self.directory.is_dir() else load_checkpoint(self.directory).config
+        )
 
 
 def find_model(name: str, cache: Path) -> BenchModel:
@@ -123,8 +130,8 @@ def find_model(name: str, cache: Path) -> BenchModel:
     config = replace(checkpoint.config, rope_interleaved=False)
     with tempfile.TemporaryDirectory() as folder:
         write_config(config, Path(folder))
-        if read_config(Path(folder)) != config:
-            raise ConfigError(f"{files.path}: only GGUF files of Llamas and Qwen3 are written for peers")
+        if read_config(Path(folder)) != config:  # engines that read the file itself need no other form
+            return BenchModel(directory=files.path, file=files.path, text=text)
     directory = models / f"{files.path.stem}-bfloat16"
     write_once(config, directory, lambda: dict(checkpoint.weights))
     return BenchModel(directory=directory, file=files.path, text=text)
@@ -207,7 +214,7 @@ def write_checkpoint(config: ModelConfig, weights: Weights, directory: Path) -> 
 
 
 def write_config(config: ModelConfig, directory: Path) -> None:
-    """The config.json of a Llama, or of a Qwen3 if heads are normed."""
+    """The config.json of a Llama, of a Qwen2 if q, k and v have biases, or of a Qwen3 if heads are normed."""
     family = _family(config)
     fields = {name: getattr(config, name) for name in _WRITTEN} | {
         "architectures": [family.architecture],
@@ -225,4 +232,6 @@ def write_config(config: ModelConfig, directory: Path) -> None:
 
 
 def _family(config: ModelConfig) -> Family:
-    return QWEN3 if config.qk_norm == "head" else LLAMA
+    if config.qk_norm == "head":
+        return QWEN3
+    return QWEN2 if config.qkv_bias else LLAMA

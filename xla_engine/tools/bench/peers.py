@@ -26,6 +26,11 @@ class Peer:
     about: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether it reads GGUF files of any family."""
+        return self.kind.startswith("xla:") or self.options.get("as_given", False)
+
 
 OURS = "xla-engine"
 BARE = "bare step"  # this engine's compiled step alone, without scheduler and loop
@@ -61,21 +66,23 @@ PEERS = {
     ),
     "openvino-int8": _variant(
         "openvino_cb",
-        "the same with keys, values and weights in eight bits",
+        "the same with keys, values and requantised weights in eight bits",
         cache_precision="u8",
         weight_format="int8_asym",
     ),
     "openvino-int4": _variant(
         "openvino_cb",
-        "the same with weights in four bits, groups of 64",
+        "the same with weights requantised to four bits, groups of 64",
         cache_precision="u8",
         weight_format="int4_asym",
     ),
     "llama.cpp": _variant("gguf_llama", "llama.cpp, weights as they are"),
     "llama.cpp-file": _variant("gguf_llama", "llama.cpp, the GGUF file of --model itself", as_given=True),
-    "llama.cpp-q8": _variant("gguf_llama", "llama.cpp, weights Q8_0", quantized="Q8_0"),
-    "llama.cpp-q4_0": _variant("gguf_llama", "llama.cpp, weights Q4_0", quantized="Q4_0"),
-    "llama.cpp-q4_k_m": _variant("gguf_llama", "llama.cpp, weights Q4_K_M", quantized="Q4_K_M"),
+    "llama.cpp-q8": _variant("gguf_llama", "llama.cpp, weights requantised to Q8_0", quantized="Q8_0"),
+    "llama.cpp-q4_0": _variant("gguf_llama", "llama.cpp, weights requantised to Q4_0", quantized="Q4_0"),
+    "llama.cpp-q4_k_m": _variant(
+        "gguf_llama", "llama.cpp, weights requantised to Q4_K_M", quantized="Q4_K_M"
+    ),
 }
 EIGHT_BITS = (  # what they multiply, and mostly their weights
     "xla-engine-int8",

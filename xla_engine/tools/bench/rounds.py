@@ -31,8 +31,7 @@ from xla_engine.tools.bench.workloads import Workload
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
 _WARM_UP_TOKENS = 8
 _SECOND_ARRIVES = 0.4  # of the time a request takes alone
-STOP_SLACK = 32  # tokens a request could run past its stop id
-# figures that only this engine tells
+STOP_SLACK = 32  # tokens that a request may generate after its stop id
 OTHERS_MAY_TAKE = 0.05  # of the cores' time in a turn
 LONG_ENOUGH = 0.5  # seconds of a turn, to see what others took: the system counts in hundredths
 Ids = Sequence[Sequence[int]]
@@ -46,6 +45,7 @@ _LEAST_TOKENS = 16  # shorter streams are not called dull
 _LEAST_DISTINCT = 0.25  # of the tokens looked at
 _HEAD = 8  # tokens by which streams are told apart
 _PLAINEST = 4.0  # errors of eight bits by row to those of rotated groups
+# Figures that only this engine tells.
 _OWN = ("host_ms_per_step", "occupancy", "occupancy_queued", "stale_share")
 
 
@@ -89,7 +89,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Turns:
+class SideRounds:
     """What one side did in one workload.
 
     figures: of each round. first: its first measured answer. void: why its rates do not count, None if they do.
@@ -114,7 +114,7 @@ def take_turns(
     batch: int,
     rounds: int,
     positions: int,
-) -> dict[str, Turns]:
+) -> dict[str, SideRounds]:
     """Warm up every side that can run the workload, then let each run it once a round, every other round backwards.
 
     sides: this engine's first.
@@ -122,9 +122,9 @@ def take_turns(
     positions: the most a request may take.
     """
     timed = [side for side in sides if _can(side, workload)]
-    turns = {side.name: Turns() for side in timed}
+    turns = {side.name: SideRounds() for side in timed}
     if workload.name == "uniform":
-        turns[BARE] = Turns()
+        turns[BARE] = SideRounds()
     for side in timed:
         with _guarded(side, turns):
             _run(side, workload.head(batch, _WARM_UP_TOKENS))
@@ -136,7 +136,7 @@ def take_turns(
                 with _guarded(side, turns):
                     _turn(side, workload, turns)
     if workload.name == "ragged":
-        turns[STOPS] = Turns()
+        turns[STOPS] = SideRounds()
         _run_with_stops(sides[0], workload, turns, positions)
     return turns
 
@@ -147,7 +147,7 @@ def _can(side: Side, workload: Workload) -> bool:
 
 
 @contextlib.contextmanager
-def _guarded(side: Side, turns: dict[str, Turns]) -> Iterator[None]:
+def _guarded(side: Side, turns: dict[str, SideRounds]) -> Iterator[None]:
     """If a peer fails, it ends and its measurements are void; a failure of this engine is raised."""
     try:
         yield
@@ -163,7 +163,7 @@ def _run(side: Side, workload: Workload, **more: Any) -> dict[str, Any]:
     )
 
 
-def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
+def _turn(side: Side, workload: Workload, turns: dict[str, SideRounds]) -> None:
     """Let one side run the workload once."""
     mine = turns[side.name]
     extra: dict[str, float] = {}
@@ -197,7 +197,7 @@ def _turn(side: Side, workload: Workload, turns: dict[str, Turns]) -> None:
             turns[BARE].void = str(error)
 
 
-def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns], positions: int) -> None:
+def _run_with_stops(side: Side, workload: Workload, turns: dict[str, SideRounds], positions: int) -> None:
     """The same requests ended by stop ids, as texts end: the host learns of each end a step late.
 
     The stop id is the request's own last token, where that comes only once in its stream. Our streams do not
@@ -222,7 +222,7 @@ def _run_with_stops(side: Side, workload: Workload, turns: dict[str, Turns], pos
 
 
 def judge_turns(
-    workload: Workload, turns: dict[str, Turns], judge: Process, *, requests: int, dtype: str
+    workload: Workload, turns: dict[str, SideRounds], judge: Process, *, requests: int, dtype: str
 ) -> None:
     """Let the judge see each side's first `requests` streams, and void what is wrong."""
     prompts = workload.prompts[:requests]

@@ -12,7 +12,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.bench.figures import Spread, figures, spread_of
-from xla_engine.tools.bench.workloads import Sizes, Workload, make_workload
+from xla_engine.tools.bench.workloads import Workload, WorkloadSizes, make_workload
 from xla_engine.tools.drawing import drawn, label_x
 from xla_engine.utils.tables import aligned
 
@@ -67,7 +67,7 @@ def sweep(
             yield Point(slots=width, refusal=str(error))
             continue
         with engine:
-            sizes = Sizes(
+            sizes = WorkloadSizes(
                 batch=width,
                 vocab_size=engine.checkpoint.config.vocab_size,
                 positions=engine.max_model_len,

@@ -50,7 +50,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class WorkloadSizes:
     """The sizes of workloads.
 
     batch: slots.
@@ -72,32 +72,32 @@ class Sizes:
     text: tuple[int, ...] = ()
 
 
-def make_workload(name: str, sizes: Sizes) -> Workload:
+def make_workload(name: str, sizes: WorkloadSizes) -> Workload:
     """The workload `name` of `WORKLOADS`. Raises ConfigError for another name."""
     if name not in WORKLOADS:
         raise ConfigError(f"workload {name!r} is not known; use some of {', '.join(WORKLOADS)}")
     return WORKLOADS[name](sizes)
 
 
-def uniform(sizes: Sizes) -> Workload:
+def uniform(sizes: WorkloadSizes) -> Workload:
     """As many requests as slots, all alike (128 in, 128 out unless told otherwise): the decode rate."""
     about = f"{sizes.batch} requests, {sizes.prompt} in, {sizes.new} out"
     return _at_once("uniform", about, sizes, [(sizes.prompt, sizes.new)] * sizes.batch)
 
 
-def prefill(sizes: Sizes) -> Workload:
+def prefill(sizes: WorkloadSizes) -> Workload:
     """The same prompts with one new token each: the prefill rate."""
     about = f"{sizes.batch} requests, {sizes.prompt} in, 1 out"
     return _at_once("prefill", about, sizes, [(sizes.prompt, 1)] * sizes.batch)
 
 
-def prefill_heavy(sizes: Sizes) -> Workload:
+def prefill_heavy(sizes: WorkloadSizes) -> Workload:
     """Long prompts, short answers: 1,000 in and 16 out, as many as slots."""
     about = f"{sizes.batch} requests, 1000 in, 16 out"
     return _at_once("prefill-heavy", about, sizes, [(1000, 16)] * sizes.batch)
 
 
-def ragged(sizes: Sizes) -> Workload:
+def ragged(sizes: WorkloadSizes) -> Workload:
     """Heavy-tailed lengths, eight times as many requests as slots: admission into freed slots.
 
     Prompt and output lengths are independent log-normals of deviation 1 (in the logarithm) with medians 64 and 48,
@@ -122,13 +122,13 @@ def ragged(sizes: Sizes) -> Workload:
     return _make("ragged", about, sizes, lengths, arrivals)
 
 
-def pair(sizes: Sizes) -> Workload:
+def pair(sizes: WorkloadSizes) -> Workload:
     """Two requests; the second arrives while the first runs, at a time that the measurement chooses."""
     about = f"a second request while one runs, {sizes.prompt} in, {sizes.new} out"
     return _at_once("pair", about, sizes, [(sizes.prompt, sizes.new)] * 2)
 
 
-WORKLOADS: dict[str, Callable[[Sizes], Workload]] = {
+WORKLOADS: dict[str, Callable[[WorkloadSizes], Workload]] = {
     "uniform": uniform,
     "prefill": prefill,
     "prefill-heavy": prefill_heavy,
@@ -141,12 +141,12 @@ def _log_normal(draw: random.Random, median: float, low: int, high: int) -> int:
     return min(max(round(draw.lognormvariate(math.log(median), 1.0)), low), high)
 
 
-def _at_once(name: str, about: str, sizes: Sizes, lengths: list[tuple[int, int]]) -> Workload:
+def _at_once(name: str, about: str, sizes: WorkloadSizes, lengths: list[tuple[int, int]]) -> Workload:
     return _make(name, about, sizes, lengths, [0.0] * len(lengths))
 
 
 def _make(
-    name: str, about: str, sizes: Sizes, lengths: list[tuple[int, int]], arrivals: list[float]
+    name: str, about: str, sizes: WorkloadSizes, lengths: list[tuple[int, int]], arrivals: list[float]
 ) -> Workload:
     draw = random.Random(f"prompts/{sizes.seed}")
 

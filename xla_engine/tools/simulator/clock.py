@@ -7,7 +7,7 @@ from itertools import cycle
 from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork
 
 
-class Clock:
+class SimulatedClock:
     """Advances through a host that starts and reads steps, and a device that runs them in order.
 
     now: seconds, as the host sees them.

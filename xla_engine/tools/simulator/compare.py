@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from xla_engine.observability.step_log import StepLog, parts_of
 from xla_engine.scheduler import Plan, SchedulerConfig
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.cost import CostModel, DeviceWork, HostWork, machine_of
-from xla_engine.tools.simulator.report import Report
+from xla_engine.tools.simulator.report import SimulationReport
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import of_step_log
 
 
-class RecordedClock(Clock):
+class RecordedClock(SimulatedClock):
     """Uses the times of a recorded run in place of a cost model."""
 
     def __init__(self, cost: CostModel, log: StepLog) -> None:
@@ -33,7 +33,7 @@ class RecordedClock(Clock):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SimulationComparison:
     """A recorded run and its simulation.
 
     steps: of the recorded run.
@@ -43,8 +43,8 @@ class Comparison:
 
     steps: int
     first_difference: int | None
-    measured: Report
-    predicted: Report
+    measured: SimulationReport
+    predicted: SimulationReport
 
     def lines(self) -> list[str]:
         """The comparison as text: each figure measured, predicted, and the difference."""
@@ -59,8 +59,8 @@ class Comparison:
         return found
 
 
-# name, what seconds are multiplied with, unit, and how it is read
-FIGURES: tuple[tuple[str, float, str, Callable[[Report], float]], ...] = (
+# Each figure: its name, the factor from seconds to its unit, the unit, and how it is read from a report.
+FIGURES: tuple[tuple[str, float, str, Callable[[SimulationReport], float]], ...] = (
     ("wall time", 1.0, "s", lambda report: report.wall),
     ("first token p50", 1e3, "ms", lambda report: report.first_token.at(0.5)),
     ("first token p99", 1e3, "ms", lambda report: report.first_token.at(0.99)),
@@ -69,17 +69,17 @@ FIGURES: tuple[tuple[str, float, str, Callable[[Report], float]], ...] = (
 )
 
 
-def compare(log: StepLog, cost: CostModel) -> Comparison:
+def compare(log: StepLog, cost: CostModel) -> SimulationComparison:
     """Simulate the requests of a recorded run as they arrived, once with its own times and once with the model's."""
     config = SchedulerConfig(**log.scheduler)
     reports = []
     difference: int | None = None
-    for clock in (RecordedClock(cost, log), Clock(cost)):
+    for clock in (RecordedClock(cost, log), SimulatedClock(cost)):
         simulation = Simulation(config, machine_of(log), clock, lag=int(log.engine["lag"]), recorded=log)
         simulation.plans = []
         reports.append(simulation.run(of_step_log(log, by_time=False)))
         difference = first_difference(log, simulation.plans, simulation.reads)
-    return Comparison(
+    return SimulationComparison(
         steps=len(log.steps), first_difference=difference, measured=reports[0], predicted=reports[1]
     )
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from xla_engine.data_parallel.routing import PrefixRouter
 from xla_engine.scheduler import SchedulerConfig
 from xla_engine.tools.drawing import drawn, label_x
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.cost import CostModel, Machine
-from xla_engine.tools.simulator.report import Report, together
+from xla_engine.tools.simulator.report import SimulationReport, together
 from xla_engine.tools.simulator.simulate import Simulation
 from xla_engine.tools.simulator.trace import Arrival
 from xla_engine.utils.tables import aligned, figure
@@ -35,7 +35,7 @@ class Goal:
     def wanted(self) -> Mapping[str, float | None]:
         return asdict(self)
 
-    def is_met(self, report: Report) -> bool:
+    def is_met(self, report: SimulationReport) -> bool:
         """Whether a simulation meets it."""
         return all(
             most is None or getattr(report, name).at(0.99) <= most for name, most in self.wanted.items()
@@ -50,14 +50,14 @@ def simulate_replicas(
     *,
     replicas: int,
     lag: int = 1,
-) -> Report:
+) -> SimulationReport:
     """Run a trace on several machines of one kind; the report is of all together.
 
     A request is routed when it arrives, as by `data_parallel_size`: to the machine that last read its prefix, if that
     is known and the machine is not much busier than others; else to the one with the fewest requests.
     The router and the network take no time.
     """
-    each = [Simulation(config, machine, Clock(cost), lag=lag) for _ in range(replicas)]
+    each = [Simulation(config, machine, SimulatedClock(cost), lag=lag) for _ in range(replicas)]
     router = PrefixRouter(config.block_size, slack=config.max_num_seqs)
     for arrival in arrivals:
         for one in each:
@@ -71,12 +71,14 @@ def simulate_replicas(
     return together([one.finish() for one in each])
 
 
-def fewest(simulate: Callable[[int], Report], goal: Goal) -> tuple[int | None, dict[int, Report]]:
+def fewest(
+    simulate: Callable[[int], SimulationReport], goal: Goal
+) -> tuple[int | None, dict[int, SimulationReport]]:
     """The smallest number of machines that meets a goal, found by doubling and bisection, and every report.
 
     None if `MOST` machines do not meet it: no number of machines makes a request faster than it is alone.
     """
-    reports: dict[int, Report] = {}
+    reports: dict[int, SimulationReport] = {}
 
     def is_met(replicas: int) -> bool:
         reports[replicas] = simulate(replicas)
@@ -94,7 +96,7 @@ def fewest(simulate: Callable[[int], Report], goal: Goal) -> tuple[int | None, d
     return high, dict(sorted(reports.items()))
 
 
-def _is_flat(reports: Mapping[int, Report], high: int) -> bool:
+def _is_flat(reports: Mapping[int, SimulationReport], high: int) -> bool:
     """Whether twice the machines gain less than 1 % everywhere."""
     now, before = reports[high], reports[high // 2]
     return all(
@@ -103,7 +105,7 @@ def _is_flat(reports: Mapping[int, Report], high: int) -> bool:
     )
 
 
-def machines_table(reports: Mapping[int, Report], goal: Goal) -> list[str]:
+def machines_table(reports: Mapping[int, SimulationReport], goal: Goal) -> list[str]:
     """One line for each number of machines; times at the 99th percentile."""
     head = ("machines", "tok/s", "slots busy", "queue", "first token, s", "between, ms", "whole, s", "")
     rows = [head, ("", "", "%", "most", "p99", "p99", "p99", "")]
@@ -123,7 +125,7 @@ def machines_table(reports: Mapping[int, Report], goal: Goal) -> list[str]:
     return aligned(rows, right=range(len(head) - 1))
 
 
-def plot_machines(reports: Mapping[int, Report], goal: Goal, path: Path | str, title: str) -> None:
+def plot_machines(reports: Mapping[int, SimulationReport], goal: Goal, path: Path | str, title: str) -> None:
     """Draw the 99th percentiles over the number of machines. Raises ConfigError without matplotlib."""
     about = {"first_token": "time to first token", "inter_token": "between tokens", "whole": "whole request"}
     numbers = sorted(reports)

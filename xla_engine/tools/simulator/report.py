@@ -20,7 +20,7 @@ REFUSED = "refused"  # among the ends of requests: it needs more blocks than the
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
+class SimulationReport:
     """The results of a simulation. Times are in seconds.
 
     config: of the scheduler.
@@ -68,11 +68,11 @@ class Report:
         return self.row_steps / slots if slots else 0.0
 
 
-def together(reports: Iterable[Report]) -> Report:
+def together(reports: Iterable[SimulationReport]) -> SimulationReport:
     """The figures of several machines as of one with all their slots."""
     first, *rest = reports
     for other in rest:
-        for name in (part.name for part in fields(Report)[1:]):
+        for name in (part.name for part in fields(SimulationReport)[1:]):
             mine, theirs = getattr(first, name), getattr(other, name)
             if isinstance(mine, Quantiles):
                 mine.merge(theirs)
@@ -82,7 +82,7 @@ def together(reports: Iterable[Report]) -> Report:
     return first
 
 
-def table(reports: Mapping[str, Report]) -> list[str]:
+def table(reports: Mapping[str, SimulationReport]) -> list[str]:
     """The reports as a table, one line each; times at the 50th and 99th percentile."""
     head = (
         "",
@@ -118,7 +118,7 @@ def table(reports: Mapping[str, Report]) -> list[str]:
     return lines
 
 
-def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Machine) -> list[str]:
+def extrapolations(reports: Mapping[str, SimulationReport], cost: CostModel, machine: Machine) -> list[str]:
     """Warnings about extrapolation: which figures exceed what was measured, and by how much. machine: the cost
     model's."""
     lines = []
@@ -142,7 +142,7 @@ def extrapolations(reports: Mapping[str, Report], cost: CostModel, machine: Mach
     return lines
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: SimulationReport) -> dict[str, Any]:
     """A simulation's figures; times in seconds."""
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     plain = (
@@ -175,7 +175,7 @@ def time_ticks(low: float, high: float) -> list[float]:
     return inside[:: -(-len(inside) // MOST_TICKS)]
 
 
-def plot(reports: Mapping[str, Report], path: Path | str, title: str) -> None:
+def plot(reports: Mapping[str, SimulationReport], path: Path | str, title: str) -> None:
     """Draw the distributions of the times. Raises ConfigError without matplotlib."""
     about = (
         ("first_token", "time to first token"),

@@ -26,9 +26,9 @@ from xla_engine.scheduler import (
 from xla_engine.scheduler.fast_forward import Steady, next_deadline, skip_commits, skip_plans, steady_plans
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-from xla_engine.tools.simulator.clock import Clock
+from xla_engine.tools.simulator.clock import SimulatedClock
 from xla_engine.tools.simulator.cost import DeviceWork, HostWork, Machine
-from xla_engine.tools.simulator.report import REFUSED, Report
+from xla_engine.tools.simulator.report import REFUSED, SimulationReport
 from xla_engine.tools.simulator.stops import STOPS, StopTokens
 from xla_engine.tools.simulator.trace import Arrival, distinct
 
@@ -65,13 +65,13 @@ class Simulation:
         self,
         config: SchedulerConfig,
         machine: Machine,
-        clock: Clock,
+        clock: SimulatedClock,
         *,
         lag: int = 1,
         log: StepLogWriter | None = None,
         recorded: StepLog | None = None,
     ) -> None:
-        self.report = Report(config=config)
+        self.report = SimulationReport(config=config)
         self.plans: list[Plan] | None = None  # set to a list to keep them
         self.reads: list[int] = []  # with `plans`: how many steps were started when each was read
         self._pipeline: StepPipeline[Plan] = StepPipeline(Scheduler(config), lag=lag)
@@ -99,7 +99,7 @@ class Simulation:
         # Host work since the latest step was started.
         self._tokens = self._ended = self._woken = 0
 
-    def run(self, arrivals: Iterable[Arrival]) -> Report:
+    def run(self, arrivals: Iterable[Arrival]) -> SimulationReport:
         """Run until every request has ended. Raises ValueError for a request that can never run."""
         for arrival in arrivals:
             self.take(arrival)
@@ -121,7 +121,7 @@ class Simulation:
         while self._is_busy and (ahead is None or not self._is_due(ahead, False)):
             self._pass(ahead)
 
-    def finish(self) -> Report:
+    def finish(self) -> SimulationReport:
         """Run until every request has ended."""
         self.run_until(None)
         self.report.wall = self._last_read
@@ -297,15 +297,14 @@ class Simulation:
         for name, reason in scheduler.expire(self._clock.now):
             self._end(name, reason)
         self._take_back()
-        plan = self._pipeline.plan(self._speculation(), self._held())
+        is_full = self._pipeline.is_full
+        plan = None if is_full else self._pipeline.plan(self._speculation(), self._held())
         self.report.most_waiting = max(self.report.most_waiting, scheduler.num_waiting)
         if plan is not None:
             self._start(plan)
-        started = plan is not None
-        while self._pipeline.is_due(started=started):
+        if self._pipeline.is_due(started=plan is not None):
             self._take_back()  # a request may have been aborted while the host waited
             self._read()
-            started = True
 
     def _speculation(self) -> Speculation | None:
         widths = self._widths

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from xla_engine.batch.fields import LABELS, LINE_FIELDS
+from xla_engine.openai.fields import LABELS, LINE_FIELDS
 from xla_engine.sampling_params import SamplingParams
 
 HOST = "127.0.0.1"

@@ -1,7 +1,8 @@
 """One life of an engine: rounds of requests, their callers, and its end.
 
-The callers send requests, read the outputs, and disturb. Those of `StepCallers` share `XlaBatchEngine.step`, those of
-`TaskCallers` are tasks that read from an `AsyncLLM`.
+Callers send requests, read the outputs, and disturb the engine, for example by aborts. The callers of
+`StepCallers` take turns in calling `XlaBatchEngine.step`; those of `TaskCallers` are asyncio tasks that read from an
+`AsyncLLM`.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.observability.observer import Observer
 from xla_engine.outputs import RequestOutput
+from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import QueueFullError
 from xla_engine.tools.soak.faults import (
@@ -35,10 +37,11 @@ from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_reque
 ENDS = ("drain", "hang", "close", "lost")
 OWN_ENDS = ("stop", "length", "error")
 REQUESTS = 24  # of a round
-_COMPARED_SHARE = 6  # one in so many of a round is compared, and all that ended with an unplanted error
-_PATIENCE = 100_000  # turns, for all callers of a round to get what they wait for; more where these are many
-_PATIENCE_EACH = 1_500
-_TURN_S = 0.001  # between two looks of tasks at who is due
+# One of this many requests runs again alone and is compared, and so does each with an error that was not planted.
+_COMPARED_SHARE = 6
+_PATIENCE = 100_000  # turns after which a round has failed because a caller still waits, if callers are few
+_PATIENCE_EACH = 1_500  # the same for each of many callers
+_TURN_S = 0.001  # how often tasks look whether they are due, in seconds
 _DRAIN_S = 0.05
 
 
@@ -72,7 +75,9 @@ class Life:
         self._ended: Counter[str] = Counter()  # by sequence: how often the engine said so
         self.engine = engine = XlaBatchEngine(checkpoint, tokenizer, config)
         engine.clock = self.clock = Clock()
-        self.device = FaultyDevice(engine.runner, self.clock, random.Random(f"{seed}/faults"), report.counts)
+        runner = engine.runner
+        assert isinstance(runner, Runner), "the soak test runs decoders"
+        self.device = FaultyDevice(runner, self.clock, random.Random(f"{seed}/faults"), report.counts)
         self.device.interrupts = not has_tasks
         engine.state.runner = self.device  # type: ignore[assignment]  # it passes on what it does not fail
         engine.observers.add(Observer(ended=lambda name, _: self._ended.update([name])))

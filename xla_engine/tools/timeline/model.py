@@ -43,7 +43,7 @@ class Segment(NamedTuple):
     request: int
 
 
-class Drafts(NamedTuple):
+class VerifiedDrafts(NamedTuple):
     """Drafts of a row verified in one step: how many were accepted, and how many rejected."""
 
     lane: int
@@ -85,7 +85,7 @@ class Timeline:
     times: tuple[tuple[float, float], ...] | None
     waiting: tuple[int, ...]
     phases: tuple[tuple[int, ...] | None, ...] = ()
-    drafts: tuple[Drafts, ...] = ()
+    drafts: tuple[VerifiedDrafts, ...] = ()
 
     @property
     def lanes(self) -> int:
@@ -209,13 +209,13 @@ def of_step_log(log: StepLog) -> Timeline:
     )
 
 
-def _drafts(steps: Sequence[LoggedStep]) -> tuple[Drafts, ...]:
+def _drafts(steps: Sequence[LoggedStep]) -> tuple[VerifiedDrafts, ...]:
     found = []
     for number, step in enumerate(steps):
         for (_, slot, _), (tokens, drafted) in zip(step.verify, step.verified, strict=False):
             accepted = min(max(tokens - 1, 0), drafted)
             if drafted:
-                found.append(Drafts(slot, number, accepted, drafted - accepted))
+                found.append(VerifiedDrafts(slot, number, accepted, drafted - accepted))
     return tuple(sorted(found))
 
 

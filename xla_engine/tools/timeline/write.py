@@ -19,7 +19,7 @@ PROCESS = 1  # numbers of processes and threads begin at 1: 0 is the idle one wh
 NOMINAL_STEP = 1e-3  # seconds a step is drawn with where the record has no times
 PICTURES = (".png", ".svg", ".pdf")
 
-# of a figure (extra `plot`)
+# The colours of a figure (extra `plot`).
 COLOURS = {
     "prefill": "#e8833a",
     "decode": "#4c78c8",

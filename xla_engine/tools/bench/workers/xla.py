@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from xla_engine import __version__
 from xla_engine.config import GGUF, GGUF_INT8, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.equivalence.reference import Reference
+from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.attention.backend import whole_spans
+from xla_engine.graphs.config import whole_spans
 from xla_engine.model_loader.checkpoint import load_checkpoint, load_weights
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.model_files import open_model
@@ -204,7 +204,7 @@ def judge(threads: int) -> Judge:
 
 
 def _logits_of(directory: str, dtype: str, in_eight_bits: bool) -> Logits:
-    return Reference(load_checkpoint(directory, dtype=dtype), quantized=in_eight_bits).logits
+    return ForwardPass(load_checkpoint(directory, dtype=dtype), quantized=in_eight_bits).logits
 
 
 def _best(call: Any, rounds: int = 7) -> float:

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
+NOT_REPACKED = ("Q4_1", "Q5_0", "Q5_1")  # by llama.cpp for CPUs, whose products of them are slow
 BATCH = 2048  # tokens per call, the server's default
 
 
@@ -72,7 +73,7 @@ class Engine:
         units = [word for word in ("AVX512_BF16", "AMX_INT8") if f"{word} = 1" in system]
         return {
             "versions": f"llama-cpp-python {llama_cpp.__version__} ({', '.join(units)})",
-            "notes": f"{kind}, cache f16, flash attention auto",
+            "notes": f"{kind}, cache f16, flash attention auto{plain_kinds(path)}",
             "arrivals": True,
             "weight_bytes": path.stat().st_size,
         }
@@ -164,9 +165,8 @@ def convert(model: Path, path: Path, kind: Any) -> None:
     writer.add_tokenizer_model("no_vocab")
     if config.get("rope_scaling"):
         writer.add_tensor("rope_freqs.weight", stretched(config))
-    names: Any = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.LLAMA if llama else gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"]
-    )
+    arch = gguf.MODEL_ARCH[config["model_type"].upper()]
+    names: Any = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for file in sorted(model.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             values = tensor.astype(np.float32)
@@ -174,7 +174,7 @@ def convert(model: Path, path: Path, kind: Any) -> None:
                 values = interleaved(values, heads)
             elif llama and name.endswith("k_proj.weight"):
                 values = interleaved(values, key_heads)
-            target = names.get_name(name, (".weight",))
+            target = names.get_name(name, (".weight", ".bias"))
             if target is None:
                 raise ValueError(f"GGUF has no name for the tensor {name}")
             add_matrix(writer, target, values, kind) if values.ndim > 1 else writer.add_tensor(target, values)
@@ -183,6 +183,13 @@ def convert(model: Path, path: Path, kind: Any) -> None:
     writer.write_tensors_to_file()
     writer.close()
     os.replace(unfinished, path)
+
+
+def plain_kinds(path: Path) -> str:
+    """How many tensors llama.cpp multiplies as they are stored, because it repacks rows of other types only."""
+    kinds = [each.tensor_type.name for each in gguf.GGUFReader(path).tensors if len(each.shape) > 1]
+    counts = {kind: kinds.count(kind) for kind in NOT_REPACKED if kind in kinds}
+    return "".join(f", {count} tensors in {kind} not repacked" for kind, count in counts.items())
 
 
 def add_matrix(writer: Any, name: str, values: Any, kind: Any) -> None:

@@ -37,7 +37,7 @@ class Static:
         streams: Ids = []
         began = time.perf_counter()
         for at in range(0, len(prompts), self._batch):
-            clock = Clock(began)
+            clock = TokenClock(began)
             counts = max_tokens[at : at + self._batch]
             ids, mask = left_padded(prompts[at : at + self._batch])
             with torch.inference_mode():
@@ -138,7 +138,7 @@ def logits_of(directory: str, dtype: str, in_eight_bits: bool) -> Any:
     return logits
 
 
-class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+class TokenClock(transformers.StoppingCriteria):  # type: ignore[misc]
     """Records when each token was known; never stops a text."""
 
     def __init__(self, began: float) -> None:

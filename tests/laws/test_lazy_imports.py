@@ -1,0 +1,95 @@
+"""What a command does not need, it does not import: help and errors appear at once, and a dry run needs no jax."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xla_engine.environment import embedded_model_directory
+
+ROOT = Path(__file__).parents[2]
+DEVICE = {"jax", "jaxlib", "flax", "optax"}
+MODELS = DEVICE | {"tokenizers", "huggingface_hub", "llguidance", "safetensors", "gguf", "jinja2"}
+OTHERS = {
+    "pyarrow",
+    "pandas",
+    "PIL",
+    "starlette",
+    "uvicorn",
+    "msgspec",
+    "ray",
+    "torch",
+    "transformers",
+    "opentelemetry",
+}
+RUN = """
+import json, sys
+from xla_engine.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+def imported(*words: str) -> tuple[int, set[str], str]:
+    """The exit status of a command, the packages that it imported, and what it wrote to standard error."""
+    found = subprocess.run(
+        [sys.executable, "-c", RUN, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    code, names = json.loads(found.stdout.splitlines()[-1])
+    return code or 0, set(names), found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "without"),
+    [
+        (("--help",), 0, MODELS | OTHERS | {"numpy"}),
+        (("run", "--help"), 0, MODELS | OTHERS),
+        (("serve", "--help"), 0, MODELS | OTHERS),
+        (("inspect", "--help"), 0, MODELS | OTHERS),
+        (("inspect", "--modle"), 2, MODELS | OTHERS),
+        (("run", "--modle", "x"), 2, MODELS | OTHERS),
+        (("inspect", "missing.gguf"), 2, DEVICE | OTHERS),
+        (("inspect", "missing"), 2, DEVICE | OTHERS),
+        (("run", "missing.jsonl", "-o", os.devnull), 2, DEVICE | OTHERS),
+        (("run", "--prompt", "a", "--model", "missing.gguf"), 2, DEVICE | OTHERS),
+        (("chat", "--model", "missing.gguf"), 2, DEVICE | OTHERS),
+        (("serve", "--model", "missing.gguf"), 2, DEVICE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_commands_import_what_they_need(words: tuple[str, ...], status: int, without: set[str]) -> None:
+    code, names, told = imported(*words)
+    assert code == status, told
+    assert names & without == set()
+    assert status == 0 or "missing" in told or "did you mean" in told.lower()
+
+
+def test_a_dry_run_needs_no_jax(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    lines.write_text(
+        json.dumps({"prompt": "def f(", "max_tokens": 8})
+        + "\n"
+        + json.dumps({"prompt": "x", "max_tokens": 8, "structured_outputs": {"json": schema}})
+    )
+    code, names, told = imported("run", str(lines), "--dry-run", "--model", str(embedded_model_directory()))
+    assert code == 0, told
+    assert names & (DEVICE | OTHERS) == set()
+
+
+def test_a_free_threaded_build_of_python_is_refused_with_one_sentence() -> None:
+    code = "import sys; sys.abiflags = 't'; import xla_engine"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    last = found.stderr.splitlines()[-1]
+    assert found.returncode == 1 and last.startswith(
+        "ImportError: xla-engine does not run on a free-threaded build"
+    )
+    assert last.endswith(f"use the ordinary build, python3.{sys.version_info.minor}")

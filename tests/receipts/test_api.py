@@ -1,0 +1,63 @@
+"""Receipts from Python and in pytest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine
+from xla_engine import receipts
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.errors import OutputError
+
+REQUESTS = [
+    {"custom_id": "a", "prompt": "def main(", "max_tokens": 6, "temperature": 0},
+    {
+        "custom_id": "b",
+        "prompt": "class A:",
+        "max_tokens": 9,
+        "seed": 1,
+        "logprobs": 0,
+        "stop": ["\n"],
+        "n": 2,
+    },
+]
+
+
+def test_what_is_written_is_verified_without_a_model(tmp_path: Path) -> None:
+    out, kept = tmp_path / "out.jsonl", tmp_path / "receipts.jsonl"
+    receipts.write(FakeEngine(), [{"prompt": "x"}, {"promt": "y"}], out, kept)  # type: ignore[arg-type]
+    report = receipts.verify(out, kept)
+    assert report.ok and (report.answers, report.errors, report.checked) == (2, 1, 0)
+    with pytest.raises(OutputError, match="already has receipts"):
+        receipts.write(FakeEngine(), [], tmp_path / "other", kept)  # type: ignore[arg-type]
+    kept.write_text(kept.read_text().replace("promt", "prompt"))
+    report = receipts.verify(out, kept)
+    assert not report.ok and report.rejected[0].custom_id == "line-2"
+    with pytest.raises(AssertionError, match="request_sha256"):
+        report.raise_if_rejected()
+
+
+def test_the_plugin_does_not_import_jax() -> None:
+    code = "import sys, xla_engine.receipts.pytest_plugin; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.full
+def test_a_team_audits_in_pytest(tmp_path: Path) -> None:
+    out, kept = tmp_path / "out.jsonl", tmp_path / "receipts.jsonl"
+    with XlaBatchEngine.from_pretrained() as engine:
+        receipts.write(engine, REQUESTS, out, kept)
+    (tmp_path / "test_ours.py").write_text(
+        "def test_answers(audit_receipts):\n"
+        f"    report = audit_receipts({str(out)!r}, {str(kept)!r}, max_num_seqs=2)\n"
+        "    assert report.checked == 2 and report.method in ('prefill', 'regeneration')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xla_engine.receipts.pytest_plugin", str(tmp_path)]
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | alone)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,187 @@
+"""What a server returned it takes back, and no template drops a message's text without an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.tiers import default
+from xla_engine.errors import ChatTemplateError
+from xla_engine.model_loader.chat_templates import ChatTemplate
+from xla_engine.text.chat_template import render_chat
+from xla_engine.text.conversation import forms, normalised, parsed_arguments
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "chat"
+# One system message, which comes first; calls one by one, with ids of nine characters and arguments that are objects.
+STRICT = """{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('system') }}
+{% endif %}S:{{ m.content }}
+{% elif m.role == 'user' %}U:{{ m.content }}
+{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}T:{{ m.content }}
+{% elif m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}
+{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}
+C:{{ c.function.name }}{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}
+{% endfor %}{% else %}A:{{ m.content + '' }}
+{% endif %}{% endfor %}"""
+# Arguments that are text, and null content beside calls.
+TEXTUAL = """{% for m in messages %}<{{ m.role }}>{% if m.content is none %}{% for c in m.tool_calls %}
+{{ c.function.name + '```' + c.function.arguments + '```' }}{% endfor %}{% else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(GOLDEN.glob("*.jinja"))}
+SOURCES |= {"strict": STRICT, "textual": TEXTUAL}
+TEMPLATES = {
+    name: ChatTemplate(sources={"default": source}, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    for name, source in SOURCES.items()
+}
+
+WORDS = st.text("abcdefgh \n\"'<{é", min_size=1, max_size=12).map(lambda text: f"w{text}w")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECTS = st.dictionaries(WORDS, VALUES, max_size=3)
+ARGUMENTS = st.one_of(
+    OBJECTS.map(json.dumps),
+    OBJECTS.map(json.dumps).map(lambda text: text[: len(text) // 2]),  # cut off
+    OBJECTS,
+    VALUES.map(json.dumps),
+    st.sampled_from(
+        ["", None, "null", "[1]", '"text"', "{'a': 1}", "no JSON", '{"a": "\\ud800"}', "[" * 500]
+    ),
+)
+BOOLEANS: st.SearchStrategy[bool] = st.booleans()
+CALLS = st.lists(st.tuples(st.sampled_from(["search", "write_file"]), ARGUMENTS), max_size=2)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """An assistant's message as this server or OpenAI returns it, and the results of its calls."""
+    calls: list[Any] = [
+        {"id": f"call_{number:024x}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(draw(CALLS))
+    ]
+    content = draw(WORDS | st.sampled_from([None, ""]))
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    is_old = draw(BOOLEANS)
+    if is_old and len(calls) == 1:
+        function = calls[0]["function"]
+        return [
+            message | {"function_call": function},
+            {"role": "function", "name": function["name"], "content": draw(WORDS)},
+        ]
+    has_calls = draw(BOOLEANS)
+    if calls or has_calls:
+        message["tool_calls"] = calls or draw(st.sampled_from([None, []]))
+    if draw(BOOLEANS):
+        message |= {"reasoning_content": draw(WORDS), "reasoning": None}
+    if content and draw(BOOLEANS):
+        message["content"] = [{"type": "output_text", "text": content, "annotations": []}]
+    if not content and not calls and draw(BOOLEANS):
+        message["refusal"] = draw(WORDS)
+    extra: Any = st.sampled_from(
+        [{}, {"refusal": None, "audio": None, "annotations": [], "function_call": None}]
+    )
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": draw(WORDS)} for call in calls]
+    return [draw(extra) | message, *results]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for role in draw(st.sampled_from([[], ["system"], ["developer"], ["system", "developer"]])):
+        messages.append({"role": role, "content": draw(WORDS)})
+    for _ in range(draw(st.integers(1, 2))):
+        messages += [{"role": "user", "content": draw(WORDS)}, *draw(answers())]
+    return messages
+
+
+def said(messages: list[dict[str, Any]]) -> list[str]:
+    """Every text that a prompt must have, without blanks."""
+    texts = []
+    for message in messages:
+        content = message.get("content") or message.get("refusal") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts += [part["text"] for part in parts]
+        calls = [*(message.get("tool_calls") or ()), {"function": message.get("function_call") or {}}]
+        texts += [call["function"].get("name", "") for call in calls]
+    return ["".join(text.split()) for text in texts]
+
+
+@pytest.mark.parametrize("name", default(TEMPLATES, 13))
+@settings(max_examples=15, deadline=None)
+@given(messages=conversations())
+def test_every_answer_is_taken_back_and_every_text_shown(name: str, messages: list[dict[str, Any]]) -> None:
+    prompt = "".join(render_chat(messages, TEMPLATES[name]).split())
+    for text in said(messages):
+        assert text in prompt or json.dumps(text, ensure_ascii=False)[1:-1] in prompt, (text, prompt)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("role", ["developer", "function", "tool", "system", "wizard"])
+def test_a_message_in_any_role_is_shown_or_refused(name: str, role: str) -> None:
+    for messages in (
+        [{"role": role, "content": "Be short."}, {"role": "user", "content": "hello"}],
+        [{"role": "user", "content": "hello"}, {"role": role, "content": "Be short."}],
+        [
+            {"role": "system", "content": "Sir."},
+            {"role": role, "content": "Be short."},
+            {"role": "user", "content": "hello"},
+        ],
+    ):
+        try:
+            prompt = render_chat(messages, TEMPLATES[name])
+        except ChatTemplateError as error:
+            assert role not in ("developer", "system") or messages[0]["role"] == "user", error
+        else:
+            assert all(message["content"] in prompt for message in messages)
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_one() -> None:
+    messages = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "hello"}]
+    as_system = [messages[0] | {"role": "system"}, messages[1]]
+    for source in TEMPLATES.values():
+        assert render_chat(messages, source) == render_chat(as_system, source)
+    knows = "{% for m in messages %}{{ 'D:' if m.role == 'developer' else 'o:' }}{{ m.content }} {% endfor %}"
+    assert render_chat(messages, knows) == "D:Be short. o:hello "
+
+
+def test_arguments_are_json_or_the_text_that_they_are() -> None:
+    assert parsed_arguments('{"a": [1, null]}') == {"a": [1, None]}
+    for nothing in ("", " ", None, "null", "{}"):
+        assert parsed_arguments(nothing) == {}
+    for text in ('{"text":"I am a', '{"a": "\\ud83d"}', "[" * 100 + "]" * 100, "9" * 5000, "{'a': 1}"):
+        assert parsed_arguments(text) == text
+    assert parsed_arguments('{"a": "\\ud83d\\ude42"}') == {"a": "🙂"}
+    call = {"id": "call_1", "function": {"name": "write", "arguments": '{"text":"I am a'}}
+    (message,) = normalised([{"role": "assistant", "tool_calls": [call]}])
+    shown = [
+        each[0]["tool_calls"][0]["function"]["arguments"]
+        for each in forms([message], knows_developer=False)
+        if "tool_calls" in each[0]
+    ]
+    assert shown[0] == '{"text":"I am a' and {"arguments": '{"text":"I am a'} in shown
+
+
+def test_a_template_that_always_drops_a_text_is_refused_and_says_where() -> None:
+    source = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match=r"drops the text of messages\[1\], whose role is 'critic'"):
+        render_chat([{"role": "user", "content": "x"}, {"role": "critic", "content": "y"}], source)
+
+
+def test_a_template_that_changes_texts_is_no_reason_to_refuse() -> None:
+    messages = [
+        {"role": "system", "content": "  Be /no_think brief.\n"},
+        {"role": "user", "content": "one\n\ttwo"},
+        {"role": "assistant", "content": "<think>hm</think>\n\nthree"},
+        {"role": "user", "content": ' " '},
+    ]
+    source = (
+        "{% for m in messages %}{{ (m.content.split('</think>')[-1] | replace('/no_think', '')"
+        " | upper | trim) | tojson }}{% endfor %}"
+    )
+    assert render_chat(messages, source) == '"BE  BRIEF.""ONE\\n\\tTWO""THREE""\\""'

@@ -1,0 +1,93 @@
+"""The functions of `xla_engine.receipts`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from xla_engine.batch.signatures import read_public_key
+from xla_engine.config import EngineConfig
+from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.open_engine import EngineClient, engine_config
+from xla_engine.receipts.files import check_files
+from xla_engine.receipts.recompute import audit_files
+from xla_engine.receipts.report import AuditReport
+from xla_engine.receipts.writing import write_answers
+
+
+def write(
+    engine: EngineClient,
+    requests: Iterable[Mapping[str, Any]],
+    results: Path | str,
+    receipts: Path | str,
+    *,
+    sign: Path | str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Run requests, and write their answers and receipts as `xla-engine run --receipts` does.
+
+    Arguments:
+        engine: an engine, such as `LLM(...).engine`.
+        requests: objects as in the lines of an input file.
+        results, receipts: the files to write; they must not exist.
+        sign: the file of an Ed25519 private key.
+        defaults: sampling fields for requests that do not set them.
+
+    Raises OutputError, ReceiptError and OSError. A request that fails has an error in `results`.
+    """
+    write_answers(engine, requests, Path(results), Path(receipts), sign=sign, defaults=defaults or {})
+
+
+def verify(results: Path | str, receipts: Path | str, *, public_key: str | None = None) -> AuditReport:
+    """Check two files against each other without a model: digests, root, signature, each answer once and none missing.
+
+    Arguments:
+        results, receipts: as `xla-engine run` or `write` wrote them.
+        public_key: who must have signed the receipts: 64 hex digits, or the file of a key.
+
+    Raises ReceiptError for a file that cannot be read as receipts, and OSError.
+    """
+    files = check_files(results, receipts, None if public_key is None else read_public_key(public_key))
+    return files.report()
+
+
+def audit(
+    results: Path | str,
+    receipts: Path | str,
+    model: str | Path | None = None,
+    *,
+    sample: float | None = None,
+    sample_seed: int | None = None,
+    public_key: str | None = None,
+    **engine_options: Any,
+) -> AuditReport:
+    """Check two files against each other, and compute the answers, or a sample of them, again.
+
+    Arguments:
+        results, receipts: as `xla-engine run` or `write` wrote them.
+        model: as in `LLM`; None is the embedded model.
+        sample: the share of the answers to compute again, such as 0.05; None for all.
+        sample_seed: of the sample; None for a random one.
+        public_key: who must have signed the receipts: 64 hex digits, or the file of a key.
+        engine_options: fields of `EngineConfig`. Those that change answers are taken from the receipts if left out.
+
+    Returns the report; `raise_if_rejected` fails a test with it. Raises ReceiptError, ConfigError, CheckpointError and
+    OSError.
+    """
+    demanded = {*engine_options} | (set() if model is None else {"model"})
+
+    def load(fields: dict[str, Any]) -> closing[XlaBatchEngine]:
+        config: EngineConfig = engine_config({**engine_options, **fields})
+        return closing(XlaBatchEngine.from_pretrained(model, config))
+
+    return audit_files(
+        results,
+        receipts,
+        load,
+        demanded=demanded,
+        public_key=None if public_key is None else read_public_key(public_key),
+        sample=sample,
+        sample_seed=sample_seed,
+    )
