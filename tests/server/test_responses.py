@@ -10,6 +10,7 @@ import typing
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.responses import response_input_item_param as known
@@ -26,7 +27,7 @@ from xla_engine.openai.responses import MessageLogprobs, ResponseBuilder, chat_b
 from xla_engine.openai.results import ResultHeader
 from xla_engine.server import responses
 from xla_engine.server.errors import ApiError
-from xla_engine.server.responses import Memory
+from xla_engine.server.responses import Memory, StoredItem
 from xla_engine.utils import warn_once
 
 ASK: Any = {"model": "embedded", "input": "def add(a, b):", "max_output_tokens": 12, "temperature": 0}
@@ -173,15 +174,19 @@ def test_a_response_follows_another_that_was_kept(client: openai.OpenAI, stream:
 
 
 def test_memory_is_bounded_and_shows_nobody_anothers_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "TENANT_BYTES", 1000)
-    monkeypatch.setattr(responses, "TOTAL_BYTES", 1500)
+    monkeypatch.setattr(responses, "TENANT_BYTES", 3300)
+    monkeypatch.setattr(responses, "TOTAL_BYTES", 4800)
     memory = Memory()
+
+    def item(size: int) -> StoredItem:
+        return StoredItem("", msgspec.Raw(msgspec.json.encode("x" * size)))
+
     for number in range(40):
-        memory.keep("a" if number % 4 else "b", {"id": f"r{number}"}, ["x" * 100])
+        memory.keep("a" if number % 4 else "b", {"id": f"r{number}"}, [item(100)])
         assert memory.find("b" if number % 4 else "a", f"r{number}") is None
     kept = [number for number in range(40) if memory.find("a" if number % 4 else "b", f"r{number}")]
     assert kept[-1] == 39 and 10 <= len(kept) <= 12 and {number % 4 == 0 for number in kept} == {True, False}
-    memory.keep("c", {"id": "large"}, ["x" * 2000])  # does not fit, and moves nobody out
+    memory.keep("c", {"id": "large"}, [item(4000)])  # does not fit, and moves nobody out
     assert memory.find("c", "large") is None and memory.find("a", "r39") is not None
 
 
@@ -220,10 +225,12 @@ def test_a_reference_to_a_stored_item_is_the_item(client: openai.OpenAI) -> None
     user = {"role": "user", "content": ASK["input"]}
     asked: dict[str, Any] = {**ASK, "tools": [FUNCTION]}
     whole = client.responses.create(**{**asked, "input": [user, call.to_dict(), result]})
+    holders = []
     for reference in ({"type": "item_reference", "id": call.id}, {"id": call.id}):
         input_: Any = [user, reference, result]
         again = client.responses.create(**{**asked, "input": input_}, store=True)
         assert plain(again) == plain(whole) and again.usage == whole.usage
+        holders.append(again.id)
         following = client.responses.create(**ASK, previous_response_id=again.id)
         assert following.usage is not None and whole.usage is not None
         assert following.usage.input_tokens > whole.usage.input_tokens, "what it stored has the item"
@@ -233,17 +240,48 @@ def test_a_reference_to_a_stored_item_is_the_item(client: openai.OpenAI) -> None
         client.responses.create(**{**asked, "input": [user, {"type": "item_reference", "id": "fc_1"}]})
     with pytest.raises(openai.BadRequestError, match="is in the input already"):
         client.responses.create(**{**asked, "input": [user, {"id": call.id}, {"id": call.id}]})
-    client.responses.delete(stored.id)
+    for name in (stored.id, *holders):
+        client.responses.delete(name)
     with pytest.raises(openai.BadRequestError, match="is not kept here"):
         client.responses.create(**{**asked, "input": [user, {"id": call.id}]})
 
 
+@pytest.mark.parametrize("own", [{}, {"id": None}, {"id": "msg_mine"}])
+def test_a_reference_to_an_item_of_a_stored_input_is_the_item(
+    client: openai.OpenAI, own: dict[str, Any]
+) -> None:
+    """What `input_items` lists, also of a conversation that went on."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}', **own}
+    input_: list[Any] = [
+        {"role": "user", "content": ASK["input"]},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "7"},
+    ]
+    asked: dict[str, Any] = {**ASK, "tools": [FUNCTION]}
+    whole = client.responses.create(**{**asked, "input": input_}, store=True)
+    follows = client.responses.create(**{**asked, "previous_response_id": whole.id, "store": True})
+    listed = [item.id for item in client.responses.input_items.list(whole.id, order="asc")]
+    told = [item.id for item in client.responses.input_items.list(follows.id, order="asc")]
+    assert told[: len(listed)] == listed and len(set(told)) == len(told) == len(listed) + 2
+    client.responses.delete(whole.id)
+    again = client.responses.create(
+        **{**asked, "input": [{"id": name, "type": "item_reference"} for name in listed]}
+    )
+    assert plain(again) == plain(whole) and again.usage == whole.usage
+    mixed: Any = [input_[0], {"id": listed[1]}, input_[2]]
+    assert plain(client.responses.create(**{**asked, "input": mixed})) == plain(whole)
+    client.responses.delete(follows.id)
+    with pytest.raises(openai.BadRequestError, match="is not kept here"):
+        client.responses.create(**{**asked, "input": mixed})
+
+
 def test_memory_forgets_items_with_their_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "TENANT_BYTES", 1000)
+    monkeypatch.setattr(responses, "TENANT_BYTES", 3000)
     memory = Memory()
     for number in range(20):
-        memory.keep("a", {"id": f"r{number}", "output": [{"id": f"i{number}"}]}, ["x" * 100])
-        assert memory.resolved("a", [{"id": f"i{number}"}]) == [{"id": f"i{number}"}]
+        items = [{"id": f"i{number}", "x": "x" * 100}, {"id": "of all", "x": number}]
+        memory.keep("a", {"id": f"r{number}"}, [StoredItem.of(item) for item in items])
+        assert memory.resolved("a", [{"id": item["id"]} for item in items]) == items
         with pytest.raises(ApiError):
             memory.resolved("b", [{"id": f"i{number}"}])
     with pytest.raises(ApiError):
@@ -251,7 +289,7 @@ def test_memory_forgets_items_with_their_response(monkeypatch: pytest.MonkeyPatc
     for number in range(20):
         if memory.find("a", f"r{number}"):
             memory.delete("a", f"r{number}")
-    assert not (memory._kept or memory._held or memory._items or memory._makers)
+    assert not (memory._kept or memory._held or memory._items or memory._holders)
 
 
 def test_a_reference_in_a_file_says_what_to_do() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -29,6 +30,7 @@ from xla_engine.utils.shown import shown
 MAX_LISTED = 100  # items in one answer
 TENANT_BYTES = 16 << 20
 TOTAL_BYTES = 64 << 20
+_BYTES_OF_ID = 256  # of an item's id in memory, beside its characters
 _INSTRUCTIONS = ("system", "developer")  # roles
 
 
@@ -69,7 +71,7 @@ class Responses:
         chat = chat_body({**body, "input": items})
         call = parse_call(chat, CHAT_URL, service.defaults(), service.model_names)
         # encoded here, because parsing has a thread of its own if there is much
-        kept = [_packed(item) for item in items] if body.get("store") else []
+        kept = [StoredItem.of(item) for item in items] if body.get("store") else []
         return replace(call, request=replace(call.request, response={**body, "input": kept}))
 
     def shorter(self, call: Call, without: int) -> Call | None:
@@ -91,8 +93,8 @@ class Responses:
         """Keep a response that has ended, if requested."""
         body = call.request.response
         if body is not None and body.get("store"):
-            items = body["input"] + writer.builder.output
-            self.memory.keep(submission.tenant, writer.builder.response, items)
+            output = [StoredItem.of(item) for item in writer.builder.output]
+            self.memory.keep(submission.tenant, writer.builder.response, body["input"] + output)
 
     async def read(self, request: Request) -> Response:
         """`GET /v1/responses/ID`."""
@@ -105,10 +107,7 @@ class Responses:
 
         def listed() -> bytes:
             response, items = map(msgspec.json.decode, kept)
-            begun = [
-                {"type": "message", "id": f"item_{number}", **item}
-                for number, item in enumerate(items[: len(items) - len(response["output"])])
-            ]
+            begun = items[: len(items) - len(response["output"])]
             rest = begun if order == "asc" else begun[::-1]
             names = [item["id"] for item in rest]
             rest = rest[names.index(after) + 1 :] if after in names else rest
@@ -125,6 +124,22 @@ class Responses:
         tenant, name = _names(request)
         self.memory.delete(tenant, name)
         return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+class StoredItem(NamedTuple):
+    """An item of a conversation. name: its id. data: the item as JSON."""
+
+    name: str
+    data: msgspec.Raw
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> StoredItem:
+        """The item under its id; one without gets a new one, by which a later request may refer to it."""
+        if not isinstance(name := item.get("id"), str):
+            kind = item.get("type") or "message"
+            name = f"{'msg' if kind == 'message' else 'item'}_{secrets.token_hex(16)}"
+            item = {**item, "type": kind, "id": name}
+        return cls(name, _packed(item))
 
 
 def _packed(entry: Any) -> msgspec.Raw:
@@ -157,18 +172,17 @@ class Memory:
     def __init__(self) -> None:
         self._kept: defaultdict[str, OrderedDict[str, tuple[bytes, bytes]]] = defaultdict(OrderedDict)
         self._held: defaultdict[str, int] = defaultdict(int)
-        self._items: defaultdict[str, dict[str, list[str]]] = defaultdict(
-            dict
-        )  # ids, by the responses that have them
-        self._makers: defaultdict[str, dict[str, str]] = defaultdict(dict)  # the other way round
+        self._items: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)  # ids, by responses with them
+        self._holders: defaultdict[str, dict[str, str]] = defaultdict(dict)  # the newest response, by ids
 
-    def keep(self, tenant: str, response: dict[str, Any], items: list[Any]) -> None:
+    def keep(self, tenant: str, response: dict[str, Any], items: Sequence[StoredItem]) -> None:
         """Store a response. items: its whole conversation and its output, for a response that follows it."""
-        data = msgspec.json.encode(response), msgspec.json.encode(items)
-        self._kept[tenant][response["id"]] = data
-        ids = self._items[tenant][response["id"]] = [item["id"] for item in response.get("output") or ()]
-        self._makers[tenant].update(dict.fromkeys(ids, response["id"]))
-        self._held[tenant] += sum(map(len, data))
+        name: str = response["id"]
+        data = msgspec.json.encode(response), msgspec.json.encode([item.data for item in items])
+        self._kept[tenant][name] = data
+        ids = self._items[tenant][name] = [item.name for item in items]
+        self._holders[tenant].update(dict.fromkeys(ids, name))
+        self._held[tenant] += _size(data, ids)
         while self._held.get(tenant, 0) > TENANT_BYTES:
             self._forget(tenant)
         while sum(self._held.values()) > TOTAL_BYTES:
@@ -192,9 +206,12 @@ class Memory:
         return data
 
     def resolved(self, tenant: str, items: list[Any]) -> list[Any]:
-        """The items, with those of stored responses in place of references to them. Raises ApiError."""
+        """The items, with those of stored responses and of their inputs in place of references to them.
+
+        Raises ApiError.
+        """
         stored: dict[str, dict[str, Any]] = {}  # the items of the responses that were looked at, by their ids
-        makers, found, names = self._makers.get(tenant, {}), list(items), set[str]()
+        holders, found, names = self._holders.get(tenant, {}), list(items), set[str]()
         for number, item in enumerate(items):
             if (name := referenced(item)) is None:
                 continue
@@ -203,8 +220,8 @@ class Memory:
                 raise ApiError(
                     400, f"{what} is in the input already; leave one out", code="invalid_value", param="input"
                 )
-            if name not in stored and (data := self.find(tenant, makers.get(name))) is not None:
-                stored |= {each["id"]: each for each in msgspec.json.decode(data[0])["output"]}
+            if name not in stored and (data := self.find(tenant, holders.get(name))) is not None:
+                stored |= {each["id"]: each for each in msgspec.json.decode(data[1])}
             if name not in stored:
                 message = f"{what} is not kept here; send the item itself"
                 raise ApiError(400, message, code="item_not_found", param="input")
@@ -222,8 +239,15 @@ class Memory:
         kept = self._kept[tenant]
         name = next(iter(kept)) if name is None else name
         data = kept.pop(name)
-        self._held[tenant] -= sum(map(len, data))
-        for item in self._items[tenant].pop(name):
-            self._makers[tenant].pop(item, None)
+        ids, holders = self._items[tenant].pop(name), self._holders[tenant]
+        self._held[tenant] -= _size(data, ids)
+        for item in ids:
+            if holders.get(item) == name:
+                del holders[item]
         if not kept:
-            del self._kept[tenant], self._held[tenant], self._items[tenant], self._makers[tenant]
+            del self._kept[tenant], self._held[tenant], self._items[tenant], self._holders[tenant]
+
+
+def _size(data: tuple[bytes, bytes], ids: Sequence[str]) -> int:
+    """The bytes that a stored response needs."""
+    return sum(map(len, data)) + sum(_BYTES_OF_ID + len(each) for each in ids)
