@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.device import edit_cache
-from tests.support.engine_faults import SLOTS, _raises, bits, ends, fail_at, poison, submit_all
+from tests.support.engine_faults import SLOTS, bits, ends, fail_at, poison, submit_all
 from tests.support.models import BOTH_LANES, TINY_ENGINE
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.recovery import Faults
+from xla_engine.engine.requests.output_collector import OutputCollector
 from xla_engine.equivalence.cases import Case
 from xla_engine.graphs.row_state import rows
 from xla_engine.sampling_params import SamplingParams
@@ -197,25 +200,37 @@ def test_nan_in_one_row_ends_its_request_and_no_other(
     assert {name: bits(output.outputs[0]) for name, output in finished.items()} == alone
 
 
+@pytest.mark.parametrize("place", [0, 3, 5])
 def test_text_that_cannot_be_made_ends_its_own_request_only(
-    embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+    place: int, embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether its first token has no text, one in the middle, or the last, with which it would end anyway."""
     tokenizer = embedded.tokenizer
     assert tokenizer is not None
-    params = SamplingParams(temperature=0, max_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     embedded.submit("import os", params, request_id="good")
     (good,) = embedded.drain()
     real = tokenizer.incremental
 
     def panics(skip: bool = True) -> Any:
         detokenizer = real(skip)
-        monkeypatch.setattr(detokenizer, "push", _raises(ValueError("the tokenizer panicked")))
+        pieces = chain([""] * place, _panic())
+        monkeypatch.setattr(detokenizer, "push_all", lambda ids: [next(pieces) for _ in ids])
+        monkeypatch.setattr(detokenizer, "push", lambda _: next(pieces))
         return detokenizer
 
+    recoveries = embedded.stats().recoveries
+    collector = OutputCollector(every_token=True)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "incremental", panics)
-        embedded.submit("import os", params, request_id="bad")
+        embedded.submit("import os", params, request_id="bad", collector=collector)
     embedded.submit("import os", params, request_id="good")
-    outputs = ends(embedded.drain())
-    assert outputs["bad"].outputs[0].finish_reason == "error" and "panicked" in str(outputs["bad"].error)
-    assert outputs["good"].outputs == good.outputs
+    assert ends(embedded.drain())["good"].outputs == good.outputs
+    (bad,) = collector.take()
+    assert bad.output().outputs[0].finish_reason == "error" and "panicked" in str(bad.output().error)
+    assert embedded.stats().recoveries == recoveries
+
+
+def _panic() -> Iterator[str]:
+    raise ValueError("the tokenizer panicked")
+    yield

@@ -122,11 +122,11 @@ class Delivery:
             if reason is not None and table.get(name) is not None:  # a stop string may have ended it already
                 self.end(name, reason)
         for sequence in decoded.kept:
-            if not sequence.collector.every_token:
+            if sequence.finished or not sequence.collector.every_token:
                 continue
             if sequence.failure is not None:
                 self._give(sequence, sequence.decode_text, None)
-            elif not sequence.finished:
+            else:
                 sequence.collector.put(sequence.reader)
 
     def _give_several(self, name: str, events: list[TokenEvent], now: float) -> None:

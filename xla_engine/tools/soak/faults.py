@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
-from xla_engine.scheduler import Chunk, Plan, Row, StepResult, VerifyRow
+from xla_engine.scheduler import Chunk, Plan, Row, StepResult, Swap, VerifyRow
 from xla_engine.text.detokenizer import IncrementalDetokenizer
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -39,7 +39,8 @@ class FaultyDevice:
     """A runner whose steps fail now and then while `active`.
 
     poison: sequences with which every step fails, or every step in which they decode; by whether it is the latter.
-    hits: by sequence, planted failures of steps that it was in; the engine may blame it when it is alone in a second.
+    hits: by sequence, planted failures of steps that computed or moved it; the engine may blame it when it is alone in
+        a second.
     interrupts: whether steps are interrupted too.
     counts: the faults are added to these, by what happened.
     """
@@ -144,7 +145,7 @@ class FaultyDevice:
     def _fail(self, plan: Plan) -> None:
         self._counts["steps that failed"] += 1
         self._last_failed = True
-        self.hits.update(_names(_parts(plan)))
+        self.hits.update(_names(_parts(plan)) | _names((*plan.parks, *plan.resumes)))
         raise self._draw.choice((RuntimeError, MemoryError, ValueError))(f"a step failed, {PLANTED}")
 
 
@@ -152,7 +153,7 @@ def _parts(plan: Plan) -> tuple[Chunk | Row | VerifyRow, ...]:
     return (*plan.chunks, *plan.decode, *plan.verify)
 
 
-def _names(parts: Iterable[Chunk | Row | VerifyRow]) -> set[str]:
+def _names(parts: Iterable[Chunk | Row | VerifyRow | Swap]) -> set[str]:
     return {part.request_id for part in parts}
 
 
