@@ -138,6 +138,7 @@ def test_special_tokens_are_found_in_a_text(name: str, pairs: dict[str, tuple[An
     ("pre", "text", "words"),
     [
         ("llama-bpe", "I'LL 1234 naïve\n\n cats!", ["I", "'LL", " ", "123", "4", " naïve", "\n\n", " cats", "!"]),
+        ("qwen35", "se\u0323e 12\n x", ["se\u0323e", " ", "1", "2", "\n", " x"]),
         ("qwen2", "see 123\n x", ["see", " ", "1", "2", "3", "\n", " x"]),
         ("gpt-4o", "HelloWorld isn't 1234", ["Hello", "World", " isn't", " ", "123", "4"]),
         ("tekken", "HelloWorld isn't 12", ["Hello", "World", " isn", "'t", " ", "1", "2"]),

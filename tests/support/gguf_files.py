@@ -24,14 +24,22 @@ INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pair
 
 def write_qwen3_moe(directory: Path, *, scale: float = 1, **fields: Any) -> Path:
     """A random float32 Qwen3-MoE with experts in every layer, as llama.cpp has it. fields: of config.json."""
-    golden = Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe" / "config.json"
-    fields = json.loads(golden.read_text()) | {"decoder_sparse_step": 1, "num_attention_heads": 4} | fields
+    given = {"decoder_sparse_step": 1, "num_attention_heads": 4, **fields}
+    return write_random(directory, "qwen3_moe", scale=scale, **given)
+
+
+def write_random(directory: Path, golden: str, *, scale: float = 1, **fields: Any) -> Path:
+    """Random float32 weights for the configuration of a golden model with other fields; numbers are bfloat16's."""
+    file = Path(__file__).parents[1] / "golden" / "families" / golden / "config.json"
+    fields = json.loads(file.read_text()) | fields
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(fields))
     draw = np.random.default_rng(0)
     sources = tensor_sources(*read_model(open_model(directory)))
     tensors = {
-        source.name: draw.standard_normal(source.shape, np.float32) * np.float32(scale)
+        source.name: (draw.standard_normal(source.shape, np.float32) * np.float32(scale))
+        .astype(ml_dtypes.bfloat16)
+        .astype(np.float32)
         for stacked in sources.values()
         for source in stacked
     }
@@ -52,7 +60,9 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `path` from the directory `model`: matrices in `kind`, which may depend on the file's name of
-    the tensor, vectors in float32. Matrices in a kind that the library reads and does not write are random."""
+    the tensor, vectors in float32. Matrices in a kind that the library reads and does not write are random.
+
+    extra: more metadata of the architecture, in place of the model's own."""
     kind_of = kind if callable(kind) else lambda _: kind
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
@@ -62,14 +72,17 @@ def write_gguf(
     rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    predicts = (extra or {}).get("nextn_predict_layers", 0)
+    layers = config["num_hidden_layers"] + predicts
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(keys)
     width = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(int(width * (config.get("partial_rotary_factor") or 1)))
+    rotated = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
+    writer.add_rope_dimension_count(int(width * rotated))
     base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     writer.add_rope_freq_base(base)
     for name, add in {
@@ -99,8 +112,9 @@ def write_gguf(
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-    for name, value in (extra or {}).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{name}", value)
+    for name, value in {**_recurrent(config), **(extra or {})}.items():
+        add = {float: writer.add_float32, list: writer.add_array}.get(type(value), writer.add_uint32)
+        add(f"{arch}.{name}", value)
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
     else:
@@ -108,8 +122,8 @@ def write_gguf(
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(rope, base, width))
     kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
-    experts = config.get("num_local_experts")
+    names = gguf.get_tensor_name_map(kinds[arch], layers)
+    experts = config.get("num_local_experts") or config.get("num_experts")
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -117,13 +131,18 @@ def write_gguf(
             writer.add_expert_feed_forward_length(
                 config.get("moe_intermediate_size") or config["intermediate_size"]
             )
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
+    tensors = {_predicting(name, config["num_hidden_layers"]): t for name, t in tensors.items()}
     for name in [name for name in tensors if ".experts.0." in name]:
         layer, part = name.split(".")[2], name.split(".")[-2]
         stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]
         tensors[f"model.layers.{layer}.mlp.experts.{_PARTS.get(part, part)}.weight"] = np.stack(stacked)
     tensors = {
-        name: each for stored, tensor in tensors.items() for name, each in _apart(stored, tensor).items()
+        name: each
+        for stored, tensor in tensors.items()
+        for name, each in _apart(stored, tensor, config).items()
     }
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
@@ -131,9 +150,10 @@ def write_gguf(
             tuple(f"{p}_proj.{kind}" for p in "qk" for kind in ("weight", "bias"))
         ):
             values = _side_by_side(values, heads if "q_proj" in name else keys)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        less_one = arch.startswith(("gemma", "qwen3next", "qwen35")) and "linear_attn" not in name
+        if less_one and name.endswith("norm.weight"):
             values = values + np.float32(1)
-        target = names.get_name(name, (".weight", ".bias"))
+        target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert target is not None, name
         target += ".weight" * target.endswith("sinks")
         kind = kind_of(target)
@@ -152,8 +172,74 @@ def write_gguf(
     return path
 
 
-def _apart(name: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
-    """A tensor, or the parts of gpt-oss' experts, whose gates and ups take turns."""
+def _recurrent(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of DeltaNet layers."""
+    if "linear_key_head_dim" not in config:
+        return {}
+    values = config["linear_num_value_heads"]
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": values * config["linear_value_head_dim"],
+        "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+        "rope.dimension_sections": [11, 11, 10, 0],
+    }
+
+
+def _predicting(name: str, first: int) -> str:
+    """The name of a tensor of multi-token prediction among those of the layers."""
+    for ours, theirs in {
+        "mtp.layers.0.": f"model.layers.{first}.",
+        "mtp.fc.": f"blk.{first}.nextn.eh_proj.",
+        "mtp.pre_fc_norm_embedding.": f"blk.{first}.nextn.enorm.",
+        "mtp.pre_fc_norm_hidden.": f"blk.{first}.nextn.hnorm.",
+        "mtp.norm.": f"blk.{first}.nextn.shared_head_norm.",
+    }.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return name
+
+
+def _dealt(rows: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """Rows of value heads `[key heads, each, width]` as `[each, key heads, width]`."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    heads = rows.reshape(keys, values // keys, len(rows) // values, *rows.shape[1:])
+    return heads.swapaxes(0, 1).reshape(rows.shape)
+
+
+def _delta(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A tensor of a DeltaNet layer as llama.cpp's converter writes it."""
+    heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values, keys = config["linear_num_value_heads"], 2 * heads * width
+    deals = config["model_type"].startswith("qwen3_5")
+    stem, part = name.split(".linear_attn.")
+    if part == "in_proj_qkvz.weight":
+        inner = values // heads * config["linear_value_head_dim"]
+        parts = np.split(
+            tensor.reshape(heads, -1, tensor.shape[1]), [width, 2 * width, 2 * width + inner], axis=1
+        )
+        q, k, v, z = (each.reshape(-1, tensor.shape[1]) for each in parts)
+        qkv = np.concatenate([q, k, v])
+        return {f"{stem}.linear_attn.in_proj_qkv.weight": qkv, f"{stem}.linear_attn.in_proj_z.weight": z}
+    if part == "A_log":
+        tensor = -np.exp(tensor.astype(np.float32))
+    if part == "conv1d.weight":
+        tensor = tensor[:, 0]
+    if deals and part in ("in_proj_qkv.weight", "conv1d.weight"):
+        tensor = np.concatenate([tensor[:keys], _dealt(tensor[keys:], config)])
+    elif deals and part == "out_proj.weight":
+        tensor = np.ascontiguousarray(_dealt(tensor.T, config).T)
+    elif deals and part != "norm.weight":
+        tensor = _dealt(tensor, config)
+    return {name.replace("dt_bias", "dt_proj.bias"): tensor}
+
+
+def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A tensor as llama.cpp has it; the gates and ups of gpt-oss' experts take turns."""
+    if ".linear_attn." in name:
+        return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")
     if not stem.endswith("experts") or not part.startswith(("gate_up_proj", "down_proj")):
         return {name: tensor}

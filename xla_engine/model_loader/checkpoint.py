@@ -263,6 +263,11 @@ def has_packed(files: TensorFiles, sources: Sources) -> bool:
 
 
 def stored_dtype(files: TensorFiles, sources: Sources) -> str:
-    """The dtype that "auto" means for these files."""
-    matrices = (source.name for stacked in sources.values() for source in stacked if len(source.shape) > 1)
+    """The dtype that "auto" means for these files. A convolution says nothing: GGUF files have it in float32."""
+    matrices = (
+        source.name
+        for leaf, stacked in sources.items()
+        for source in stacked
+        if len(source.shape) > 1 and not leaf.endswith("delta.convolution")
+    )
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

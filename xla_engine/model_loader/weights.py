@@ -200,7 +200,8 @@ class StoredWeights(Mapping[str, Array]):
         """The rows of a source, in blocks."""
         if source.order is not None:
             for rows in np.array_split(source.order, max(1, prod(source.shape) // _ORDERED)):
-                yield self._files.rows(source.name, rows)
+                taken = self._files.rows(source.name, rows)
+                yield taken if source.convert is None else source.convert(taken)
             return
         for block in self._files.blocks(source.name):
             if source.convert is not None:

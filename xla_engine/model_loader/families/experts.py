@@ -184,14 +184,6 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     }
 
 
-GGUF_EXPERTS: Tensors = {  # gates and ups in tensors of their own
-    "experts.gate_up": QWEN_EXPERTS["experts.gate_up"],
-    "experts.gate_up_bias": each_expert(
-        "mlp.experts.{expert}.gate_proj.bias", "mlp.experts.{expert}.up_proj.bias"
-    ),
-    "experts.down": QWEN_EXPERTS["experts.down"],
-    "experts.down_bias": each_expert("mlp.experts.{expert}.down_proj.bias"),
-}
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # Attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4.
 GPT_OSS = Family(
@@ -244,7 +236,7 @@ def _gated_qkv(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...
     )
 
 
-def _by_key_head(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+def by_key_head(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
     """Qwen3-Next's projections, which are grouped by key head."""
     form, d = config.delta, shape[1]
     assert form is not None
@@ -373,7 +365,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
-    tensors={**_HYBRID, **MLP, **_EXPERTS, "delta.projected": _by_key_head},
+    tensors={**_HYBRID, **MLP, **_EXPERTS, "delta.projected": by_key_head},
     flags=_with_experts,
 )
 QWEN3_5_VISION = within_vision_model(

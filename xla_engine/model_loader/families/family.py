@@ -27,7 +27,7 @@ class Source:
         (`turned_rows`); None if no rows are reordered.
     offset: added in float32 (Gemma stores norm weights minus one).
     order: the rows that the leaf takes, in the leaf's order; None for all in file order.
-    convert: applied to a block of leading entries before it is split into rows.
+    convert: applied to a block of leading entries, those of `order`, before it is split into rows.
     """
 
     name: str

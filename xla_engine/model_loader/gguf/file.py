@@ -15,10 +15,11 @@ import numpy as np
 import tokenizers
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import FAMILIES, Family
-from xla_engine.model_loader.families.experts import GGUF_EXPERTS, GPT_OSS
+from xla_engine.model_loader.families.experts import GPT_OSS
+from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS
 from xla_engine.model_loader.gguf.parts import parts_of
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
@@ -29,6 +30,8 @@ from xla_engine.utils.shown import shown
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
+_QUERY_BIAS, _OUTPUT_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias"
+_BIASES = {"attention_bias": _OUTPUT_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
 _SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
@@ -42,6 +45,8 @@ class _Architecture:
     fields: fields of config.json that the metadata lack.
     words: names of fields that differ from `_FIELDS`.
     experts: whether some layers have experts.
+    recurrent: whether some layers are DeltaNet layers.
+    biases: flags of config.json by the tensor that shows them.
     """
 
     name: str
@@ -50,6 +55,8 @@ class _Architecture:
     fields: Mapping[str, Any] = field(default_factory=dict)
     words: Mapping[str, str] = field(default_factory=dict)
     experts: bool = False
+    recurrent: bool = False
+    biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
 
 
 _KINDS = (
@@ -65,6 +72,21 @@ _KINDS = (
     _Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
     _Architecture(
         name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}
+    ),
+    _Architecture(
+        name="seed_oss",
+        architecture="SeedOssForCausalLM",
+        biases={**_BIASES, "attention_bias": _QUERY_BIAS, "attention_out_bias": _OUTPUT_BIAS},
+    ),
+    _Architecture(name="ernie4_5", architecture="Ernie4_5ForCausalLM", biases={"use_bias": _QUERY_BIAS}),
+    _Architecture(name="exaone4", architecture="Exaone4ForCausalLM", fields={"sliding_window": None}),
+    _Architecture(name="glm4", architecture="Glm4ForCausalLM", biases={"attention_bias": _QUERY_BIAS}),
+    _Architecture(name="qwen3vl", architecture="Qwen3ForCausalLM"),  # pictures are in a file of their own
+    _Architecture(name="qwen35", architecture="Qwen3_5ForCausalLM", recurrent=True),
+    _Architecture(name="qwen3next", architecture="Qwen3NextForCausalLM", experts=True, recurrent=True),
+    _Architecture(name="qwen35moe", architecture="Qwen3_5MoeForCausalLM", experts=True, recurrent=True),
+    _Architecture(
+        name="qwen3vlmoe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
     ),
     _Architecture(
         name="llama",  # in GGUF, Mixtral is a llama with experts
@@ -109,10 +131,26 @@ _EXPERT_FIELDS = {
     "{arch}.expert_count": "num_experts",
     "{arch}.expert_used_count": "num_experts_per_tok",
     "{arch}.expert_feed_forward_length": "moe_intermediate_size",
+    "{arch}.expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "{arch}.expert_weights_norm": "norm_topk_prob",
+}
+_RECURRENT_FIELDS = {
+    "{arch}.full_attention_interval": "full_attention_interval",
+    "{arch}.ssm.conv_kernel": "linear_conv_kernel_dim",
+    "{arch}.ssm.state_size": "linear_key_head_dim",
+    "{arch}.ssm.group_count": "linear_num_key_heads",
+    "{arch}.ssm.time_step_rank": "linear_num_value_heads",
+    "{arch}.ssm.inner_size": "linear_value_features",
 }
 _ROPE = "{arch}.rope.scaling."
-_HANDLED = {  # below
+_PREDICTS = "{arch}.nextn_predict_layers"
+_SLIDES = "{arch}.attention.sliding_window_pattern"
+_HANDLED = {  # below, or of no account in text
     "{arch}.vocab_size",
+    "{arch}.rope.dimension_sections",
+    "{arch}.n_deepstack_layers",
+    _PREDICTS,
+    _SLIDES,
     "{arch}.attention.value_length",
     "{arch}.rope.dimension_count",
     *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
@@ -140,7 +178,11 @@ def config_fields(file: GgufReader) -> Fields:
     """The metadata as fields of config.json. Raises CheckpointError naming an unsupported key."""
     kind = architecture(file)
     prefix = f"{file.get('general.architecture')}."
-    words = {**_FIELDS, **(_EXPERT_FIELDS if kind.experts else {})}
+    words = {
+        **_FIELDS,
+        **(_EXPERT_FIELDS if kind.experts else {}),
+        **(_RECURRENT_FIELDS if kind.recurrent else {}),
+    }
     known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
     for key, value in file.metadata.items():
         if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
@@ -161,9 +203,8 @@ def config_fields(file: GgufReader) -> Fields:
     # ends of text, turn and message
     ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     values["eos_token_id"] = [number for number in ends if number is not None]
-    for word, tensor in {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_up.bias"}.items():
-        if tensor in file.tensors:
-            values[word] = True
+    values |= {word: tensor in file.tensors for word, tensor in kind.biases.items()}
+    _read_layers(file, values)
     if (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
         if scaling["rope_type"] == "longrope":  # Phi's files repeat it in the outer object
@@ -178,21 +219,56 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
     """Map transformers' names in `wanted` to the file's; an expert's tensor maps to the stacked one and its index."""
     gguf = library()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    layers = _number(file, "{arch}.block_count")
+    layers, predicts = _number(file, "{arch}.block_count"), _number(file, _PREDICTS) or 0
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
     found = {}
     for name in wanted:
-        expert = _EXPERT.fullmatch(name)
-        known = name
+        known = _predicting(name, layers - predicts) if predicts else name
+        expert = _EXPERT.fullmatch(known)
         if expert is not None:
             layer, place, part, suffix = expert.groups()
             known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
-        theirs = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        theirs = (
+            known if known.startswith("blk.") else names.get_name(known, try_suffixes=(".weight", ".bias"))
+        )
         if theirs is not None and theirs not in file.tensors and f"{theirs}.weight" in file.tensors:
             theirs = f"{theirs}.weight"  # attention sinks
         if theirs is not None:
             found[name] = theirs, None if expert is None else int(place)
     return found
+
+
+_PREDICTING = {  # what multi-token prediction has beside a layer
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head_norm.",
+}
+
+
+def _predicting(name: str, first: int) -> str:
+    """The name of a tensor of multi-token prediction, whose layers follow the model's. first: their first index."""
+    if (layer := re.match(r"mtp\.layers\.(\d+)\.", name)) is not None:
+        return f"model.layers.{first + int(layer[1])}.{name[layer.end() :]}"
+    for ours, theirs in _PREDICTING.items():
+        if name.startswith(ours):
+            return f"blk.{first}.nextn.{theirs}{name.removeprefix(ours)}"
+    return name
+
+
+def _read_layers(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read what differs between layers: which of them predict further tokens, slide, or are recurrent."""
+    if predicts := _number(file, _PREDICTS):
+        values["num_hidden_layers"] = (values.get("num_hidden_layers") or 0) - predicts
+    slides = file.get(_SLIDES)
+    if isinstance(slides, list) and values.get("sliding_window"):
+        count = values.get("num_hidden_layers")
+        values["layer_types"] = [SLIDING if each else FULL for each in slides[:count]]
+    elif slides and not isinstance(slides, list):
+        values["sliding_window_pattern"] = _number(file, _SLIDES)
+    features, heads = values.pop("linear_value_features", None), values.get("linear_num_value_heads")
+    if features and heads:
+        values["linear_value_head_dim"] = features // heads
 
 
 def _vocabulary(file: GgufReader) -> int | None:
@@ -341,11 +417,18 @@ class GgufFile:
         return self.reader.weights(tensor_names(self.reader, wanted) if wanted else {})
 
     def as_stored(self, config: ModelConfig, family: Family) -> tuple[ModelConfig, Family]:
-        """Rotary pairs may be adjacent, and norms include their offset."""
-        if family.architecture == GPT_OSS.architecture:
-            family = replace(family, tensors={**family.tensors, **GGUF_EXPERTS})
+        """Rotary pairs may be adjacent, norms include their offset, and some leaves are stored otherwise. Layers
+        that predict further tokens follow the model's, and are not of it."""
+        own = GGUF_TENSORS.get(family.architecture, {})
         interleaved = architecture(self.reader).interleaved or config.rope_interleaved
-        return replace(config, rope_interleaved=interleaved), replace(family, norm_offset=0.0)
+        layers = config.num_hidden_layers
+        further = "|".join(str(layers + each) for each in range(_number(self.reader, _PREDICTS) or 0))
+        return replace(config, rope_interleaved=interleaved), replace(
+            family,
+            norm_offset=0.0,
+            tensors={**family.tensors, **own},
+            ignores=rf"blk\.({further})\..*" if further else family.ignores,
+        )
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
         found = read_tokenizer(self.path.parent)

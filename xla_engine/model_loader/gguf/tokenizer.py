@@ -23,11 +23,13 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_REST_MARKS = _REST.replace(r"\p{L}", r"\p{L}\p{M}", 1)
 _LLAMA3 = rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _WORDS = {
     "llama-bpe": _LLAMA3,
     "dbrx": _LLAMA3,
     "qwen2": rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}|{_REST}",
+    "qwen35": rf"{_CONTRACTION}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}|{_REST_MARKS}",
     "gpt-4o": (
         rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}|{_REST_SLASH}"
     ),
@@ -114,7 +116,7 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
         backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain])
     else:
         raise _inexact(file, f"how it cuts text into words ({name!r}) is not known")
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend

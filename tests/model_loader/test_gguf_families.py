@@ -1,0 +1,126 @@
+"""Families whose GGUF files need more than names: flags that the metadata do not have, windows by layer, DeltaNet
+layers, and layers that predict further tokens. Weights have the bits of the safetensors files they were made of."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.support.gguf_checks import GOLDEN
+from tests.support.gguf_files import Kind, write_gguf, write_random
+from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
+from xla_engine.model_loader.families.gguf_tensors import log_decay
+from xla_engine.runner.drafting.proposers import load_mtp
+
+EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
+PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
+THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 6,
+    **THIRD,
+}
+
+
+def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
+    assert replace(stored.config, rope_interleaved=source.config.rope_interleaved) == source.config, (
+        asdict(stored.config),
+        asdict(source.config),
+    )
+    assert stored.weights.keys() == source.weights.keys()
+    for leaf in source.weights:
+        np.testing.assert_array_equal(stored.weights[leaf], source.weights[leaf], err_msg=leaf)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "extra"),
+    [
+        ("seed_oss", "seed_oss", {}),
+        ("ernie4_5", "ernie4_5", {}),
+        ("exaone4", "exaone4", EXAONE),
+        ("exaone4_full", "exaone4", {}),
+        ("glm4", "glm4", {}),
+        ("qwen3", "qwen3vl", PICTURES),
+        ("qwen3_5", "qwen35", {}),
+        ("qwen3_next", "qwen3next", {}),
+    ],
+)
+def test_a_float32_file_has_the_bits_of_its_source(
+    name: str, arch: str, extra: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(GOLDEN / "families" / name, model)
+    text = (model / "config.json").read_text()
+    (model / "config.json").write_text(  # the one that divisors of frequencies are recognised by
+        re.sub(r'"original_max_position_embeddings": \d+', '"original_max_position_embeddings": 8192', text)
+    )
+    path = write_gguf(model, tmp_path / "m.gguf", arch=arch, extra=extra)
+    assert_same(load_checkpoint(path), load_checkpoint(model, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "fields"),
+    [
+        ("qwen3_5_moe", "qwen35moe", {**THIRD, "linear_num_value_heads": 6}),
+        ("qwen3_5_moe", "qwen35moe", THIRD),  # as many key heads as value heads
+        ("glm4", "glm4", {"attention_bias": False}),
+        ("seed_oss", "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+        ("ernie4_5", "ernie4_5", {"use_bias": True}),
+    ],
+)
+def test_random_weights_too(name: str, arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    model = write_random(tmp_path / "model", name, **fields)
+    path = write_gguf(model, tmp_path / "m.gguf", arch=arch)
+    assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+def test_what_is_dealt_out_by_rows_stays_packed(tmp_path: Path) -> None:
+    """Only the last product of a DeltaNet layer, whose columns the file has in another order, does not."""
+    model = write_random(tmp_path / "model", "qwen3_5", **WIDE)
+    path = write_gguf(model, tmp_path / "m.gguf", arch="qwen35", kind=_kind)
+    stored = load_checkpoint(path).weights.stored  # type: ignore[attr-defined]
+    assert stored["layers.0.delta.projected"] == (("Q8_0", 256), ("Q8_0", 192), ("Q8_0", 6), ("Q8_0", 6))
+    assert "layers.0.delta.output" not in stored and "layers.2.qkv" in stored
+
+
+def _kind(name: str) -> Kind:
+    return Kind.F32 if "ssm_conv1d" in name else Kind.Q8_0
+
+
+@pytest.mark.parametrize(("name", "arch"), [("qwen3_5", "qwen35"), ("qwen3_5_moe", "qwen35moe")])
+def test_the_layer_of_multi_token_prediction_follows_the_model(name: str, arch: str, tmp_path: Path) -> None:
+    model = write_random(tmp_path / "model", name, **THIRD)
+    tensors, size = load_file(model / "model.safetensors"), 36 if "moe" in name else 40
+    draw = np.random.default_rng(0)
+    tensors |= {
+        tensor.replace("model.layers.2.", "mtp.layers.0."): leaf + 1
+        for tensor, leaf in tensors.items()
+        if tensor.startswith("model.layers.2.")
+    }
+    shapes = {"norm": (size,), "pre_fc_norm_embedding": (size,), "pre_fc_norm_hidden": (size,)}
+    for tensor, shape in {**shapes, "fc": (size, 2 * size)}.items():
+        tensors[f"mtp.{tensor}.weight"] = draw.standard_normal(shape).astype(np.float32)
+    save_file(tensors, model / "model.safetensors")
+    path = write_gguf(model, tmp_path / "m.gguf", arch=arch, extra={"nextn_predict_layers": 1})
+    stored, source = load_checkpoint(path), load_checkpoint(model)
+    assert_same(stored, source)
+    assert_same(load_mtp(stored), load_mtp(source))
+
+
+def test_decays_are_what_they_were_in_the_model() -> None:
+    """A logarithm of an exponential loses the last bits, unless one knows how short the numbers were."""
+    draw = np.random.default_rng(0).uniform(-12, 4, 4096).astype(np.float32)
+    short = draw.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(log_decay(-np.exp(short)), short)
+    np.testing.assert_allclose(np.exp(log_decay(-np.exp(draw))), np.exp(draw), rtol=2.0**-20)
