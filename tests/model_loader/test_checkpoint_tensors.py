@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -13,11 +14,44 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.support.checkpoints import CONFIG, MakeModel, assert_refused, tensors_of, write_file
+from xla_engine.model_loader.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "families"
+
+
+def stack_experts(source: Path, directory: Path, *, more: int = 0) -> Path:
+    """A copy of a model whose experts are stacked, as Qwen3.5's are. more: experts that config.json does not have."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for module in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        parts: dict[str, list[np.ndarray]] = {"gate": [], "up": [], "down": []}
+        for part, experts in parts.items():
+            while (name := f"{module}.experts.{len(experts)}.{part}_proj.weight") in tensors:
+                experts.append(tensors.pop(name))
+            experts += experts[:more]
+        gates_and_ups = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        tensors[f"{module}.experts.gate_up_proj"] = np.stack(gates_and_ups)
+        tensors[f"{module}.experts.down_proj"] = np.stack(parts["down"])
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_vision", "qwen3_moe"])
+def test_experts_may_be_stacked(name: str, tmp_path: Path) -> None:
+    """As in the published files of Qwen3.5."""
+    source, stacked = GOLDEN / name, stack_experts(GOLDEN / name, tmp_path / "stacked")
+    wanted, found = (load_checkpoint(path).weights for path in (source, stacked))
+    assert wanted.keys() == found.keys()
+    for leaf in wanted:
+        np.testing.assert_array_equal(found[leaf], wanted[leaf], err_msg=leaf)
+
+
+def test_a_stack_of_more_experts_is_named(tmp_path: Path) -> None:
+    assert_refused(stack_experts(GOLDEN / "qwen3_5_moe", tmp_path / "more", more=1), "_proj' is not part")
 
 
 def test_sizes_that_the_files_do_not_hold_are_never_allocated(make_model: MakeModel) -> None:

@@ -23,7 +23,11 @@ from xla_engine.model_loader.gguf.file import GgufFile
 from xla_engine.model_loader.gguf.parts import SUFFIX, models_among, parts_of, unsplit_name
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.quantised.methods import dequantised, quantisation_fields
-from xla_engine.model_loader.safetensors_files import has_weight_files, open_weight_files
+from xla_engine.model_loader.safetensors_files import (
+    has_weight_files,
+    open_weight_files,
+    with_experts_apart,
+)
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import read_tokenizer
 from xla_engine.utils.did_you_mean import did_you_mean
@@ -82,6 +86,7 @@ class HuggingFaceDirectory:
     def tensors(self, names: Iterable[str] = ()) -> TensorFiles:
         """The weight files; with names, quantised weights are dequantised when they are read."""
         files, wanted = open_weight_files(self.path), set(names)
+        files = with_experts_apart(files, wanted) if wanted else files
         fields = quantisation_fields(self.config_fields()) if wanted else None
         return files if fields is None else dequantised(files, fields, wanted)
 

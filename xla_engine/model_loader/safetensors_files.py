@@ -8,7 +8,8 @@ overflow). Tensors are then read through our own memory maps (`xla_engine.model_
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,30 @@ def open_tensor_file(file: Path) -> TensorFiles:
         raise CheckpointError(f"{file}: no such file. Save as safetensors; pickled weights are never opened")
     _open_file(file, maps, tensors)
     return TensorFiles(maps, tensors)
+
+
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def with_experts_apart(files: TensorFiles, wanted: Iterable[str]) -> TensorFiles:
+    """The files, whose stacks of experts are also there as a tensor of each expert, if those are wanted.
+
+    A stack is `experts.gate_up_proj` `[E, 2 F, D]`, gates first, or `experts.down_proj` `[E, D, F]` (Qwen3.5).
+    """
+    tensors, taken = dict(files.tensors), Counter[str]()
+    for name in wanted:
+        if name in tensors or (expert := _EXPERT.fullmatch(name)) is None:
+            continue
+        module, place, part = expert[1], int(expert[2]), expert[3]
+        stack = f"{module}{'down' if part == 'down' else 'gate_up'}_proj"
+        info = files.tensors.get(stack)
+        if info is None or len(info.shape) != 3 or place >= info.shape[0]:
+            continue
+        own = info.part(place)
+        tensors[name] = own if part == "down" else own.half(part == "up")
+        taken[stack] += tensors[name].size
+    whole = {stack for stack, size in taken.items() if size == files.tensors[stack].size}
+    return files.with_computed({name: info for name, info in tensors.items() if name not in whole}, {}, "")
 
 
 def _open_file(file: Path, maps: dict[Path, mmap.mmap], tensors: dict[str, TensorInfo]) -> None:

@@ -56,6 +56,12 @@ class TensorInfo:
         size = self.size // self.shape[0]
         return replace(self, shape=self.shape[1:], start=self.start + index * size, size=size)
 
+    def half(self, second: bool) -> TensorInfo:
+        """The first or the second half of its rows."""
+        rows, size = self.shape[0] // 2, self.size // self.shape[0]
+        first = rows if second else 0
+        return replace(self, shape=(rows, *self.shape[1:]), start=self.start + first * size, size=rows * size)
+
 
 class Computed(Protocol):
     """A tensor that is computed from stored ones; the dtype of its `info` names their form."""
