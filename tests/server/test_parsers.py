@@ -185,6 +185,5 @@ def test_the_template_tells_the_format() -> None:
     assert Dialect.of("... <tool_call> ... <think>") == Dialect(tools="hermes", reasoning="think")
     assert Dialect.of("<|channel|>") == Dialect(tools="harmony", reasoning="harmony")
     assert Dialect.of("<tool_call>", "mistral", "none") == Dialect(tools="mistral")
-    assert (
-        Dialect.of("plain") == Dialect.of("<tool_call>{name}<arg_key>") == Dialect(tools="json")
-    )  # GLM's is json
+    assert Dialect.of("plain") == Dialect(tools="json")
+    assert Dialect.of("<tool_call>{name}<arg_key>") == Dialect(tools="glm")

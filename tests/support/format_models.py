@@ -43,6 +43,14 @@ FORMATS = {
     "qwen3_coder": FormatTokens(
         special=_CHATML, text=("<tool_call>", "</tool_call>", *_THINK), ends=_CHATML[1:], sign="<function="
     ),
+    "glm": FormatTokens(  # GLM 4.5 to 4.7
+        special=("<|user|>", "<|assistant|>", "<|observation|>"),
+        text=(
+            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), *_THINK
+        ),
+        ends=("<|user|>", "<|observation|>"),
+        sign="<arg_key> <think>",
+    ),
     "llama3": FormatTokens(
         special=("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
         ends=("<|eom_id|>", "<|eot_id|>"),

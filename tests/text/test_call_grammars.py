@@ -39,7 +39,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "any.thing", "parameters": {"type": "object"}}},
 ]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-FORMATS = ("hermes", "qwen3_coder", "llama3", "mistral", "harmony")
+FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "harmony")
 
 
 @cache
@@ -105,6 +105,15 @@ def call(name: str, arguments: Any, *, function: str = "weather", style: int = 0
             for key, value in members
         ]
         return f"<tool_call>\n<function={function}>\n{''.join(parts)}</function>\n</tool_call>"
+    if name == "glm":
+        members = list(arguments.items())[:: -1 if style % 2 else 1]
+        line = "" if style % 3 == 2 else "\n"  # GLM 4.7 writes no line breaks
+        parts = [
+            f"<arg_key>{key}</arg_key>{line}"
+            f"<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>{line}"
+            for key, value in members
+        ]
+        return f"<tool_call>{function}{line}{''.join(parts)}</tool_call>"
     if name == "llama3":
         given = given.replace("arguments", "parameters")
         return [given, f"<|python_tag|>{given}", f"<|python_tag|>{turned}<|eom_id|>"][style % 3]
@@ -140,7 +149,7 @@ def test_a_call_that_fits_is_accepted_as_it_is_written(
     text = call(name, {"city": city, "days": days}, style=style)
     if (
         data.draw(st.booleans())
-        and name in ("hermes", "qwen3_coder", "mistral")
+        and name in ("hermes", "qwen3_coder", "glm", "mistral")
         and not (name == "hermes" and style % 3 == 2)
     ):
         text = (
@@ -186,7 +195,7 @@ def test_text_without_calls_is_free(name: str, text: str) -> None:
     assert accepted(name, params, ids_of(name, text))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "glm", "llama3", "mistral"])
 @pytest.mark.parametrize(
     "text", ["{}", "```json\n{}\n```", "I call it: {}; done", '{{"name": "Bob"}} {}', "{0}\n{0}"]
 )
@@ -213,6 +222,33 @@ def test_code_after_the_tag_of_llama_is_no_call() -> None:
     )
     two = call("llama3", GOOD, style=0) + "; " + call("llama3", GOOD, style=0)
     assert accepted("llama3", params, ids_of("llama3", two))
+
+
+def test_texts_of_an_enum_and_values_in_json_are_held_in_the_tags_of_glm() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "unit": {"enum": ["C", "F"]},
+            "place": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        },
+        "required": ["unit"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
+    params = constraint("glm", tools=tools)
+    assert params is not None
+    for arguments, good in (
+        ({"unit": "C"}, True),
+        ({"unit": "K"}, False),
+        ({"unit": "\nC"}, False),
+        ({}, False),
+        ({"unit": "F", "place": {"x": 1.5}}, True),
+        ({"unit": "F", "place": None}, True),
+        ({"unit": "F", "place": {"y": 1}}, False),
+        ({"unit": "F", "other": 1}, False),
+    ):
+        text = call("glm", arguments, function="f")
+        assert accepted("glm", params, ids_of("glm", text)) is good, text
 
 
 def test_without_a_strict_tool_nothing_is_held() -> None:
@@ -243,7 +279,7 @@ def test_with_a_format_the_answer_is_calls_or_has_the_format(name: str, strict: 
     assert accepted(name, params, ids_of(name, answer('{"ok":true}')))
     for wrong in ("Hello", '{"ok":1}', '{"ok":true,"x":1}'):
         assert not accepted(name, params, ids_of(name, answer(wrong)))
-    if name in ("hermes", "llama3", "mistral"):  # a call without tags
+    if name in ("hermes", "glm", "llama3", "mistral"):  # a call without tags
         bare = json.dumps({"name": "weather", "arguments": GOOD})
         assert accepted(name, params, ids_of(name, bare))
 
@@ -361,5 +397,8 @@ def test_a_tool_without_parameters_has_no_arguments(parameters: Any) -> None:
 def test_schemas_that_are_too_large_to_hold_are_not_refused() -> None:
     large = {"type": "object", "properties": {f"p{n}": {"enum": ["x" * 50]} for n in range(6000)}}
     tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": large}}]
-    for name in set(FORMATS) - {"qwen3_coder"}:  # which has 64 parameters at most, and leaves more free
+    for name in set(FORMATS) - {
+        "qwen3_coder",
+        "glm",
+    }:  # which has 64 parameters at most, and leaves more free
         assert constraint(name, tools=tools) is None

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
@@ -268,14 +269,37 @@ def _harmony(tools: Offer, answer: str | None) -> str:
     return start + call + _HARMONY + _COMMON_TEXT + "".join(_arguments(tools))
 
 
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """How a dialect writes parameters whose values are text between tags, as terms of a rule.
+
+    opens: what comes before the value of a parameter whose name stands for `{}`. any_: the same for any name. close:
+    what ends a value. around: expression of the line breaks that may surround a value and are not part of it.
+    """
+
+    opens: str
+    any_: str
+    close: str
+    around: str
+
+    def any_parameter(self) -> str:
+        """The rules `any_parameter`, and `text` for a value that is text, with what ends it."""
+        end = self.close.replace("/", r"\/")
+        return f"any_parameter: {self.any_} text WS?\ntext[lazy]: /(.|\\n)*{end}/\n"
+
+
+_QWEN = _Tagged('"<parameter={}>"', r"/<parameter=[^>\n]+>/", "</parameter>", r"/\n?/")
+_GLM = _Tagged(
+    '"<arg_key>{}</arg_key>" WS? "<arg_value>"',
+    r'/<arg_key>[^<\n]+<\/arg_key>/ WS? "<arg_value>"',
+    "</arg_value>",
+    "",
+)
+
+
 def _qwen3_coder(tools: Offer, answer: str | None) -> str:
     """Values between tags: text is free, anything else is JSON. Parameters come in any order. The tags around a
     function may lack; one with another name is text."""
-    functions = [
-        f"{_quoted(f'{name}>')} WS? parameters_{number} {_quoted('</function>')}"
-        for number, name in enumerate(tools.schemas)
-    ]
-    rules = "".join(_parameters(tools, name, number) for number, name in enumerate(tools.schemas))
     names = "|".join(map(re.escape, tools.schemas))
     if answer is not None:
         start = (
@@ -288,18 +312,35 @@ opened[lazy]: /(.|\n)*<function=/
 OTHER_NAME: /[^>]*>/ & ~/({names})>/
 REST: /(.|\n)+/ & ~/(.|\n)*<function=(.|\n)*/
 """
-    return (
-        start
-        + "function: "
-        + "\n  | ".join(functions)
-        + "\n"
-        + rules
-        + _COMMON_TEXT
-        + "any_parameter: /<parameter=[^>\\n]+>/ text WS?\ntext[lazy]: /(.|\\n)*<\\/parameter>/\n"
-    )
+    return start + _tagged_functions(tools, "{}>", "</function>", _QWEN) + _COMMON_TEXT
 
 
-def _parameters(tools: Offer, name: str, number: int) -> str:
+def _glm(tools: Offer, answer: str | None) -> str:
+    """Calls between `<tool_call>` and its closing tag: the name, then values between tags as in `_qwen3_coder`."""
+    functions = _tagged_functions(tools, "{}", "</tool_call>", _GLM)
+    if answer is not None:
+        start = f'start: answer | {_SLIPS} | WS? ("<tool_call>" WS? function WS?)+\n'
+        return start + functions + _json_rules(tools)
+    start = r"""start: (slip | opened WS? function)* REST?
+opened[lazy]: /(.|\n)*<tool_call>/
+"""
+    return start + functions + _free_rules(tools, "<tool_call>") + _json_rules(tools)
+
+
+def _tagged_functions(tools: Offer, head: str, end: str, tags: _Tagged) -> str:
+    """The rule `function`: a call with values between tags, from its name on.
+
+    head: of a call, with `{}` for the name. end: of a call.
+    """
+    functions = [
+        f"{_quoted(head.format(name))} WS? parameters_{number} {_quoted(end)}"
+        for number, name in enumerate(tools.schemas)
+    ]
+    rules = "".join(_parameters(tools, name, number, tags) for number, name in enumerate(tools.schemas))
+    return "function: " + "\n  | ".join(functions) + "\n" + rules + tags.any_parameter()
+
+
+def _parameters(tools: Offer, name: str, number: int, tags: _Tagged) -> str:
     """The rule of a function's parameters: each of those that its schema lists at most once, and all required ones."""
     schema, rule = tools.schemas[name], f"parameters_{number}"
     properties, required = schema.get("properties"), schema.get("required")
@@ -318,10 +359,9 @@ def _parameters(tools: Offer, name: str, number: int) -> str:
     kinds = argument_kinds(schema)
     lines = [f'{rule}_more::_: "" %if {_all_set([n for n, key in enumerate(properties) if key in required])}']
     for bit, (key, each) in enumerate(properties.items()):
-        value = _value(name, each, schema, kinds.get(key, ANY))
-        lines.append(
-            f"  | {_quoted(f'<parameter={key}>')} {value} WS? {rule}_more::set_bit({bit}) %if bit_clear({bit})"
-        )
+        opens = tags.opens.replace("{}", _quoted(key)[1:-1])
+        value = _value(name, each, schema, kinds.get(key, ANY), tags)
+        lines.append(f"  | {opens} {value} WS? {rule}_more::set_bit({bit}) %if bit_clear({bit})")
     return f"{rule}: {rule}_more::0x0\n" + "\n".join(lines) + "\n"
 
 
@@ -332,18 +372,19 @@ def _all_set(bits: list[int]) -> str:
     return found
 
 
-def _value(name: str, schema: Any, root: Mapping[str, Any], allowed: Kinds) -> str:
+def _value(name: str, schema: Any, root: Mapping[str, Any], allowed: Kinds, tags: _Tagged) -> str:
     """What may stand between the tags, with the closing one."""
+    close = _quoted(tags.close)
     schema = schema if isinstance(schema, Mapping) else {}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
-        return rf'/\n?/ ({" | ".join(map(_quoted, values))}) /\n?/ "</parameter>"'
+        return f"{tags.around} ({' | '.join(map(_quoted, values))}) {tags.around} {close}"
     if not allowed or "string" in allowed:
         return "text"
     definitions = {
         key: root[key] for key in ("$defs", "definitions") if key in root and "$ref" in json.dumps(schema)
     }
-    return f'WS? {_schema(name, {**definitions, **schema})} WS? "</parameter>"'
+    return f"WS? {_schema(name, {**definitions, **schema})} WS? {close}"
 
 
 def _quoted(text: str) -> str:
@@ -353,6 +394,7 @@ def _quoted(text: str) -> str:
 _DIALECTS: dict[str, Callable[[Offer, str | None], str]] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,
+    "glm": _glm,
     "mistral": _mistral,
     "llama3": lambda tools, answer: _bare(tools, answer, "<|python_tag|>"),
     "json": _bare,

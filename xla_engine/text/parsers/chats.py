@@ -26,7 +26,7 @@ from xla_engine.utils.shown import shown
 
 # Each makes parsers from the offered tools' schemas and, if they are at hand, `Tools.kinds`.
 TOOL_PARSERS: dict[str, Callable[..., Parser]] = {
-    **dict.fromkeys(("hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "json"), tool_calls),
+    **dict.fromkeys(("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "json"), tool_calls),
     "harmony": lambda *tools: harmony(tools[0], partial(tool_calls, *tools)),
 }
 REASONING_PARSERS = ("think", "harmony")
@@ -34,7 +34,7 @@ _SIGNS = (
     ("harmony", "<|channel|>"),
     ("mistral", "[TOOL_CALLS]"),
     ("qwen3_coder", "<function="),
-    ("json", "<arg_key>"),  # GLM's
+    ("glm", "<arg_key>"),
     ("hermes", "<tool_call>"),
     ("llama3", "<|python_tag|>"),
     ("llama3", '{"name": function name, "parameters":'),
@@ -52,7 +52,7 @@ class Dialect:
     @classmethod
     def of(cls, template: str, tools: str = "auto", reasoning: str = "auto") -> Dialect:
         """The given formats; "auto" infers one from the chat template, "none" disables it. The format of calls of an
-        unknown template is "json": there is no grammar for `strict`, but calls are read in all forms."""
+        unknown template is "json"; calls are read in all forms, whatever the format."""
         found = next((name for name, sign in _SIGNS if sign in template), None)
         thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
         return cls(
