@@ -38,6 +38,7 @@ from xla_engine.prompts import (
     TextPair,
     chat_prompt,
     conversations,
+    is_pictured,
     pair_messages,
     per_prompt,
     prompt_list,
@@ -134,6 +135,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
+        receipts: bool = False,
         **options: Unpack[SharedOptions],
     ) -> RequestOutputs:
         """Complete all prompts; results in the order of the prompts.
@@ -144,6 +146,8 @@ class LLM:
             use_tqdm: show a progress bar.
             priority: -10 (first) to 10, one for all or one per prompt.
             lora_request: an adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
+            receipts: keep each request with its output, so that `xla_engine.receipts.save` can write files for an
+                audit. Prompts are without pictures and adapters then; `xla_engine.receipts.write` takes those.
             options: `deadline_s`, `queue_timeout_s` and `cache_salt`; see `xla_engine.engine.protocol.SharedOptions`.
 
         Raises InvalidRequestError, naming the first invalid prompt, before any prompt runs.
@@ -151,7 +155,13 @@ class LLM:
         check_options("generate", options)
         many = prompt_list(prompts)
         return self._complete(
-            many, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request, **options
+            many,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            receipts=receipts,
+            priority=priority,
+            lora_request=lora_request,
+            **options,
         )
 
     @overload
@@ -181,6 +191,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         lora_request: Adapter = None,
+        receipts: bool = False,
         **options: Any,
     ) -> RequestOutputs | Iterator[RequestOutput]:
         """Answer one conversation or a list of them; results in their order.
@@ -189,7 +200,7 @@ class LLM:
             messages: dicts with "role" and "content", or a list of such lists.
             sampling_params: as in `generate`; None: without a limit, to the end of the model's turn.
             stream: yield cumulative outputs as tokens arrive, as `stream` does.
-            use_tqdm, priority, lora_request: as in `generate`.
+            use_tqdm, priority, lora_request, receipts: as in `generate`; a stream has no receipts.
             options: those of `generate`; `chat_template`, jinja2 source that replaces the checkpoint's; and `tools`,
                 `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`, as in
                 `xla_engine.text.chat_template.render_chat`.
@@ -207,9 +218,11 @@ class LLM:
                 raise type(error)(f"conversation {index}: {error}") from error
         given = self.engine.default_params.for_chat() if sampling_params is None else sampling_params
         shared |= {"priority": priority, "lora_request": lora_request, "add_special_tokens": False}
-        if stream:
-            return (output for _, output in self._run(prompts, given, only_finished=False, **shared))
-        return self._complete(prompts, given, use_tqdm=use_tqdm, **shared)
+        if not stream:
+            return self._complete(prompts, given, use_tqdm=use_tqdm, receipts=receipts, **shared)
+        if receipts:
+            raise InvalidRequestError("a stream has no receipts; leave out stream")
+        return (output for _, output in self._run(prompts, given, only_finished=False, **shared))
 
     def stream(
         self,
@@ -261,8 +274,9 @@ class LLM:
         encode = None if self.tokenizer is None else self.tokenizer.encode
         pairs = score_requests(contexts, continuations, encode)
         prompts, params = [ids for ids, _ in pairs], [each for _, each in pairs]
-        given = {"priority": priority, "lora_request": lora_request, **options}
-        outputs = self._complete(list(prompts), params, use_tqdm=use_tqdm, **given)
+        outputs = self._complete(
+            list(prompts), params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request, **options
+        )
         return [score_of(output, each.logprobs_start) for output, each in zip(outputs, params, strict=True)]
 
     def embed(
@@ -397,13 +411,51 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None,
         *,
         use_tqdm: bool,
+        receipts: bool = False,
         **options: Any,
     ) -> RequestOutputs:
+        if receipts and (options.get("lora_request") is not None or any(map(is_pictured, prompts))):
+            raise InvalidRequestError(
+                "receipts of prompts with pictures or adapters are written by xla_engine.receipts.write, whose "
+                "requests name them"
+            )
         found = self._run(prompts, sampling_params, only_finished=True, **options)
         outputs = _in_order(found, len(prompts), use_tqdm=use_tqdm)
         if sampling_params is None and not self._told_of_cuts:
             self._tell_of_cuts(outputs)
-        return outputs
+        return self._with_requests(outputs, sampling_params) if receipts else outputs
+
+    def _with_requests(
+        self, outputs: RequestOutputs, sampling_params: Params | Sequence[Params] | None
+    ) -> RequestOutputs:
+        """The outputs with their requests: all fields are given, and prompts are token ids."""
+        from xla_engine.openai.requests import line_of
+
+        longest = int(self.engine.limits()["max_model_len"])
+        return RequestOutputs(
+            replace(
+                output,
+                request=line_of(
+                    output.request_id,
+                    output.prompt_token_ids,
+                    params.clone(
+                        seed=self.engine.seed_of(output.request_id, params),
+                        max_tokens=params.max_tokens or longest - len(output.prompt_token_ids),
+                        truncate_prompt_tokens=None,
+                    ),
+                ),
+            )
+            for output, params in zip(outputs, self._params_of(sampling_params, len(outputs)), strict=True)
+        )
+
+    def _params_of(
+        self, sampling_params: Params | Sequence[Params] | None, count: int
+    ) -> list[SamplingParams]:
+        """The parameters of each of `count` prompts."""
+        given = self.engine.default_params if sampling_params is None else sampling_params
+        return [
+            sampling_params_of(each) for each in per_prompt("sampling_params", given, SamplingParams, count)
+        ]
 
     def _tell_of_cuts(self, outputs: list[RequestOutput]) -> None:
         """Log once that texts of a caller without parameters ended at the default `max_tokens`."""
@@ -429,11 +481,7 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, output) until all have ended; abort the others if the caller stops early."""
         collector = OutputCollector(every_token=not only_finished)
-        given = self.engine.default_params if sampling_params is None else sampling_params
-        params = [
-            sampling_params_of(each)
-            for each in per_prompt("sampling_params", given, SamplingParams, len(prompts))
-        ]
+        params = self._params_of(sampling_params, len(prompts))
         priorities = per_prompt("priorities", priority, int, len(prompts))
         adapters = per_prompt("lora_requests", lora_request, LoRARequest, len(prompts))
 

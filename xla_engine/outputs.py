@@ -1,7 +1,7 @@
 """The outputs of requests: texts, scores and vectors. Names follow vLLM's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -94,14 +94,13 @@ PER_TOKEN = tuple(each.name for each in fields(CompletionOutput) if each.metadat
 class RequestOutput:
     """One request and its output so far; `finished` is true exactly once per request.
 
-    prompt_logprobs: if `SamplingParams.prompt_logprobs` is given, for each prompt token, the token itself and the n
-        most likely ones by id; None for the first token, which nothing predicts, and for those before
-        `logprobs_start`. Shorter while the prompt is being prefilled.
+    prompt_logprobs: if `SamplingParams.prompt_logprobs` is given, for each prompt token, itself and the n most likely
+        ones by id; None for the first token and those before `logprobs_start`. Shorter during prefill.
     num_cached_tokens: prompt tokens that came from the prefix cache.
-    num_drafted_tokens: draft tokens that were verified for it.
-    num_accepted_tokens: draft tokens that were accepted.
+    num_drafted_tokens, num_accepted_tokens: draft tokens that were verified for it, and those that were accepted.
     pooled: the result of a pooling request, once it has ended; see `LLM.embed`.
     images_sha256: of the tiles of each of the prompt's pictures; another hash means other pixels, not another model.
+    request: the request as a line of a batch file, with the seed that it had; None unless receipts were asked for.
     """
 
     request_id: str
@@ -117,6 +116,7 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     pooled: tuple[float, ...] | None = None
     images_sha256: tuple[str, ...] = ()
+    request: Mapping[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -221,12 +221,12 @@ def score_of(output: RequestOutput, begin: int) -> Score:
         raise InvalidRequestError(
             f"request {output.request_id} was not scored: {output.error or 'it was aborted'}"
         )
-    tokens = [each[token] for each, token in zip(found, ids, strict=True)]
+    logprobs = tuple(each[token].logprob for each, token in zip(found, ids, strict=True))
     return Score(
-        logprob=sum(each.logprob for each in tokens),
+        logprob=sum(logprobs),
         is_greedy=all(len(each) == 1 for each in found),  # the most likely token is the token itself
         token_ids=tuple(ids),
-        token_logprobs=tuple(each.logprob for each in tokens),
+        token_logprobs=logprobs,
         num_cached_tokens=output.num_cached_tokens,
     )
 

@@ -230,6 +230,13 @@ def pictures_of(data: object) -> tuple[Picture, ...]:
     )
 
 
+def is_pictured(prompt: Prompt) -> bool:
+    """Whether a prompt has pictures, read or not."""
+    return isinstance(prompt, PicturedPrompt) or (
+        isinstance(prompt, Mapping) and bool(pictures_of(prompt.get("multi_modal_data")))
+    )
+
+
 def chat_prompt(
     render: Callable[..., str], messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> str | TextPrompt:

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from xla_engine import receipts
+from tests.support.instruction_sets import HAS_KERNELS
+from xla_engine import LLM, SamplingParams, receipts
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import OutputError
+from xla_engine.equivalence.cases import draw_cases
+from xla_engine.errors import InvalidRequestError, OutputError, ReceiptError
+from xla_engine.prompts import Prompt
 
 REQUESTS = [
     {"custom_id": "a", "prompt": "def main(", "max_tokens": 6, "temperature": 0},
@@ -45,6 +48,29 @@ def test_what_is_written_is_verified_without_a_model(tmp_path: Path) -> None:
 def test_the_plugin_does_not_import_jax() -> None:
     code = "import sys, xla_engine.receipts.pytest_plugin; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="only the C++ kernels verify what they decoded")
+def test_outputs_of_python_are_saved_and_audited(embedded: XlaBatchEngine, tmp_path: Path) -> None:
+    """Fields of every kind, also those that the run of a file would take from the model: all stand in the requests."""
+    llm, out, kept = LLM.from_engine(embedded), tmp_path / "out.jsonl", tmp_path / "receipts.jsonl"
+    drawn = draw_cases(embedded, 12, 5, every_field=True)
+    prompts: list[Prompt] = ["def main(", {"prompt": "import os"}, *(case.prompt_token_ids for case in drawn)]
+    params = [
+        SamplingParams(max_tokens=None, stop=["\n"]),
+        SamplingParams(n=2, logprobs=1, truncate_prompt_tokens=1),
+        *(case.params for case in drawn),
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False, receipts=True)
+    late = llm.generate("x =", {"max_tokens": 99}, use_tqdm=False, receipts=True, deadline_s=1e-9)
+    receipts.save(embedded, [*outputs, *late], out, kept)
+    report = receipts.audit(out, kept, max_num_seqs=2)
+    assert report.ok, report.lines()
+    assert (report.answers, report.errors, report.checked) == (15, 1, 14)
+    with pytest.raises(ReceiptError, match="receipts=True"):
+        receipts.save(embedded, llm.generate("x", use_tqdm=False), tmp_path / "a", tmp_path / "b")
+    with pytest.raises(InvalidRequestError, match="pictures"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": b""}}, receipts=True)
 
 
 @pytest.mark.full

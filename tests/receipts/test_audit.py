@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from tests.support.instruction_sets import HAS_KERNELS
 from tests.support.models import TINY_ENGINE, tiny_checkpoint
-from tests.support.receipts import Record, audited, forge, line_of, run, write
+from tests.support.receipts import Record, audited, forge, run, write
 from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
+from xla_engine.openai.requests import line_of
 from xla_engine.receipts.claimed import Departure, first_departure
 from xla_engine.receipts.recompute import DRAFTS, audit_files
 
@@ -49,7 +50,7 @@ def lines_of(engine: XlaBatchEngine, count: int, seed: int) -> list[Record]:
     """Drawn lines of all sampling fields that need no text; some have n answers or several prompts."""
     draw = random.Random(seed)
     lines = [
-        line_of(case)
+        line_of(case.request_id, case.prompt_token_ids, case.params)
         for case in draw_cases(engine, count, seed, every_field=True)
         if len(case.prompt_token_ids) < 150
     ]

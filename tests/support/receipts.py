@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from xla_engine.batch.run import BatchRun
 from xla_engine.batch.signatures import Signer
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.identity import tokens_sha256
-from xla_engine.equivalence.cases import Case
 from xla_engine.openai.results import ResultHeader
 from xla_engine.receipts.recompute import audit_files
 from xla_engine.receipts.report import AuditReport
-from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.json_line import dump_line
 
 Record = dict[str, Any]
@@ -40,18 +38,6 @@ class Job:
         texts = (self.results.read_text(), self.receipts.read_text())
         answers, receipts = ([json.loads(line) for line in text.splitlines()] for text in texts)
         return answers, receipts
-
-
-def line_of(case: Case) -> Record:
-    """The line of a drawn request."""
-    given = {}
-    for each in fields(SamplingParams):
-        value = getattr(case.params, each.name)
-        default = each.default if each.default is not MISSING else None
-        if value != default and value not in ((), {}):
-            given[each.name] = dict(value) if isinstance(value, Mapping) else value
-    given = json.loads(json.dumps(given, default=list))
-    return {"custom_id": case.request_id, "prompt": list(case.prompt_token_ids), **given}
 
 
 def run(

@@ -21,8 +21,8 @@ Without `max_tokens`, a completion has at most 16 tokens and a chat as many as f
 The answer to each is an OpenAI Batch output line (`xla_engine.openai.results`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError, XlaEngineError
@@ -47,7 +47,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.fill_in import FillIn
 from xla_engine.text.parsers.chats import Chat, Dialect, Reading, take_chat
 from xla_engine.utils.did_you_mean import did_you_mean
-from xla_engine.utils.json_line import kind, load_object
+from xla_engine.utils.json_line import dump_line, kind, load_object
 from xla_engine.utils.plain import integer_of
 from xla_engine.utils.shown import shown
 
@@ -167,6 +167,15 @@ def custom_id_of(raw: bytes | None, line: int) -> str:
         return custom_id_in(record) or f"line-{line}"
     except InvalidRequestError:
         return f"line-{line}"
+
+
+def line_of(custom_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    """The plain line that asks for `params`, as JSON values. It gives every number, so that no default of a model or
+    a run applies."""
+    numbers = {each.name: getattr(params, each.name) for each in fields(params)}
+    numbers = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    record = {"custom_id": custom_id, "prompt": prompt_token_ids, **numbers, **params.to_mapping()}
+    return dict(load_object(dump_line(record)))
 
 
 def parse_record(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from xla_engine.batch.signatures import read_public_key
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.open_engine import EngineClient, engine_config
+from xla_engine.outputs import RequestOutput
 from xla_engine.receipts.files import check_files
 from xla_engine.receipts.recompute import audit_files
 from xla_engine.receipts.report import AuditReport
-from xla_engine.receipts.writing import write_answers
+from xla_engine.receipts.writing import save_outputs, write_answers
 
 
 def write(
@@ -38,6 +39,29 @@ def write(
     Raises OutputError, ReceiptError and OSError. A request that fails has an error in `results`.
     """
     write_answers(engine, requests, Path(results), Path(receipts), sign=sign, defaults=defaults or {})
+
+
+def save(
+    engine: EngineClient,
+    outputs: Sequence[RequestOutput],
+    results: Path | str,
+    receipts: Path | str,
+    *,
+    sign: Path | str | None = None,
+) -> None:
+    """Write outputs of `LLM.generate(..., receipts=True)`, and their receipts, as `xla-engine run --receipts` does.
+
+    Arguments:
+        engine: that of the `LLM`, with the weights that it had then.
+        outputs: of one call or of several, in the order of the lines. The text of a prompt is not in the files: their
+            requests have its token ids.
+        results, receipts: the files to write; they must not exist.
+        sign: the file of an Ed25519 private key.
+
+    Raises OutputError, ReceiptError and OSError. An output without an answer, such as an aborted one, is an error in
+    `results`.
+    """
+    save_outputs(engine, outputs, Path(results), Path(receipts), sign=sign)
 
 
 def verify(results: Path | str, receipts: Path | str, *, public_key: str | None = None) -> AuditReport:
