@@ -136,7 +136,7 @@ def test_a_message_in_any_role_is_shown_or_refused(name: str, role: str) -> None
         try:
             prompt = render_chat(messages, TEMPLATES[name])
         except ChatTemplateError as error:
-            assert role not in ("developer", "system") or messages[0]["role"] == "user", error
+            assert role not in ("developer", "system"), error
         else:
             assert all(message["content"] in prompt for message in messages)
 
@@ -148,6 +148,59 @@ def test_a_developer_is_the_system_unless_the_template_knows_one() -> None:
         assert render_chat(messages, source) == render_chat(as_system, source)
     knows = "{% for m in messages %}{{ 'D:' if m.role == 'developer' else 'o:' }}{{ m.content }} {% endfor %}"
     assert render_chat(messages, knows) == "D:Be short. o:hello "
+
+
+LATE = [  # a conversation, and what the strict template shows; s and d are instructions, c a call, t its result
+    ("sus", "S:0 U:1 2"),
+    ("susu", "S:0 U:1 U:2 3"),
+    ("suasu", "S:0 U:1 A:2 U:3 4"),
+    ("suas", "S:0 U:1 A:2 U:3"),
+    ("udau", "U:0 1 A:2 U:3"),
+    ("suacstau", "S:0 U:1 A:2 C:c3 T:5 U:4 A:6 U:7"),
+    ("ssuddau", "S:0 1 U:2 3 4 A:5 U:6"),
+    ("s", "S:0"),
+    ("uu", "U:0 U:1"),
+]
+
+
+@pytest.mark.parametrize(("roles", "shown"), LATE)
+def test_a_late_system_message_is_told_by_the_user_where_it_stands(roles: str, shown: str) -> None:
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    messages: list[dict[str, Any]] = []
+    for number, role in enumerate(roles):
+        if role == "c":
+            call = {"id": f"call_{number}", "type": "function", "function": {"name": f"c{number}"}}
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            messages.append({"role": names[role], "content": str(number)})
+        if role == "t":
+            messages[-1]["tool_call_id"] = "call_3"
+    assert "".join(render_chat(messages, STRICT).split()) == shown.replace(" ", "")
+
+
+NO_SYSTEM = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('system') }}{% endif %}
+{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}
+{{ m.role[0] }}:{{ m.content }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("roles", "shown"),
+    [
+        ("s", "u:0"),
+        ("su", "u:0 1"),
+        ("sua", "u:0 1 a:2"),
+        ("uu", "u:0 1"),
+        ("uuaau", "u:0 1 a:2 3 u:4"),
+        ("suaus", "u:0 1 a:2 u:3 4"),
+        ("suasas", "u:0 1 a:2 u:3 a:4 u:5"),
+        ("sa", "u:0 a:1"),
+    ],
+)
+def test_user_and_assistant_take_turns_if_the_template_wants_it(roles: str, shown: str) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(number)} for number, role in enumerate(roles)]
+    assert render_chat(messages, NO_SYSTEM).split() == shown.split()
 
 
 def test_arguments_are_json_or_the_text_that_they_are() -> None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from xla_engine.errors import InvalidRequestError
@@ -21,6 +21,7 @@ from xla_engine.utils.shown import shown
 Message = Mapping[str, Any]
 
 IMAGE_PART = {"type": "image"}
+INSTRUCTIONS = ("system", "developer")  # roles
 CUSTOM_INPUT = "input"  # the one argument of a custom tool, which is a text
 ARGUMENTS = "arguments"  # the name under which a template that needs an object gets arguments that are none
 _TEXTS = ("text", "input_text", "output_text")
@@ -160,14 +161,19 @@ def forms(messages: list[dict[str, Any]], *, knows_developer: bool) -> Iterator[
     knows_developer: whether the template has a role "developer"; otherwise this is a system message, as at OpenAI.
     """
     begin = messages if knows_developer else _developers_as_system(messages)
-    has_system = messages[0]["role"] in ("system", "developer")
+    roles = [message["role"] for message in messages]
     has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-    leads = (_same, _one_system, _system_of_user) if has_system else (_same,)
+    leads = (_same, _one_system, _system_of_user) if roles[0] in INSTRUCTIONS else (_same,)
+    repeats = any(one == other and one in ("user", "assistant") for one, other in pairwise(roles))
+    is_late = any(role in INSTRUCTIONS for role in roles[_leading(messages) :])
+    orders = (_same, _late_of_users, _alternating) if is_late or repeats else (_same,)
     if not has_calls:
-        yield from (lead(begin) for lead in leads)
+        yield from (order(lead(begin)) for lead, order in product(leads, orders))
         return
-    for lead, calls in product(leads, (_same, _one_call_each, _calls_as_text, _results_of_users)):
-        told = calls(lead(begin))
+    for lead, calls, order in product(
+        leads, (_same, _one_call_each, _calls_as_text, _results_of_users), orders
+    ):
+        told = calls(order(lead(begin)))
         yield told
         for empty, arguments in product((False, True), (_same_arguments, _as_text, _as_object)):
             yield [_shaped(message, arguments, empty=empty) for message in told]
@@ -185,22 +191,72 @@ def _developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The system messages at the beginning as one."""
-    found = _developers_as_system(messages)
-    leading = next((n for n, each in enumerate(found) if each["role"] != "system"), len(found))
+    found, leading = _developers_as_system(messages), _leading(messages)
     return found if leading < 2 else [_joined(found[:leading]), *found[leading:]]
 
 
+def _leading(messages: list[dict[str, Any]]) -> int:
+    """The number of system and developer messages at the beginning."""
+    return next((n for n, each in enumerate(messages) if each["role"] not in INSTRUCTIONS), len(messages))
+
+
 def _system_of_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates without system messages: the first ones as the beginning of the user's first message."""
+    """For templates without system messages: the first ones as the beginning of the user's first message, or as a
+    message of the user if none follows them."""
     found = _one_system(messages)
-    if len(found) < 2 or [message["role"] for message in found[:2]] != ["system", "user"]:
-        return found
+    if [message["role"] for message in found[:2]] != ["system", "user"]:
+        return [found[0] | {"role": "user"}, *found[1:]] if found[0]["role"] == "system" else found
     return [_joined(found[:2]) | {"role": "user"}, *found[2:]]
+
+
+def _late_of_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that take system messages at the beginning only: each later one, where it stands, as the beginning
+    of the user's message that follows it; else as the end of the one before it; else as a message of the user.
+
+    One between a call and its results follows the results.
+    """
+    leading = _leading(messages)
+    told, late = messages[:leading], list[dict[str, Any]]()
+    for message in messages[leading:]:
+        if message["role"] in INSTRUCTIONS:
+            late.append(message | {"role": "user"})
+            continue
+        if message["role"] == "user":
+            message, late = _joined([*late, message]) if late else message, []
+        elif message["role"] != "tool":
+            told, late = _with_late(told, late), []
+        told.append(message)
+    return _with_late(told, late)
+
+
+def _with_late(told: list[dict[str, Any]], late: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with others of the user after them."""
+    if not late:
+        return told
+    if told and told[-1]["role"] == "user":
+        return [*told[:-1], _joined([told[-1], *late])]
+    return [*told, _joined(late)]
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates in which user and assistant take turns: their messages that follow one another as one."""
+    told: list[dict[str, Any]] = []
+    for message in _late_of_users(messages):
+        last = told[-1] if told else {}
+        if (
+            message["role"] in ("user", "assistant")
+            and last.get("role") == message["role"]
+            and "tool_calls" not in last
+        ):
+            told[-1] = {**message, **_joined((last, message))}
+        else:
+            told.append(message)
+    return told
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Messages of one role as one message."""
-    contents = [message["content"] for message in messages]
+    contents = [message["content"] or "" for message in messages]
     if all(isinstance(content, str) for content in contents):
         return messages[0] | {"content": "\n\n".join(filter(None, contents))}
     return messages[0] | {"content": [part for content in contents for part in _parts(content)]}
