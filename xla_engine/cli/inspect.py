@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def inspect(model: str | None, as_json: bool, **options: Any) -> None:
     """Show what MODEL is and what it needs on this machine, without reading its weights.
 
-    MODEL is a Hugging Face directory, a .gguf file or an id of the hub (whose files are then downloaded); without it,
-    the small model that ships with the package. The table gives the memory that an engine needs for weights, slots and
-    scratch, by max_model_len and max_num_seqs. Values in brackets exceed the available memory; the last
-    column is the number of slots that fit. After a run of the model on this machine, the last line says how long a
-    thousand more answers would take.
+    MODEL is a Hugging Face directory, a config.json, a .gguf file or an id of the hub (whose files are then
+    downloaded); without it, the small model that ships with the package. The table gives the memory that an engine
+    needs for weights, slots and scratch, by max_model_len and max_num_seqs. Values in brackets exceed the available
+    memory; the last column is the number of slots that fit. After a run of the model on this machine, the last line
+    says how long a thousand more answers would take.
 
     \b
     Exit status: 0 it runs, 1 something is not supported or does not fit, 2 no such model.
@@ -45,10 +45,10 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
         from xla_engine.batch.earlier_runs import LastRun
         from xla_engine.config import EngineConfig
         from xla_engine.environment import embedded_model_directory
-        from xla_engine.model_loader.model_files import open_model
+        from xla_engine.model_loader.config_only import open_named
 
         named = model or embedded_model_directory()
-        files, config = open_model(named), EngineConfig(**options)  # errors show before jax is imported
+        files, config = open_named(named), EngineConfig(**options)  # errors show before jax is imported
         from xla_engine.engine.inspection import inspect_model, report_lines
 
         report, last = inspect_model(files, config), LastRun.of(named)

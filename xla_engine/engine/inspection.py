@@ -17,8 +17,9 @@ from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.images.tower import slices_of, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights
 from xla_engine.model_loader.config_json import overridden, read_model, read_special_tokens
+from xla_engine.model_loader.config_only import ConfigOnly, open_named
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
-from xla_engine.model_loader.model_files import ModelFiles, open_model
+from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.model_loader.pooling import choose_runner, decoder_fields, encoder_options
 from xla_engine.model_loader.quantised.methods import without_method
 from xla_engine.model_loader.tensor_files import TensorFiles, TensorInfo
@@ -92,8 +93,12 @@ class Inspection:
 
 
 def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspection:
-    """Inspect a model without reading its weights. Raises CheckpointError if there is no model."""
-    files = open_model(model)
+    """Inspect a model without reading its weights; a config.json is enough, and `stored` is empty then.
+
+    Raises CheckpointError if there is no model.
+    """
+    files = open_named(model) if isinstance(model, Path | str) else model
+    has_weights = not isinstance(files, ConfigOnly)
     report = Inspection(path=str(files.path))
     read: ModelConfig | None = None
     stored: StoredKinds = {}
@@ -101,7 +106,7 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         names = files.config_fields().values.get("architectures")
         report.architecture = ", ".join(map(str, names)) if isinstance(names, list) else None
     with _problems(report):
-        report.stored = _stored(files.tensors().tensors.values())
+        report.stored = _stored(files.tensors().tensors.values()) if has_weights else {}
     with _problems(report):
         fields = overridden(files.config_fields(), config.hf_overrides or {})
         config = without_method(fields, choose_runner(files, fields, config))
@@ -112,13 +117,8 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         report.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         report.eos_token_ids = read_special_tokens(files, read).eos_token_ids
     with _problems(report):
-        # Checks the tensors against the configuration.
         described = describe_decoder(files, config)
-        checkpoint = load_weights(described)
-        report.dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
-        if isinstance(checkpoint.weights, StoredWeights) and files.path.is_dir():
-            report.quantised = dict(Counter(checkpoint.weights.forms))
-        report.vision = _vision(described)
+        stored = _read_headers(report, described) if has_weights else stored
     with _problems(report):
         tokenizer = Tokenizer.of_model(files)
         report.tokenizer = None if tokenizer is None else tokenizer.vocab_size
@@ -128,6 +128,16 @@ def inspect_model(model: ModelFiles | Path | str, config: EngineConfig) -> Inspe
         with _problems(report):
             _account(report, read, config, stored)
     return report
+
+
+def _read_headers(report: Inspection, model: ModelDescription) -> StoredKinds:
+    """Check the tensors against the configuration, and fill in what they tell."""
+    checkpoint = load_weights(model)
+    report.dtype = checkpoint.dtype
+    if isinstance(checkpoint.weights, StoredWeights) and model.files.path.is_dir():
+        report.quantised = dict(Counter(checkpoint.weights.forms))
+    report.vision = _vision(model)
+    return stored_kinds(checkpoint.weights)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
+from xla_engine.model_loader.families.refused import why_refused
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.quantised.methods import MXFP4, check_quantisation
@@ -188,6 +189,8 @@ def _family(fields: Fields) -> Family:
     remedy = f"Use a checkpoint of: {', '.join(known)}"
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         fields.fail("architectures", f"must be a list of one architecture name. {remedy}")
+    if names[0] not in known and (why := why_refused(names[0])) is not None:
+        fields.fail("architectures", why)
     if names[0] not in known:
         remote = "; the code that its auto_map points to is never run" if "auto_map" in fields.values else ""
         fields.fail("architectures", f"not supported{remote}. {remedy}")

@@ -49,12 +49,15 @@ class ConfigOnly:
         return "float32" if (given.get("dtype") or given.get("torch_dtype")) == "float32" else "bfloat16"
 
 
-def open_shapes(model: Path | str) -> ModelFiles:
-    """As `open_model`, but a config.json, or a directory with one and no weights, is a `ConfigOnly`."""
+def open_named(model: Path | str) -> ModelFiles:
+    """As `open_model`, but a config.json is a `ConfigOnly`."""
     path = Path(model).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        return ConfigOnly(path)
-    files = open_model(model)
+    return ConfigOnly(path) if path.suffix == ".json" and path.is_file() else open_model(model)
+
+
+def open_shapes(model: Path | str) -> ModelFiles:
+    """As `open_named`, but a directory with a config.json and no weights is a `ConfigOnly`, too."""
+    files = open_named(model)
     if isinstance(files, HuggingFaceDirectory) and not has_weight_files(files.path):
         return ConfigOnly(files.path / "config.json")
     return files

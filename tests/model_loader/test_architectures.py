@@ -1,0 +1,84 @@
+"""This year's models: each configuration is read, or refused with what it needs and what to use instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.architectures import PUBLISHED_THIS_YEAR
+from xla_engine.cli import main
+from xla_engine.config import EngineConfig
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.model_loader.config_only import open_named
+from xla_engine.model_loader.describe import describe_decoder
+from xla_engine.model_loader.families import ENCODERS, FAMILIES, tensor_sources
+from xla_engine.model_loader.families.refused import REFUSED
+
+# name -> words of the refusal
+REFUSALS = {
+    "gemma-4-E4B-it": "Use Gemma 3",
+    "gemma-3n-E4B-it": "Use Gemma 3",
+    "gte-modernbert-base": "Use BGE",
+    "embeddinggemma-300m": "Use BGE",
+    "granite-4.0-h-tiny": "Mamba-2 layers",
+    "Nemotron-3-Nano": "Mamba-2 layers",
+    "Falcon-H1-1.5B": "Mamba-2 layers",
+    "mamba2-2.7b": "Mamba-2 layers",
+    "LFM2.5-1.2B": "short convolutions",
+    "LFM2-8B-A1B": "short convolutions",
+    "DeepSeek-V2-Lite": "latent attention",
+    "DeepSeek-V3": "latent attention",
+    "GLM-4.7-Flash": "latent attention",
+    "Kimi-Linear-48B-A3B": "latent attention",
+    "Ministral-3-8B": "'mistral'",
+    "Hunyuan-7B-Instruct": "behind the rotation",
+    "GLM-4.5-Air": "sigmoid",
+    "Phi-4-mini-flash": "Use Phi-4-mini",
+    "Olmo-Hybrid-7B": "Use OLMo 3",
+    "GLM-OCR": "Use Qwen3-VL",
+    "PaddleOCR-VL": "Use Qwen3-VL",
+    "DeepSeek-OCR-2": "Use Qwen3-VL",
+    "starcoder2-3b": "Use Qwen2.5-Coder",
+    "phi-2": "Use Phi-3.5",
+    "stablelm-2-1_6b": "norms with a bias",
+}
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(PUBLISHED_THIS_YEAR[name]))
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED_THIS_YEAR.keys() - REFUSALS))
+def test_a_published_configuration_runs(name: str, tmp_path: Path) -> None:
+    """Each leaf has its tensors."""
+    model = describe_decoder(open_named(write(tmp_path, name)), EngineConfig(runner="auto"))
+    assert tensor_sources(model.config, model.family).keys() == parameter_shapes(model.config).keys()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSALS))
+def test_another_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=REFUSALS[name]):
+        describe_decoder(open_named(write(tmp_path, name)), EngineConfig(runner="auto"))
+
+
+def test_inspect_says_so_from_a_config_json_alone(tmp_path: Path) -> None:
+    for name, word in (("all-MiniLM-L6-v2", "BertModel"), ("mamba2-2.7b", "cannot run: .*Use Qwen3.5")):
+        found = CliRunner().invoke(main, ["inspect", str(write(tmp_path, name))])
+        assert re.search(word, found.output), found.output
+        assert found.exit_code == (name in REFUSALS), found.output
+
+
+def test_what_runs_is_not_listed_as_refused() -> None:
+    assert not REFUSED.keys() & (FAMILIES | ENCODERS).keys()
+
+
+def test_the_documentation_lists_what_is_refused() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert [name for name in REFUSED if f"`{name}`" not in text] == []

@@ -1,0 +1,188 @@
+"""Configurations of this year's models as they are published, written by hand: sizes and the fields that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
+)
+
+
+def config(architecture: str, model_type: str, *sizes: int, **fields: Any) -> dict[str, Any]:
+    """sizes: hidden, MLP, layers, query heads, key heads, vocabulary, positions."""
+    known = {"architectures": [architecture], "model_type": model_type}
+    return known | dict(zip(_SIZES, sizes, strict=True)) | fields
+
+
+def within(architecture: str, model_type: str, text: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A model with a vision tower. text: the decoder's configuration, of which only the type counts."""
+    own = {name: value for name, value in text.items() if name != "architectures"}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": own,
+        "vision_config": {},
+        **fields,
+    }
+
+
+DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+EXPERTS = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN35_MOE = config(
+    "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", 2048, 512, 40, 16, 2, 248320, 262144, head_dim=256
+) | {
+    **DELTA,
+    **EXPERTS,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": False,
+}
+QWEN35_MOE.pop("intermediate_size")
+ENCODER = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1}
+XLM = config("XLMRobertaModel", "xlm-roberta", 1024, 4096, 24, 16, 16, 250002, 8194, **ENCODER)
+LLAMA = config("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 100352, 8192, rope_theta=100000.0)
+
+# name -> configuration; those of the table of the issue about this year's models
+PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
+    "Qwen3.5-35B-A3B": within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE),
+    "gemma-4-E4B-it": within(
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        config("", "gemma4_text", 2560, 10240, 42, 8, 2, 262144, 131072, head_dim=256),
+    ),
+    "gemma-3n-E4B-it": within(
+        "Gemma3nForConditionalGeneration",
+        "gemma3n",
+        config("", "gemma3n_text", 2048, 16384, 35, 8, 2, 262400, 32768),
+    ),
+    "all-MiniLM-L6-v2": config(
+        "BertModel", "bert", 384, 1536, 6, 12, 12, 30522, 512, hidden_act="gelu", layer_norm_eps=1e-12
+    ),
+    "all-distilroberta-v1": config("RobertaModel", "roberta", 768, 3072, 6, 12, 12, 50265, 514, **ENCODER),
+    "bge-m3": XLM,
+    "bge-reranker-v2-m3": XLM
+    | {"architectures": ["XLMRobertaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
+    "gte-modernbert-base": config(
+        "ModernBertModel", "modernbert", 768, 1152, 22, 12, 12, 50368, 8192, hidden_activation="gelu"
+    )
+    | {"global_attn_every_n_layers": 3, "local_attention": 128, "global_rope_theta": 160000.0}
+    | {"local_rope_theta": 10000.0, "layer_norm_eps": 1e-5, "norm_eps": 1e-5, "norm_bias": False},
+    "embeddinggemma-300m": config(
+        "Gemma3TextModel", "gemma3_text", 768, 1152, 24, 3, 1, 262144, 2048, head_dim=256
+    )
+    | {"use_bidirectional_attention": True, "sliding_window": 512, "query_pre_attn_scalar": 256},
+    "granite-4.0-h-tiny": config(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", 1536, 512, 40, 12, 4, 100352, 131072
+    ),
+    "Nemotron-3-Nano": config("NemotronHForCausalLM", "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144),
+    "Falcon-H1-1.5B": config("FalconH1ForCausalLM", "falcon_h1", 2048, 4096, 24, 8, 2, 65537, 131072),
+    "LFM2.5-1.2B": config("Lfm2ForCausalLM", "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000),
+    "LFM2-8B-A1B": config("Lfm2MoeForCausalLM", "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, 128000),
+    "DeepSeek-V2-Lite": config(
+        "DeepseekV2ForCausalLM", "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840
+    ),
+    "DeepSeek-V3": config("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
+    "GLM-4.7-Flash": config(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752
+    ),
+    "Kimi-Linear-48B-A3B": config(
+        "KimiLinearForCausalLM", "kimi_linear", 2304, 9216, 27, 32, 32, 163840, 1048576
+    ),
+    "Ministral-3-8B": within(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        config("", "ministral3", 4096, 14336, 34, 32, 8, 131072, 262144, head_dim=128)
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "SmolLM3-3B": config(
+        "SmolLM3ForCausalLM", "smollm3", 2048, 11008, 36, 16, 4, 128256, 65536, rope_theta=5e6
+    ),
+    "Hunyuan-7B-Instruct": config(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, 32768
+    )
+    | {"head_dim": 128, "use_qk_norm": True, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    | {
+        "rope_scaling": {"alpha": 1000.0, "type": "dynamic", "factor": 1.0, "beta_fast": 32}
+        | {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0}
+    },
+    "ERNIE-4.5-0.3B": config(
+        "Ernie4_5ForCausalLM", "ernie4_5", 1024, 3072, 18, 16, 2, 103424, 131072, head_dim=128
+    ),
+    "EXAONE-4.0-1.2B": config(
+        "Exaone4ForCausalLM", "exaone4", 2048, 4096, 30, 32, 8, 102400, 65536, head_dim=64
+    )
+    | {"sliding_window": None, "sliding_window_pattern": None},
+    "Seed-OSS-36B": config(
+        "SeedOssForCausalLM", "seed_oss", 5120, 27648, 64, 80, 8, 155136, 524288, head_dim=128
+    ),
+    "GLM-4-9B-0414": config("Glm4ForCausalLM", "glm4", 4096, 13696, 40, 32, 2, 151552, 32768, head_dim=128)
+    | {"attention_bias": False, "partial_rotary_factor": 0.5},
+    "GLM-4.5-Air": config("Glm4MoeForCausalLM", "glm4_moe", 4096, 10944, 46, 96, 8, 151552, 131072)
+    | {"head_dim": 128, "attention_bias": True, "n_routed_experts": 128, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1}
+    | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+    | {"use_qk_norm": False, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rms_norm_eps": 1e-5}
+    | {"num_nextn_predict_layers": 1, "rope_scaling": None},
+    "Phi-4-mini": config("Phi3ForCausalLM", "phi3", 3072, 8192, 32, 24, 8, 200064, 131072)
+    | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
+    "Phi-4-mini-flash": config("Phi4FlashForCausalLM", "phi4flash", 2560, 10240, 32, 40, 20, 200064, 262144),
+    "Olmo-Hybrid-7B": config("OlmoHybridForCausalLM", "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536),
+    "granite-docling-258M": within("Idefics3ForConditionalGeneration", "idefics3", LLAMA, scale_factor=4),
+    "GLM-OCR": within(
+        "GlmOcrForConditionalGeneration",
+        "glm_ocr",
+        config("", "glm_ocr_text", 1536, 4608, 16, 16, 8, 59392, 131072),
+    ),
+    "PaddleOCR-VL": config(
+        "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", 1024, 3072, 18, 16, 2, 103424, 131072
+    ),
+    "DeepSeek-OCR-2": within(
+        "DeepseekOCR2ForCausalLM",
+        "deepseek_vl_v2",
+        config("", "deepseek_v2", 1280, 6848, 12, 10, 10, 129280, 8192),
+    ),
+    "starcoder2-3b": config(
+        "Starcoder2ForCausalLM", "starcoder2", 3072, 12288, 30, 24, 2, 49152, 16384, sliding_window=4096
+    )
+    | {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "rope_theta": 999999.4420358813}
+    | {"use_bias": True, "mlp_type": "default", "norm_type": "layer_norm"},
+    "phi-2": config("PhiForCausalLM", "phi", 2560, 10240, 32, 32, 32, 51200, 2048, hidden_act="gelu_new")
+    | {"partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "qk_layernorm": False}
+    | {"tie_word_embeddings": False},
+    "stablelm-2-1_6b": config("StableLmForCausalLM", "stablelm", 2048, 5632, 24, 32, 32, 100352, 4096)
+    | {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "rope_theta": 10000}
+    | {"use_parallel_residual": False, "qk_layernorm": False, "tie_word_embeddings": False},
+    "mamba2-2.7b": config("Mamba2ForCausalLM", "mamba2", 2560, 0, 64, 80, 80, 50288, 2048),
+}

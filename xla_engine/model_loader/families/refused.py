@@ -1,0 +1,48 @@
+"""Architectures that are known and not supported: what each would need, and what runs instead."""
+
+_SSD = "Mamba-2 layers, whose state is another recurrent one than DeltaNet's"
+_MLA = "latent attention (MLA)"
+REFUSED = {
+    "Gemma4ForCausalLM": ("embeddings of each layer, layers that share keys, two head sizes", "Gemma 3"),
+    "Gemma4ForConditionalGeneration": (
+        "embeddings of each layer, layers that share keys, two head sizes",
+        "Gemma 3",
+    ),
+    "Gemma3nForCausalLM": ("alternating updates and embeddings of each layer", "Gemma 3"),
+    "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
+    "Gemma3TextModel": ("attention to later tokens in a decoder's layers", "BGE, E5 or Qwen3-Embedding"),
+    "ModernBertModel": ("rotary embedding and windows in an encoder", "BGE, E5 or all-MiniLM"),
+    "ModernBertForSequenceClassification": ("rotary embedding and windows in an encoder", "bge-reranker"),
+    "ModernBertForMaskedLM": ("rotary embedding and windows in an encoder", "BERT"),
+    "GraniteMoeHybridForCausalLM": (_SSD, "Granite 3"),
+    "NemotronHForCausalLM": (_SSD, "Qwen3.5 or Qwen3-Next"),
+    "FalconH1ForCausalLM": (_SSD, "Qwen3.5"),
+    "Mamba2ForCausalLM": (_SSD, "Qwen3.5"),
+    "Lfm2ForCausalLM": ("layers that are short convolutions", "Qwen3 or SmolLM3"),
+    "Lfm2MoeForCausalLM": ("layers that are short convolutions", "Qwen3-MoE"),
+    "OlmoHybridForCausalLM": ("DeltaNet layers with other norms and projections", "OLMo 3"),
+    "DeepseekV2ForCausalLM": (_MLA, "Qwen3-MoE"),
+    "DeepseekV3ForCausalLM": (_MLA, "Qwen3-MoE or gpt-oss"),
+    "Glm4MoeLiteForCausalLM": (_MLA, "Qwen3-MoE or Qwen3.5"),
+    "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
+    "Glm4MoeForCausalLM": ("routers with a sigmoid and a correction", "Qwen3-MoE"),
+    "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
+    "Ministral3ForCausalLM": ("scores that are scaled by position", "Ministral 8B or Mistral Small"),
+    "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
+    "PhiForCausalLM": ("norms with a bias and an MLP without a gate", "Phi-3.5 or Phi-4-mini"),
+    "Starcoder2ForCausalLM": ("norms with a bias and an MLP without a gate", "Qwen2.5-Coder"),
+    "StableLmForCausalLM": ("norms with a bias", "Qwen3 or SmolLM3"),
+    "GlmOcrForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
+    "PaddleOCRVLForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
+    "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
+    "DeepseekOCR2ForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
+    "Qwen3VLMoeForConditionalGeneration": ("a vision tower beside Qwen3-MoE", "Qwen3-VL or Qwen3.5"),
+}
+
+
+def why_refused(architecture: str) -> str | None:
+    """Why a known architecture does not run, and what does; None for others."""
+    if architecture not in REFUSED:
+        return None
+    needs, instead = REFUSED[architecture]
+    return f"not supported: it needs {needs}. Use {instead}"
