@@ -21,8 +21,10 @@ import pytest
 from tests.server.bodies import BODIES, TOOL
 from tests.server.conftest import Running
 from tests.support.command_line import ROOT
+from tests.support.instruction_sets import HAS_KERNELS
 from xla_engine.errors import ConfigError
 from xla_engine.openai.fields import CHAT_URL
+from xla_engine.receipts import AuditReport, audit
 from xla_engine.server.batches.store import BatchRecord, BatchStore
 from xla_engine.text.parsers.chats import Dialect
 from xla_engine.utils import file_lock
@@ -40,9 +42,15 @@ def upload(client: openai.OpenAI, data: bytes) -> str:
     return client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch").id
 
 
-def create(client: openai.OpenAI, data: bytes, endpoint: Any = "/v1/completions") -> Any:
+def create(
+    client: openai.OpenAI, data: bytes, endpoint: Any = "/v1/completions", *, receipts: bool = False
+) -> Any:
     return client.batches.create(
-        input_file_id=upload(client, data), endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+        input_file_id=upload(client, data),
+        endpoint=endpoint,
+        completion_window="24h",
+        metadata={"a": "b"},
+        extra_body={"receipts": True} if receipts else None,
     )
 
 
@@ -79,6 +87,30 @@ def test_a_batch_has_the_bits_of_a_run(client: openai.OpenAI, expected: list[dic
         assert found[f"r{place}"]["response"]["body"]["choices"] == expected[number]["choices"]
     assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
     assert batch.id in {each.id for each in client.batches.list(limit=5)}
+
+
+def audited(client: openai.OpenAI, batch: Any, folder: Path) -> AuditReport:
+    out, kept = folder / "out.jsonl", folder / "receipts.jsonl"
+    out.write_text(client.files.content(batch.output_file_id).text)
+    kept.write_text(client.files.content(batch.receipts_file_id).text)
+    return audit(out, kept, max_num_seqs=8)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="only the C++ kernels verify what they decoded")
+def test_a_batch_with_receipts_is_audited(client: openai.OpenAI, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "x = ", "max_tokens": 9},
+        {"prompt": "def f(", "max_tokens": 0},
+        {"prompt": ["a", "b"], "n": 2, "logprobs": 1},
+    ]
+    batch = create(client, lines_of(bodies), receipts=True)
+    assert batch.receipts_file_id is None
+    batch = finished(client, batch.id)
+    assert batch.status == "completed" and batch.error_file_id is not None
+    report = audited(client, batch, tmp_path)
+    assert report.ok, report.lines()
+    assert (report.answers, report.errors, report.checked) == (3, 1, 3)
+    assert client.files.retrieve(batch.receipts_file_id).filename == f"{batch.id}_receipts.jsonl"
 
 
 def test_a_line_that_cannot_run_harms_no_other(client: openai.OpenAI) -> None:
@@ -214,7 +246,7 @@ def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
     bodies = [{"prompt": f"x{number} = ", "max_tokens": 60, "ignore_eos": True} for number in range(300)]
     data = lines_of(bodies)
     server = Process(tmp_path, lines=30)
-    batch = create(server.client, data)
+    batch = create(server.client, data, receipts=True)
     record = json.loads((tmp_path / "store" / "batches" / batch.id / "batch.json").read_bytes())
     output = tmp_path / "store" / "files" / record["results_id"] / "data"
 
@@ -244,6 +276,8 @@ def test_killed_and_stopped_servers_lose_no_line(tmp_path: Path) -> None:
     whole = finished(server.client, create(server.client, data).id)
     expected = results(server.client, whole.output_file_id)
     assert len(found) == 300
+    report = audited(server.client, done, tmp_path)
+    assert report.ok and report.checked == 300, report.lines()
     for name, entry in expected.items():
         assert found[name]["response"]["body"]["choices"] == entry["response"]["body"]["choices"]
     another_key_sees_nothing(server, batch.id, done.output_file_id)

@@ -53,6 +53,7 @@ class CreateBatch(msgspec.Struct, kw_only=True):
     completion_window: str
     metadata: dict[str, str] | None = None
     output_expires_after: dict[str, Any] | None = None
+    receipts: bool = False
 
 
 class BatchRoutes:
@@ -188,6 +189,7 @@ class BatchRoutes:
             tenant=tenant_of(request),
             results_id=new_id("file-"),
             errors_id=new_id("file-"),
+            receipts_id=new_id("file-") if body.receipts else "",
             output_expires_s=_output_expiry(body.output_expires_after),
         )
         await asyncio.to_thread(self._store.add_batch, record)

@@ -53,8 +53,9 @@ class LineCounts(msgspec.Struct):
 class BatchRecord(msgspec.Struct, kw_only=True):
     """A batch.
 
-    tenant, results_id, errors_id, output_expires_s: not shown to clients.
-    results_id, errors_id: become `output_file_id` and `error_file_id` when the files are complete.
+    tenant, results_id, errors_id, receipts_id, output_expires_s: not shown to clients.
+    results_id, errors_id, receipts_id: become `output_file_id`, `error_file_id` and `receipts_file_id` when the files
+        are complete. receipts_id: "" without receipts.
     output_expires_s: lifetime of these files in seconds; None keeps them.
     """
 
@@ -69,6 +70,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     errors: dict[str, Any] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
+    receipts_file_id: str | None = None
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -82,7 +84,13 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     tenant: str = ""
     results_id: str = ""
     errors_id: str = ""
+    receipts_id: str = ""
     output_expires_s: int | None = None
+
+    @property
+    def output_ids(self) -> tuple[str, ...]:
+        """The ids of its files: results, errors and, if asked for, receipts."""
+        return tuple(filter(None, (self.results_id, self.errors_id, self.receipts_id)))
 
     def output_expiry(self) -> int | None:
         """When an output file that is finished now expires, in Unix seconds."""
@@ -103,7 +111,9 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
 def shown(record: FileRecord | BatchRecord) -> dict[str, Any]:
     """The fields of a record that clients see."""
-    private = ("tenant", "results_id", "errors_id", "output_expires_s")
+    private = {"tenant", "results_id", "errors_id", "receipts_id", "output_expires_s"}
+    if isinstance(record, BatchRecord) and not record.receipts_id:
+        private.add("receipts_file_id")  # not a field of OpenAI's
     return {name: value for name, value in msgspec.structs.asdict(record).items() if name not in private}
 
 
@@ -231,7 +241,7 @@ class BatchStore:
         """Remove unfinished uploads and new batches of a killed server, but not results of batches that will
         resume."""
         unfinished = [batch for batch in self.batches.values() if batch.status in UNFINISHED]
-        kept = {name for batch in unfinished for name in (batch.results_id, batch.errors_id)}
+        kept = {name for batch in unfinished for name in batch.output_ids}
         for folder in self._files_folder.iterdir():
             if folder.name not in self.files and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
+from xla_engine.batch.receipts import ReceiptFile, receipts_header
 from xla_engine.batch.resume import FinishedLines
-from xla_engine.batch.run import BatchRun
+from xla_engine.batch.run import BatchRun, Writer
 from xla_engine.batch.totals import RunTotals
 from xla_engine.errors import XlaEngineError
 from xla_engine.openai.fields import CHAT_URL, COMPLETIONS_URL, MAX_CUSTOM_ID, RESPONSES_URL
@@ -62,7 +63,7 @@ class Job:
 class _CountedSink:
     """Writes a result file, and counts its bytes for its tenant. Raises ApiError if there is no room."""
 
-    def __init__(self, sink: OutputFile, store: BatchStore, file_id: str, tenant: str) -> None:
+    def __init__(self, sink: Writer, store: BatchStore, file_id: str, tenant: str) -> None:
         self._sink, self._store = sink, store
         self._file_id, self._tenant = file_id, tenant
 
@@ -228,34 +229,49 @@ class Batches:
         """Run the lines without a result. Returns whether the batch is over."""
         record, service = job.record, self._service
         done = FinishedLines()
+        ids = (record.results_id, record.errors_id)
         with contextlib.ExitStack() as stack:
-            for name in _result_ids(record):
+            for name in record.output_ids:
                 self.store.open_file(name)
-            paths = [self.store.data_path(name) for name in _result_ids(record)]
+            paths = [self.store.data_path(name) for name in ids]
             outputs = [stack.enter_context(OutputFile(str(path), Mode.RESUME)) for path in paths]
             for output in outputs:
                 output.claim(done)
             before = (done.results, done.errors)
             results, errors = (
                 _CountedSink(output.begin(), self.store, name, record.tenant)
-                for output, name in zip(outputs, _result_ids(record), strict=True)
+                for output, name in zip(outputs, ids, strict=True)
             )
+            header, defaults = service.header(created=done.created), service.defaults()
+            receipts = None
+            if record.receipts_id:
+                receipts = ReceiptFile(self.store.data_path(record.receipts_id), Mode.RESUME)
+                stack.callback(receipts.close)
+                receipts.begin(receipts_header(service.engine, header, defaults), done)
+                size = receipts.path.stat().st_size
+                self.store.stored.replace(record.receipts_id, record.tenant, size)
             source = stack.enter_context(open(self.store.data_path(record.input_file_id), "rb"))
             run = BatchRun(
                 job.view,
                 self._until_stopped(job, read_lines(source)),
                 results,
                 errors=errors,
-                header=service.header(created=done.created),
-                defaults=service.defaults(),
+                receipts=None
+                if receipts is None
+                else _CountedSink(receipts, self.store, record.receipts_id, record.tenant),
+                header=header,
+                defaults=defaults,
                 done=done,
                 on_turn=lambda: self._show(job, run.totals, before),
             )
             totals = run.run()
+            is_over = record.status == "cancelling" or not totals.interrupted
+            if receipts is not None and is_over and totals.failure is None:
+                receipts.finish()
         job.count(totals, before)
         if totals.failure is not None:
             raise totals.failure
-        return record.status == "cancelling" or not totals.interrupted
+        return is_over
 
     def _until_stopped(self, job: Job, lines: Iterable[Line]) -> Iterator[Line]:
         """The lines until the job is stopped or the server drains; `BatchRun` then finishes the lines in flight."""
@@ -275,7 +291,7 @@ class Batches:
         record, store = job.record, self.store
         store.count_results(record)
         shown: list[str | None] = []
-        for file_id, word in zip(_result_ids(record), ("output", "error"), strict=True):
+        for file_id, word in zip(record.output_ids, ("output", "error", "receipts"), strict=False):
             path = store.data_path(file_id)
             if path.exists() and (size := path.stat().st_size):
                 if file_id not in store.files or store.files[file_id].bytes != size:
@@ -291,7 +307,7 @@ class Batches:
             else:
                 store.delete_file(file_id)
                 shown.append(None)
-        record.output_file_id, record.error_file_id = shown
+        record.output_file_id, record.error_file_id, record.receipts_file_id = (*shown, None)[:3]
         if record.status == "cancelling":
             record.enter("cancelled")
         elif record.errors is not None:
@@ -310,10 +326,6 @@ def _failure(error: Exception) -> dict[str, Any]:
     if isinstance(error, ApiError | XlaEngineError):
         return {"code": error.code, "message": str(error)}
     return {"code": "internal_error", "message": f"{type(error).__name__}: {error}"}
-
-
-def _result_ids(record: BatchRecord) -> tuple[str, str]:
-    return record.results_id, record.errors_id
 
 
 def problems_of(
