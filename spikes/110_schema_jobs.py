@@ -1,4 +1,4 @@
-# Measured at commit 68870204; runs at HEAD.
+# Measured at commit 4654949c; runs at HEAD.
 """What does a JSON schema cost a job?
 
     python -m spikes.110_schema_jobs MODEL.gguf [--rounds 3] [--forms '{"schema": {}, "plain": {}}']

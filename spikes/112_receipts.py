@@ -1,4 +1,4 @@
-# Measured at commit db3eca7c; runs at HEAD.
+# Measured at commit 4654949c; runs at HEAD.
 """What does an audit cost? Processor seconds of generating answers, of auditing them, and of prefills of as many tokens.
 
     python -m spikes.112_receipts qwen2.5-coder-0.5b.gguf --answers 32 --prompt 64 --new 64
