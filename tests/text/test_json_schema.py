@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.format_models import format_tokenizer
 from xla_engine.errors import InvalidRequestError
 from xla_engine.structured_outputs import StructuredOutputsParams
+from xla_engine.text import grammar
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.json_schema import hold
 
@@ -390,6 +391,17 @@ def test_what_is_not_held_is_left_to_the_client(
             assert accepts(each, wrap(held))
         (record,) = caplog.records
         assert left in record.getMessage()
+
+
+def test_what_is_left_is_logged_once_though_the_constraint_is_compiled_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "_KEPT", 2)
+    schemas = [{"type": "array", "uniqueItems": True, "maxItems": most} for most in (11, 12, 13, 14)]
+    with caplog.at_level(logging.WARNING, "xla_engine.constraints"):
+        for schema in schemas * 2:
+            assert accepts(schema, [1])
+    assert len(caplog.records) == len(schemas)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ llguidance runs in this process, so a constraint is compiled here only after a s
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import re
@@ -41,6 +42,7 @@ MASK_GRACE_S = 1.0
 MASK_BUDGET_S = 0.02
 _KEPT = 32  # size of the cache of compiled constraints
 _REFUSED = 1024  # size of the cache of refused constraints
+_LOGGED = 4096  # constraints of which it is known what was logged
 # Fields of llguidance.LLParserLimits. A mask that needs more items ends its request. 10,000 items take less than
 # 0.1 s; schemas with hundreds of properties need less than 2,000. The number depends on the text alone.
 _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 10_000}
@@ -188,6 +190,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()  # by constraint_text
         self._refused: OrderedDict[str, str] = OrderedDict()  # why
+        self._logged: OrderedDict[str, None] = OrderedDict()  # digests of constraints
 
     def knows(self, params: StructuredOutputsParams) -> bool:
         """Whether `matcher` returns or raises at once, because the constraint is cached, refused or too large."""
@@ -235,9 +238,17 @@ class Grammars:
             *form.left,
             *(warning.partition(" not fully supported")[0] for warning in state.get_grammar_warnings()),
         ]
-        if left:
+        if left and self._is_news(key):
             _log.warning("%s: left to the client: %s", name, ", ".join(dict.fromkeys(left)))
         return compiled
+
+    def _is_news(self, key: str) -> bool:
+        """Whether nothing was logged about a constraint, which is compiled again after others took its place."""
+        name = hashlib.blake2b(key.encode(errors="replace"), digest_size=16).hexdigest()
+        with self._lock:
+            is_news = name not in self._logged
+            _keep(self._logged, name, None, _LOGGED)
+        return is_news
 
     def _why_not(self, form: ConstraintForm) -> str | None:
         return self._trials.why_not(self._grammar(form))
