@@ -23,8 +23,9 @@ from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache, tree_bytes
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
-from xla_engine.graphs.model.decoder import Decoder, ModelSpec
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.decoder import Decoder
+from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.ops.reductions import argmax
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.tools.bench.models import SMOLLM2_135M

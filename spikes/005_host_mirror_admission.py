@@ -25,7 +25,7 @@ from spikes.support.timing import describe_machine, interleave, markdown_table
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.kv_cache.cache import make_cache, tree_bytes
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner

@@ -23,7 +23,7 @@ from tests.support.packing import coded_blocks
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.experts.routing import Experts, Route
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.coded import Coded, Order, coded_form
 from xla_engine.runner.native_library.build import register
 

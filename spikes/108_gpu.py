@@ -104,7 +104,7 @@ from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.linear.products import Norm
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops import gpu_call
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Extents, make_rows, make_tables

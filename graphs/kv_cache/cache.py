@@ -11,7 +11,7 @@ import jax
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import ModelConfig, whole_spans
 from xla_engine.graphs.delta_net.layer import DeltaState, make_state
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
 
 KVCache = list[LayerCache | DeltaState]

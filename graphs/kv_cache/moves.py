@@ -19,7 +19,7 @@ from jax import lax
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.kv_cache.cache import KVCache
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState, by_slot
 
 Spans = list[Any]  # one pytree per store

@@ -1,14 +1,12 @@
 """The decoder: its weights and its forward pass, independent of caches, batches and requests.
 
-flax.nnx describes the parameters. A graph receives them as a flat list of leaves and merges them while it is traced
-(`merge`), because passing a Module or State through a jit boundary costs milliseconds per call.
+flax.nnx describes the parameters. `graphs.model.spec` imports this module when a graph is traced, or when nothing on
+disk tells the names and shapes of the leaves, so a module that imports flax has no constants (`runner.program_key`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
@@ -16,21 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from xla_engine.graphs.attention.backend import Attention as AttentionBackend
-from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.delta_net.layer import has_native_rule
-from xla_engine.graphs.linear.products import LEAST, Input, Norm, Products, looked_up, normed
-from xla_engine.graphs.lora.form import LoraForm
-from xla_engine.graphs.model.encoder import Encoder
-from xla_engine.graphs.model.leaves import LeafMaker, Leaves, Param, Path, leaf_name
-from xla_engine.graphs.model.sublayers import AttentionMixer, Call, DeltaNet, Linear, Mlp, RoutedMlp
-from xla_engine.graphs.ops.coded import Order, StoredKinds
+from xla_engine.graphs.linear.products import Input, Norm, Products, looked_up, normed
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.parameters import LeafMaker, Param
+from xla_engine.graphs.model.sublayers import AttentionMixer, DeltaNet, Linear, Mlp, RoutedMlp
 from xla_engine.graphs.ops.norms import centred, rms_norm
 from xla_engine.graphs.sampling.logits import Logits
-from xla_engine.graphs.sharding import Sharding
-
-_XLA_ATTENTION = XlaAttention()
 
 
 class Layer(nnx.Module):
@@ -148,87 +138,3 @@ class Decoder(nnx.Module):
 
         found = products.head(head.values, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
         return cast("Logits", jax.tree.map(shaped, found))
-
-
-class ModelSpec:
-    """The static part of a model: its leaves, how a graph merges them, and its backends."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: jnp.dtype,
-        attention: AttentionBackend = _XLA_ATTENTION,
-        products: Products | None = None,
-        *,
-        quantized: bool = False,
-        devices: int | None = None,
-        lora: LoraForm | None = None,
-        stored: StoredKinds | None = None,
-        order: Order = "pairs",
-    ) -> None:
-        """products: None takes XLA's, in the operand order that suits each graph.
-        quantized: whether matrices are int8.
-        devices: the number of devices of a mesh on which the graphs run; None: one, without a mesh.
-        lora: room for LoRA adapters.
-        stored: how a file stores weights that keep its encoding; needs the C++ products.
-        order: of their codes: products take rows in bf16 ("pairs") or in eight bits ("fours")."""
-        # The arguments, from which everything else follows.
-        self.made_of = (config, dtype, attention, products, quantized, devices, lora, stored, order)
-        self.config = config
-        task, least = (1, LEAST) if products is None else (products.task, 1)
-        self.sharding = Sharding(config, devices, task, least)
-        self.dtype, self.quantized = jnp.dtype(dtype), quantized
-        self.attention = attention
-        self.products = products
-        # The instruction set of the C++ kernels, if any are used.
-        self.isa = attention.isa or (None if products is None else products.isa)
-        self.lora = lora
-        make = LeafMaker(self.sharding, jnp.dtype(jnp.int8) if quantized else self.dtype, self.dtype, lora)
-        model = Decoder(make, self.dtype) if config.encoder is None else Encoder(make)
-        for path, module in nnx.iter_modules(model) if stored else ():
-            rows = (stored or {}).get(leaf_name(config, (*cast("Path", path), "weight")))
-            if isinstance(module, Linear) and rows is not None:
-                module.keep(make, rows, order)
-            elif isinstance(module, RoutedMlp):
-                gate_up, down = (
-                    (stored or {}).get(leaf_name(config, (*cast("Path", path), part)), ())
-                    for part in ("gate_up", "down")
-                )
-                module.keep(make, gate_up, down, order)
-        self._graph, state = nnx.split(model)
-        self.leaves = Leaves(config, nnx.to_flat_state(state), products)
-
-    @property
-    def local(self) -> ModelConfig:
-        """The configuration with the heads of one device."""
-        return self.sharding.local
-
-    @property
-    def native_state(self) -> str | None:
-        """The instruction set of the C++ kernels for linear layers; None if attention is not in C++ or the heads'
-        sizes do not fit."""
-        delta = self.config.delta
-        return None if delta is None or not has_native_rule(delta) else self.attention.isa
-
-    def merge(self, leaves: list[jax.Array]) -> Decoder:
-        """Rebuild the decoder around traced leaves; call inside a graph only."""
-        model = self._merged(leaves)
-        assert isinstance(model, Decoder)
-        return model
-
-    def merge_encoder(self, leaves: list[jax.Array]) -> Encoder:
-        """As `merge`, of a model that is an encoder."""
-        model = self._merged(leaves)
-        assert isinstance(model, Encoder)
-        return model
-
-    def _merged(self, leaves: list[jax.Array]) -> Decoder | Encoder:
-        state = nnx.from_flat_state(list(zip(self.leaves.paths, leaves, strict=True)))
-        return nnx.merge(self._graph, state)
-
-
-@functools.lru_cache(4)
-def parameter_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the leaves by name, in the order in which graphs receive them."""
-    spec = ModelSpec(config, jnp.dtype(jnp.bfloat16))
-    return MappingProxyType({name: leaf.shape for name, leaf in spec.leaves.items()})

@@ -13,8 +13,9 @@ from flax import nnx
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import EncoderForm, ModelConfig
 from xla_engine.graphs.linear.products import kept_dtype, looked_up
-from xla_engine.graphs.model.leaves import LeafMaker, Param
-from xla_engine.graphs.model.sublayers import Call, Linear
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.parameters import LeafMaker, Param
+from xla_engine.graphs.model.sublayers import Linear
 from xla_engine.graphs.ops.encoder_rows import activated, added_norm, layer_norm
 
 Native = tuple[str, jax.Array] | None

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.products import Products, Role
-from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.ops.coded import CodedForm
-from xla_engine.graphs.ops.int8 import SUFFIX, groups_of, quantize_weight
-from xla_engine.graphs.sharding import Cut, Sharding
+from xla_engine.graphs.ops.int8 import SUFFIX, quantize_weight
+from xla_engine.graphs.sharding import Cut
 
-Param = nnx.Param[jax.Array]
 Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attribute names and layer indices
 
 
@@ -49,45 +45,6 @@ class Leaf:
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class LeafMaker:
-    """Makes the parameters of modules, without values.
-
-    dtype: of matrices; vectors are float32. plain: dtype of small matrices, which are never quantised.
-    """
-
-    sharding: Sharding
-    dtype: jnp.dtype
-    plain: jnp.dtype
-    lora: LoraForm | None = None
-
-    @property
-    def unquantized(self) -> LeafMaker:
-        return replace(self, dtype=self.plain)
-
-    def vector(self, size: int, cut: Cut | None = None) -> Param:
-        return self.parameter(Leaf(shape=(size,), dtype=jnp.dtype(jnp.float32), cut=cut))
-
-    def vectors(self, shape: tuple[int, int], cut: Cut | None) -> Param:
-        """Several vectors, flattened into one. cut: the shard of each, along axis 1."""
-        return self.vector(prod(shape), None if cut is None else cut.flat(*shape))
-
-    def matrix(self, shape: tuple[int, ...], cut: Cut | None = None, role: Role = "plain") -> Param:
-        return self.parameter(Leaf(shape=shape, dtype=self.dtype, cut=cut, role=role))
-
-    def scales(self, shape: tuple[int, ...], cut: Cut | None) -> Param | None:
-        """The scales of a matrix of this shape; None unless it is int8. cut: the matrix's."""
-        if self.dtype != jnp.int8:
-            return None
-        *outer, width = shape
-        held = (*outer, groups_of(width))
-        return self.parameter(Leaf(shape=held, dtype=jnp.dtype(jnp.bfloat16), cut=cut, role="scale"))
-
-    def parameter(self, leaf: Leaf) -> Param:
-        value: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return nnx.Param(value, leaf=leaf)
-
-
 class Leaves(Mapping[str, Leaf]):
     """The leaves of a model by name, in the order in which graphs receive them: by name, with layers by number.
 
@@ -96,10 +53,10 @@ class Leaves(Mapping[str, Leaf]):
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: Iterable[tuple[Any, Any]], products: Products | None
+        self, config: ModelConfig, parameters: Sequence[tuple[Path, Leaf]], products: Products | None
     ) -> None:
-        """parameters: made by a `LeafMaker`, with their paths. products: None is XLA's."""
-        found = {leaf_name(config, path): (path, each.get_metadata("leaf")) for path, each in parameters}
+        """parameters: their paths and leaves. products: None is XLA's."""
+        found = {leaf_name(config, path): (path, leaf) for path, leaf in parameters}
         self.names = tuple(sorted(found, key=_place))
         self.paths = tuple(found[name][0] for name in self.names)
         self._leaves: dict[str, Leaf] = {name: found[name][1] for name in self.names}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,32 +25,14 @@ from xla_engine.graphs.linear.products import (
     normed,
 )
 from xla_engine.graphs.lora.form import Matrices, part_ends
-from xla_engine.graphs.model.leaves import Leaf, LeafMaker, Param
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.leaves import Leaf
+from xla_engine.graphs.model.parameters import LeafMaker, Param
 from xla_engine.graphs.ops.coded import Coded, CodedForm, Order, coded_form
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
-
-# (layer index, fused projection [N, (H + 2 KV) Dh] float32 before rotation, weights of attention) -> [N, H Dh]
-# For a linear layer: (layer index, [N, projected features], its weights) -> [N, inner features]
-Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
-
-_FLAT = 64  # copies of a value whose sigmoid is taken, see `_sigmoid`
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What differs between the steps that run a decoder.
-
-    attend: knows positions and owns the cache. It rotates q and k, stores k and v, and returns the attention output.
-    products: in the form that suits the graph; rows that are not `products.live` are arbitrary.
-    read: the rows `[N]` that are read after the last layer; None: all.
-    """
-
-    attend: Attend
-    products: Products
-    read: jax.Array | None = None
 
 
 class AdapterMatrices(nnx.Module):
@@ -308,5 +289,5 @@ def _rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _sigmoid(value: jax.Array) -> jax.Array:
-    """The sigmoid of `value [N, 1]`, on `_FLAT` copies: XLA:CPU's exponential of a short row has other bits."""
-    return flatly(jax.nn.sigmoid, jnp.broadcast_to(value, (len(value), _FLAT)))[:, :1]
+    """The sigmoid of `value [N, 1]`, on 64 copies: XLA:CPU's exponential of a short row has other bits."""
+    return flatly(jax.nn.sigmoid, jnp.broadcast_to(value, (len(value), 64)))[:, :1]

@@ -10,7 +10,7 @@ from jax import lax
 
 from xla_engine.graphs.config import LAST
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.fixed_order_sums import sum_middle
 from xla_engine.graphs.row_state.limits import MAX_LOGPROBS
 from xla_engine.graphs.sampling.logits import ByRow

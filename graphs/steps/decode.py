@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample

@@ -6,10 +6,12 @@ model's hidden states on to it. A plain decode step does not, so these positions
 and it cannot draft before the next verify step. The layers are `MtpWeights` and `Eagle3Weights`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,8 @@ from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import KVCache, make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT, Norm, Products, looked_up
-from xla_engine.graphs.model.decoder import Decoder, ModelSpec
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.row_state.rows import Extents, Rows, put, targets
 from xla_engine.graphs.sampling.logits import ByRow, Logits
@@ -27,6 +29,9 @@ from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed
 from xla_engine.graphs.steps.prefill import Fed, Lanes, behind_last, through_layers
 from xla_engine.graphs.steps.step import StepForm, StepState
 from xla_engine.graphs.steps.verify import Drafts, known_tokens, members, verify_rows
+
+if TYPE_CHECKING:
+    from xla_engine.graphs.model.decoder import Decoder
 
 
 class Head(Protocol):

@@ -14,7 +14,7 @@ from jax import lax
 
 from xla_engine.graphs.kv_cache.cache import KVCache, make_cache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Extents, Rows, put, targets
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.steps.draft_sampling import asks, draw, proposed

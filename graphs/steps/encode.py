@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Extents
 
 

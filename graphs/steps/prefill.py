@@ -1,10 +1,12 @@
 """The prefill step: P lanes of T prompt tokens, written directly into the slots of the donated cache."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +21,16 @@ from xla_engine.graphs.delta_net.layer import (
 )
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import Decoder
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.row_state.rows import Extents, Rows, targets, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
 from xla_engine.graphs.steps.advance import advance, ends
 from xla_engine.graphs.steps.step import StepForm, StepState, attending
+
+if TYPE_CHECKING:
+    from xla_engine.graphs.model.decoder import Decoder
 
 Hidden = Callable[[jax.Array, Call], Iterator[jax.Array]]  # see `Decoder.hidden`
 

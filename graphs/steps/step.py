@@ -8,8 +8,8 @@ import jax
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights
 from xla_engine.graphs.kv_cache.cache import KVCache, places
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.model.sublayers import Attend
+from xla_engine.graphs.model.call import Attend
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Rows, Tables
 
 # (a layer's cache, projected, call) -> (the cache, with new keys and values, attention's output)

@@ -37,7 +37,7 @@ from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.kv_cache.cache import make_cache
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 
 FULL = pytest.mark.full
 

@@ -21,7 +21,7 @@ from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import FULL, KEY_SPAN, SLIDING
 from xla_engine.graphs.kv_cache.cache import make_cache
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 
 

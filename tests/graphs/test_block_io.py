@@ -19,7 +19,7 @@ from xla_engine.graphs.config import FULL, SLIDING
 from xla_engine.graphs.inventory import Inventory
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.kv_cache.moves import copy_blocks, load_blocks, read_blocks, write_blocks
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Pool, Rows, Tables, make_rows, make_tables, pack_rows
 from xla_engine.graphs.sampling.logits import unpack_samples

@@ -14,7 +14,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.graphs.config import Rope, RopeScaling
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.norms import apply_rope, rms_norm
 from xla_engine.graphs.ops.rope import inverse_frequencies, rope_tables
 from xla_engine.sampling_params import SamplingParams

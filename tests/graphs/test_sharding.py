@@ -17,8 +17,7 @@ from tests.support.tiers import default
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.model import decoder
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows
@@ -57,7 +56,7 @@ def test_parts_of_every_weight_make_the_whole(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row is on some device, and the parts on a device have the shapes that it computes with."""
-    monkeypatch.setattr(decoder, "LEAST", 1)
+    monkeypatch.setattr("xla_engine.graphs.model.spec.LEAST", 1)
     checkpoint = load_checkpoint(GOLDEN / name)
     spec = ModelSpec(checkpoint.config, np.dtype("float32"), devices=devices)
     expected = parameter_shapes(_with_local_sizes(spec.sharding))

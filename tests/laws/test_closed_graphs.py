@@ -21,7 +21,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.kv_cache.cache import make_cache
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables
 from xla_engine.graphs.steps.step import StepState
 from xla_engine.runner.compile_cache import compiles_of_this_thread

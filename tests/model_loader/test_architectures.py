@@ -13,7 +13,7 @@ from tests.support.architectures import PUBLISHED_THIS_YEAR
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.model_loader.config_only import open_named
 from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, tensor_sources

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import xla_engine.model_loader.tensor_files as tensor_files
 from tests.support.checkpoints import BF16, CONFIG, MakeModel, assert_refused, read_config_of, tensors_of
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.families import LLAMA, tensor_sources

@@ -18,7 +18,7 @@ from tests.support.models import TINY
 from tests.support.published_configs import FULL, LONG, PUBLISHED, SLIDES
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.norms import apply_rope
 from xla_engine.graphs.ops.rope import (
     cosines_and_sines,

@@ -23,7 +23,7 @@ from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.environment import embedded_model_directory
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.rope import rotary_order
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.gguf.reader import GgufReader, quantised_kinds

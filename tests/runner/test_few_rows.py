@@ -20,7 +20,7 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.linear.gpu import GpuProducts
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.steps.decode import decode_few_rows
 from xla_engine.runner.compile_cache import compiles_of_this_thread
 from xla_engine.runner.runner import Runner

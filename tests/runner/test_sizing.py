@@ -20,7 +20,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig, RopeScaling
 from xla_engine.graphs.kv_cache.cache import block_bytes, make_cache
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
 from xla_engine.runner import memory
 from xla_engine.runner.backends import choose_attention, make_spec

@@ -18,7 +18,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.linear.native import fits
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.model_loader.checkpoint import random_weights
 from xla_engine.runner import memory
 from xla_engine.runner.sizing import resolve_sizes

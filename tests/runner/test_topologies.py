@@ -23,7 +23,7 @@ from tests.support.command_line import invoke
 from tests.support.models import TINY
 from xla_engine.config import EngineConfig
 from xla_engine.graphs import target
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner.chips import CHIPS
 from xla_engine.runner.estimates import read_costs
 from xla_engine.runner.roofline import step_work

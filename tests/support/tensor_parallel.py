@@ -121,7 +121,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     from xla_engine.config import EngineConfig
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.equivalence.verify import verify
-    from xla_engine.graphs.model import decoder
+    from xla_engine.graphs.model import spec
     from xla_engine.model_loader.checkpoint import load_checkpoint
 
     dtype = job.get("dtype", "bfloat16")
@@ -132,7 +132,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     config = EngineConfig(**OPTIONS | job.get("engine", {}), tensor_parallel_size=size)
     generator = np.random.default_rng(5)
     beginning = generator.integers(1, 198, 48).tolist()
-    least = mock.patch.object(decoder, "LEAST", job.get("least", decoder.LEAST))
+    least = mock.patch.object(spec, "LEAST", job.get("least", spec.LEAST))
     with least, XlaBatchEngine(checkpoint, None, config) as engine:
         report = verify(engine, requests=asked, schedules=1) if (asked := job.get("verifies")) else None
         outputs: dict[str, Any] = {}

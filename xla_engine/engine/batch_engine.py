@@ -55,6 +55,7 @@ from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.features import FeatureBuffer
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.jax_settings import check_platform, with_own_settings
+from xla_engine.runner.kept_leaves import leaves_on_disk
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck
 from xla_engine.runner.self_check.remembered import self_check, self_check_config
@@ -239,23 +240,23 @@ class XlaBatchEngine:
         Raises CheckpointError.
         """
         check_platform()
+        config = config or EngineConfig()
         files = open_model(embedded_model_directory() if model is None else model)
         tokenizer = Tokenizer.of_model(files)
-        described = describe(
-            files, config or EngineConfig(), None if tokenizer is None else tokenizer.plain_ids
-        )
-        engine = cls(
-            load_weights(described),
-            tokenizer,
-            described.options,
-            chat_template=described.chat_template,
-            pooler=described.pooling,
-            tower=load_tower(described),
-            pictures=load_reader(described),
-            progress=progress,
-        )
+        described = describe(files, config, None if tokenizer is None else tokenizer.plain_ids)
+        with leaves_on_disk(enabled=config.compile_cache):
+            engine = cls(
+                load_weights(described),
+                tokenizer,
+                described.options,
+                chat_template=described.chat_template,
+                pooler=described.pooling,
+                tower=load_tower(described),
+                pictures=load_reader(described),
+                progress=progress,
+            )
         engine.default_params = SamplingParams.from_mapping(described.sampling_defaults)
-        if (config or EngineConfig()).generation_config == "model" and described.recommends_no_sampling:
+        if config.generation_config == "model" and described.recommends_no_sampling:
             engine_log.info(
                 "the model recommends no sampling: requests without a temperature are sampled at 1"
             )

@@ -11,7 +11,7 @@ import numpy as np
 from xla_engine.config import GGUF, GGUF_INT8
 from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.graphs.linear.native import NativeProducts, fits
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.runner import memory
 from xla_engine.utils.bandwidth import read_bandwidth

@@ -12,7 +12,7 @@ from xla_engine.config import AUTO, IMAGE_CACHE_BYTES, KEPT, SMALLEST_BATCH, Eng
 from xla_engine.engine.form_estimates import form_estimates
 from xla_engine.errors import ConfigError, XlaEngineError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.images.tower import slices_of, why_no_pictures
 from xla_engine.model_loader.checkpoint import load_weights

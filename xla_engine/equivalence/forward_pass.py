@@ -16,8 +16,8 @@ from xla_engine.graphs.attention.dense import attend_densely
 from xla_engine.graphs.config import DeltaForm
 from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.model_loader.checkpoint import Checkpoint

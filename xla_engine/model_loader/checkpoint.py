@@ -17,7 +17,7 @@ import numpy as np
 from xla_engine.config import AUTO, KEPT, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.coded import KINDS
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.families import tensor_sources
@@ -38,7 +38,7 @@ class Checkpoint:
 
     path: the directory or file it came from.
     config: its shape.
-    weights: leaf name (of `graphs.model.decoder.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
+    weights: leaf name (of `graphs.model.spec.parameter_shapes`) to array; matrices in `dtype`, vectors in float32.
         Each access to a loaded checkpoint reads the files again and caches nothing (`StoredWeights`).
     eos_token_ids: all ids that end a text; empty if the files name none.
     bos_token_id: the id that begins a text, or None.

@@ -13,7 +13,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.linear.products import Products
 from xla_engine.graphs.lora.form import RANKS, TARGETS, LoraForm, part_ends
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 
 WRITE_ADAPTER = "write_adapter"
 _WHOLE_RANK, _WHOLE_WIDTH = 4, 16  # of the C++ operation

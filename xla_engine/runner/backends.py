@@ -18,7 +18,7 @@ from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.graphs.ops.int8 import GROUP
 from xla_engine.graphs.target import devices, platform

@@ -8,7 +8,7 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import KVCache, States, make_cache, make_states
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, Rows, RowState, Tables, make_rows, pack_rows
 from xla_engine.runner.devices import Devices
 from xla_engine.runner.row_settings import HostTables

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xla_engine.errors import ConfigError
 from xla_engine.graphs import target
 from xla_engine.graphs.inventory import Inventory, Program
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.sharding import AXIS
 from xla_engine.model_loader.weights import StoredWeights, read_rows
 from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter

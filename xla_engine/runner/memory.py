@@ -13,7 +13,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs import target
 from xla_engine.graphs.config import whole_spans
 from xla_engine.graphs.kv_cache.cache import block_bytes, cache_bytes, rows_bytes, state_bytes, tree_bytes
-from xla_engine.graphs.model.decoder import ModelSpec, parameter_shapes
+from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.row_state.limits import MAX_LOGIT_BIAS
 from xla_engine.graphs.steps.encode import ENCODER_ROWS
 from xla_engine.runner.chips import CHIPS

@@ -8,7 +8,7 @@ from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs import target
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import StoredKinds
 from xla_engine.graphs.row_state.rows import Pool
 from xla_engine.runner import memory

@@ -25,7 +25,7 @@ import numpy as np
 from xla_engine import graphs, scheduler
 from xla_engine.environment import xla_flags
 from xla_engine.graphs.inventory import Program
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner.native_library.instruction_sets import processor
 
 _CODE = (".py", ".cc", ".h")
@@ -96,6 +96,13 @@ def program_key(program: Program, *keys: str) -> str:
     digest = hashlib.sha256("\0".join(keys).encode())
     _Description(digest).add((program.name, program.function, program.arguments, program.donate))
     return digest.hexdigest()
+
+
+def spec_key(spec: ModelSpec, code: str) -> str:
+    """The key of a model's leaves. code: `code_key`. Raises NoKeyError."""
+    versions = (importlib.metadata.version(name) for name in ("flax", "numpy"))
+    parts = (code, sys.version, *versions, _spec_digest(spec))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _module_state() -> Iterable[str]:

@@ -9,7 +9,6 @@ and the program is compiled.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import pickle
 import uuid
@@ -24,11 +23,10 @@ from jax.experimental import serialize_executable
 from xla_engine.environment import compile_cache_directory
 from xla_engine.graphs.inventory import GraphReport, Program
 from xla_engine.runner.compile_cache import count_compile
-from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
+from xla_engine.runner.native_library.cache import private_directory, read_sealed, write_sealed
 from xla_engine.runner.program_key import NoKeyError, code_key, platform_key, program_key
 
 _log = logging.getLogger("xla_engine")
-_DIGEST = hashlib.sha256().digest_size
 _MOST_BYTES = 512 << 20  # on disk; the files that were not read for longest are deleted
 
 
@@ -71,14 +69,7 @@ class ProgramStore:
             return None
 
     def load(self, key: str, name: str) -> tuple[Any, GraphReport] | None:
-        path = self._path(key)
-        try:
-            content = read_own(path)
-            path.touch()
-        except OSError:
-            return None
-        digest, packed = content[:_DIGEST], content[_DIGEST:]
-        if hashlib.sha256(packed).digest() != digest:
+        if (packed := read_sealed(self._path(key))) is None:
             return None
         try:
             report, executable, given, returned = pickle.loads(zlib.decompress(packed))
@@ -100,7 +91,7 @@ class ProgramStore:
             _log.info("%s: cannot be stored: %s", report.name, error)
             return
         with contextlib.suppress(OSError):  # the next start compiles again
-            write_own(self._path(key), hashlib.sha256(packed).digest() + packed)
+            write_sealed(self._path(key), packed)
             self.has_new = True
 
     def tidy(self, most_bytes: int = _MOST_BYTES) -> None:

@@ -20,7 +20,7 @@ from xla_engine.graphs.kv_cache.moves import (
     write_blocks,
     write_span,
 )
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import (
     Rows,
     RowState,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import program_name
 from xla_engine.graphs.kv_cache.cache import cache_bytes
-from xla_engine.graphs.model.decoder import ModelSpec
 from xla_engine.graphs.model.leaves import Leaf
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner.chips import Chip
 from xla_engine.runner.programs import PREFILL, VERIFY, decode_name
 

@@ -9,7 +9,7 @@ from xla_engine.config import AUTO, DEFAULT_MAX_MODEL_LEN, SMALLEST_BATCH, Engin
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import block_bytes, keeps_every_position, state_bytes
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner import memory
 
 # Beyond these, more rows add little throughput but latency; `xla-engine sweep` shows the trade-off.

@@ -17,7 +17,7 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, program_name
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.rope import cosines_and_sines, power
 from xla_engine.graphs.vision.config import BUCKETS, CHANNELS, PatchConfig
 from xla_engine.graphs.vision.layers import (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from xla_engine.config import AUTO, GGUF, GGUF_INT8, KEPT, EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.runner.backends import PACKED_NEEDS, make_spec

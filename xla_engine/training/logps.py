@@ -20,8 +20,8 @@ from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.model.decoder import ModelSpec
-from xla_engine.graphs.model.sublayers import Call
+from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow

@@ -16,7 +16,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.linear.native import NativeProducts
-from xla_engine.graphs.model.decoder import ModelSpec
+from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.portable import ISAS, refusals
 from xla_engine.llm import LLM
@@ -135,7 +135,7 @@ class Policy:
         leaves = self._spec.leaves
         given: dict[str, Any] = dict(params)  # a State is a mapping, too, by attributes
         if isinstance(params, nnx.State):
-            known = dict(zip(leaves.paths, leaves.names, strict=True))
+            known: dict[Any, str] = dict(zip(leaves.paths, leaves.names, strict=True))
             given = {known.get(path, str(path)): array for path, array in nnx.to_flat_state(params)}
         if missing := sorted(set(given) ^ set(leaves.names)):
             raise InvalidRequestError(

@@ -19,7 +19,7 @@ from tests.support.reference import greedy_tokens
 from xla_engine.equivalence.forward_pass import ForwardPass
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint, random_weights
 from xla_engine.tools.bench import limits
 from xla_engine.tools.bench.card import card, markdown_table, write

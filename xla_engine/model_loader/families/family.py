@@ -142,7 +142,7 @@ def within_vision_model(
 
 def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of `config`, the checkpoint tensors stacked in it, from the top row down."""
-    from xla_engine.graphs.model.decoder import (
+    from xla_engine.graphs.model.spec import (
         parameter_shapes,  # jax, which describing a model does not need
     )
 

@@ -16,7 +16,7 @@ from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import FULL, ModelConfig, whole_spans
 from xla_engine.graphs.kv_cache.cache import cache_bytes, keeps_every_position
 from xla_engine.graphs.linear.products import Products, Role
-from xla_engine.graphs.model.decoder import parameter_shapes
+from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.row_state.rows import unpack
 from xla_engine.graphs.steps.draft_head import (
     Eagle3Weights,

@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOM = 8 << 20  # bytes; the parts that a model needs take less than 1 MB, and compiling them some more
 _OTHER_PLACES = ("/dev/shm", "/var/tmp")  # if the usual one is mounted noexec or is full
+_DIGEST_SIZE = hashlib.sha256().digest_size
 _temporary: list[Path] = []  # made when first needed
 
 
@@ -156,6 +157,22 @@ def write_own(path: Path, content: bytes) -> None:
         made.write_bytes(content)
         made.chmod(0o600)
         os.replace(made, path)
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """What `write_sealed` wrote, and note that it was read; None if it is not there, damaged or not ours."""
+    try:
+        content = read_own(path)
+        path.touch()
+    except OSError:
+        return None
+    digest, sealed = content[:_DIGEST_SIZE], content[_DIGEST_SIZE:]
+    return sealed if hashlib.sha256(sealed).digest() == digest else None
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """`write_own`, with a checksum. Raises OSError."""
+    write_own(path, hashlib.sha256(content).digest() + content)
 
 
 def _close_to_group(directory: Path) -> None:
