@@ -88,9 +88,13 @@ class RoutedExperts:
     num_experts_per_tok: experts per token.
     moe_intermediate_size: width of each expert.
     norm_topk_prob: normalise the probabilities of a token's experts to sum to one.
-    shared_expert_intermediate_size: width of a shared expert that every token uses, with its own gate; 0: none.
+    shared_expert_intermediate_size: width of a shared expert that every token uses; 0: none.
     bias: router and experts have biases.
     swiglu_limit: use gpt-oss's clamped gate (`graphs.experts.routing.gate`); None: SwiGLU.
+    scoring_func: of the router's logits. With "sigmoid", experts are chosen by the sum of score and a correction of
+        their own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    routed_scaling_factor: factor of the experts' weights.
+    shared_expert_gate: the shared expert's output is multiplied by a gate.
     """
 
     num_experts: int
@@ -100,6 +104,9 @@ class RoutedExperts:
     shared_expert_intermediate_size: int = 0
     bias: bool = False
     swiglu_limit: float | None = None
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    routed_scaling_factor: float = 1.0
+    shared_expert_gate: bool = True
 
     def __post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:

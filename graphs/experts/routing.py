@@ -23,6 +23,7 @@ from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.reductions import largest_by_rank
 
 BLOCK_ROWS = 16  # rows of one expert per product (findings/experts_and_recurrent_layers.md)
+_LEAST_SUM = 1e-20  # as transformers has it
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid in gpt-oss's gate
 
 
@@ -70,18 +71,43 @@ def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array |
     Weights are softmax probabilities over all experts, or with `renormalise` over the chosen ones. Rows that are not
     `live [N]` get no expert, so that no weights are read for them.
     """
-    experts = logits.shape[1]
-    chosen, expert = lax.platform_dependent(
-        logits,
-        cpu=lambda logits: tuple(lax.top_k(logits, count)),
-        default=lambda logits: tuple(found.T for found in largest_by_rank(logits.T, count)),
-    )
+    chosen, expert = _largest(logits, count)
     weight = flatly(jnp.exp, chosen - chosen[:, :1])
     over = weight if renormalise else flatly(jnp.exp, logits - chosen[:, :1])
-    weight = weight / sum_last(over)
-    if live is not None:
-        expert = jnp.where(live[:, None], expert, experts)
-    return Route(expert.astype(jnp.int32), weight)
+    return Route(_of_live(expert, logits.shape[1], live), weight / sum_last(over))
+
+
+def route_by_sigmoid(
+    logits: jax.Array,
+    correction: jax.Array,
+    count: int,
+    *,
+    renormalise: bool,
+    factor: float,
+    live: jax.Array | None = None,
+) -> Route:
+    """As `route`, by the largest `sigmoid(logits) + correction [E]`; weights are sigmoids, times `factor`."""
+    scores = flatly(jax.nn.sigmoid, logits)
+    _, expert = _largest(scores + correction, count)
+    weight = jnp.take_along_axis(scores, expert, axis=1)
+    if renormalise:
+        weight = weight / (sum_last(weight) + _LEAST_SUM)
+    return Route(_of_live(expert, logits.shape[1], live), weight * factor)
+
+
+def _largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest `values [N, E]` of each row and their indices, `[N, count]`."""
+    found, index = lax.platform_dependent(
+        values,
+        cpu=lambda values: tuple(lax.top_k(values, count)),
+        default=lambda values: tuple(found.T for found in largest_by_rank(values.T, count)),
+    )
+    return found, index
+
+
+def _of_live(expert: jax.Array, experts: int, live: jax.Array | None) -> jax.Array:
+    expert = expert if live is None else jnp.where(live[:, None], expert, experts)
+    return expert.astype(jnp.int32)
 
 
 def gate(gates: jax.Array, ups: jax.Array, limit: float | None) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.delta_net.layer import DeltaWeights
-from xla_engine.graphs.experts.routing import Experts, Gather, route
+from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -187,7 +187,7 @@ class Mlp(nnx.Module):
 
 
 class RoutedMlp(nnx.Module):
-    """A router and its experts, and perhaps a shared expert with its gate `[1, D]`."""
+    """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`."""
 
     def __init__(self, make: LeafMaker, d: int, form: RoutedExperts) -> None:
         self.form, self.sharding = form, make.sharding
@@ -204,7 +204,9 @@ class RoutedMlp(nnx.Module):
         self.gate_up_bias = make.vectors((count, 2 * inner), pairs) if form.bias else None
         self.down_bias = make.vectors((count, d), residual) if form.bias else None
         self.shared = Mlp(make, d, shared, "shared_expert", bias=False, adapted=False) if shared else None
-        self.shared_gate = make.unquantized.matrix((1, d)) if shared else None
+        gated = shared and form.shared_expert_gate
+        self.shared_gate = make.unquantized.matrix((1, d)) if gated else None
+        self.correction = make.vector(count) if form.scoring_func == "sigmoid" else None
 
     def keep(
         self,
@@ -226,8 +228,7 @@ class RoutedMlp(nnx.Module):
         """`residual [N, D]` plus the output of the experts for the normalised `x [N, D]`."""
         form, sharding = self.form, self.sharding
         x = normed(x, norm)
-        logits = self.router(products, x)
-        routed = route(logits, form.num_experts_per_tok, renormalise=form.norm_topk_prob, live=products.live)
+        routed = self._routed(self.router(products, x), products.live)
         gate_up_bias, down_bias = (
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
@@ -240,10 +241,20 @@ class RoutedMlp(nnx.Module):
             gather = functools.partial(sharding.gather, kind="expert")
         out = products.experts(experts, x, routed, sharding.own(residual, "residual"), gather)
         out = sharding.gather(out, "residual")
-        if self.shared is not None and self.shared_gate is not None:
-            shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
-            out = out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
-        return out
+        if self.shared is None:
+            return out
+        shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
+        if self.shared_gate is None:
+            return out + shared
+        return out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
+
+    def _routed(self, logits: jax.Array, live: jax.Array | None) -> Route:
+        form, correction = self.form, value(self.correction)
+        count, renormalise = form.num_experts_per_tok, form.norm_topk_prob
+        if correction is None:
+            return route(logits, count, renormalise=renormalise, live=live)
+        factor = form.routed_scaling_factor
+        return route_by_sigmoid(logits, correction, count, renormalise=renormalise, factor=factor, live=live)
 
 
 def kept(

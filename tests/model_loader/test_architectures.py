@@ -37,7 +37,6 @@ REFUSALS = {
     "Kimi-Linear-48B-A3B": "latent attention",
     "Ministral-3-8B": "'mistral'",
     "Hunyuan-7B-Instruct": "behind the rotation",
-    "GLM-4.5-Air": "sigmoid",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "Olmo-Hybrid-7B": "Use OLMo 3",
     "GLM-OCR": "Use Qwen3-VL",

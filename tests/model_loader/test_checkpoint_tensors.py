@@ -50,6 +50,19 @@ def test_experts_may_be_stacked(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[leaf], wanted[leaf], err_msg=leaf)
 
 
+def test_a_layer_that_predicts_further_tokens_is_left_alone(tmp_path: Path) -> None:
+    """GLM-4.5 has it behind the last layer; one behind that is an error."""
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN / "glm4_moe", directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = np.zeros((40, 80), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    assert dict(load_checkpoint(directory).weights)
+    tensors["model.layers.4.eh_proj.weight"] = np.zeros((40, 80), np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    assert_refused(directory, "model.layers.4.eh_proj.weight", "not part")
+
+
 def test_a_stack_of_more_experts_is_named(tmp_path: Path) -> None:
     assert_refused(stack_experts(GOLDEN / "qwen3_5_moe", tmp_path / "more", more=1), "_proj' is not part")
 

@@ -82,15 +82,12 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     sources = tensor_sources(config, model.family)
     files = model.files.tensors(source.name for stacked in sources.values() for source in stacked)
     files = without_head(files) if model.headless else files
-    check_tensors(files, sources, config, model.family.ignores)
+    check_tensors(files, sources, config, model.family.ignored(config))
     target = wanted
     if wanted == "auto":
         may_pack = model.options.quantization in (AUTO, *KEPT) and has_packed(files, sources)
         target = "bfloat16" if may_pack or config.encoder is not None else stored_dtype(files, sources)
-    shape = asdict(config)
-    if config.encoder is None:  # so that fingerprints are those of versions without encoders
-        del shape["encoder"]
-    identity = repr((shape, asdict(special), files.fingerprint()))
+    identity = repr((_told(config), asdict(special), files.fingerprint()))
     return Checkpoint(
         path=model.files.path,
         config=config,
@@ -101,6 +98,21 @@ def load_weights(model: ModelDescription) -> Checkpoint:
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
         sources=model.sources,
     )
+
+
+# Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
+_LATER: dict[str, Any] = {"encoder": None}
+_LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
+
+
+def _told(config: ModelConfig) -> dict[str, Any]:
+    """The shape as fingerprints have it."""
+    shape = asdict(config)
+    for values, later in ((shape, _LATER), (shape["experts"] or {}, _LATER_OF_EXPERTS)):
+        for name, neutral in later.items():
+            if values and values[name] == neutral:
+                del values[name]
+    return shape
 
 
 def random_checkpoint(

@@ -268,6 +268,14 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
         | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
     ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+        | {"n_shared_experts": 2, "num_hidden_layers": 3, "attention_bias": True, "pad_token_id": None}
+        | {"routed_scaling_factor": 1.5, "use_qk_norm": True}
+        | rope("default", partial_rotary_factor=0.5),
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         0.4,
@@ -469,6 +477,9 @@ def random_model(name: str, seed: int) -> Any:
                 # Random signs: a tied head likes the token it was just given too well.
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):  # as large as the scores' differences
+                buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16().float())
         if name.endswith("mxfp4"):
             for parameter_name, (blocks, scales) in mxfp4_tensors(config, seed).items():
                 dequantised = convert_moe_packed_tensors(blocks, scales).float()

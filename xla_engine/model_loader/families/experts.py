@@ -132,6 +132,57 @@ QWEN3_MOE = Family(
 )
 
 
+# GLM-4-MoE has a router with sigmoids, a first layer without experts and a last one that predicts further tokens.
+def _glm4_moe(fields: Fields) -> dict[str, Any]:
+    for name in ("n_group", "topk_group"):
+        if fields.integer(name, high=_MOST, default=1) != 1:
+            fields.fail(name, "not supported (experts chosen by group). Use a checkpoint with 1")
+    shared = fields.integer("n_shared_experts", low=0, high=_MOST, default=1)
+    experts = routed_experts(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        norm_topk_prob=fields.flag("norm_topk_prob", default=True),
+        shared_expert_intermediate_size=shared * fields.integer("moe_intermediate_size", high=_WIDEST),
+        shared_expert_gate=False,
+        scoring_func="sigmoid",
+        routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
+    )
+    dense = fields.integer("first_k_dense_replace", low=0, high=2**12, default=1)
+    return {
+        "experts": experts,
+        "mlp_only_layers": tuple(range(min(dense, layer_count(fields)))),
+        "qkv_bias": fields.flag("attention_bias", default=False),
+        "qk_norm": "head" if fields.flag("use_qk_norm", default=False) else None,
+    }
+
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    tensors={
+        **TENSORS,
+        **HEAD_NORMS,
+        **QWEN_EXPERTS,
+        "experts.correction": ("mlp.gate.e_score_correction_bias",),
+        "experts.shared_gate_up": (
+            "mlp.shared_experts.gate_proj.weight",
+            "mlp.shared_experts.up_proj.weight",
+        ),
+        "experts.shared_down": ("mlp.shared_experts.down_proj.weight",),
+    },
+    flags=_glm4_moe,
+    reads=("attention_bias", "use_qk_norm", "partial_rotary_factor"),
+    defaults={
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+    },
+    ignores=r"model\.layers\.LAYERS\..*",
+)
+
+
 def apart(rows: Array) -> Array:
     """Deinterleave rows `[e, 2 F, ...]` of gate, up pairs: all gates first."""
     return np.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1)

@@ -65,7 +65,7 @@ class Family:
     rope_local: sliding-window layers have their own rotary base, without scaling.
     activations: config.json's names of supported activations.
     norm_offset: added to every norm weight.
-    ignores: pattern of tensors that do not belong to the decoder.
+    ignores: pattern of tensors that do not belong to the decoder; `LAYERS` stands for the number of its layers.
     text_type: model_type of config.json's `text_config`, if the decoder is a part of a larger model.
     layer: prefix of the names of a layer's tensors.
     vision: for each leaf of the vision tower (`graphs.vision.siglip.leaf_shapes`), its tensors' full names; None if
@@ -87,6 +87,10 @@ class Family:
     text_type: str = ""
     layer: str = "model.layers.{index}."
     vision: Mapping[str, tuple[str, ...]] | None = None
+
+    def ignored(self, config: ModelConfig) -> str:
+        """The pattern of tensors that do not belong to this decoder."""
+        return self.ignores.replace("LAYERS", str(config.num_hidden_layers))
 
 
 def with_bias(leaf: str, *names: str) -> dict[str, tuple[str, ...]]:

@@ -25,7 +25,6 @@ REFUSED = {
     "DeepseekV3ForCausalLM": (_MLA, "Qwen3-MoE or gpt-oss"),
     "Glm4MoeLiteForCausalLM": (_MLA, "Qwen3-MoE or Qwen3.5"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
-    "Glm4MoeForCausalLM": ("routers with a sigmoid and a correction", "Qwen3-MoE"),
     "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
     "Ministral3ForCausalLM": ("scores that are scaled by position", "Ministral 8B or Mistral Small"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
