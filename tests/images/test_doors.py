@@ -16,7 +16,8 @@ from xla_engine.batch.datasets.rows import RowColumns, row_lines
 from xla_engine.batch.datasets.tables import Table, _arrow_batches
 from xla_engine.batch.lines import LineReader, read_lines
 from xla_engine.batch.run import BatchRun
-from xla_engine.cli._input import TableOptions, open_lines
+from xla_engine.cli._input import open_lines
+from xla_engine.cli._table_options import TableOptions
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidImageError, InvalidRequestError
 from xla_engine.openai.requests import LineError, LineRequest, parse_line

@@ -6,6 +6,7 @@ from typing import Any, BinaryIO, cast
 
 from xla_engine.errors import ConfigError
 
+MAX_LINE_BYTES = 8 * 2**20  # of an input line, by default
 _CHUNK = 64 << 10
 _GUESS = "cp1252"  # what Excel writes in Western Europe and America; it gives nearly every byte a meaning
 _MARKS = (

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, BinaryIO
 
+from xla_engine.batch.encodings import MAX_LINE_BYTES
 from xla_engine.openai.requests import LineError, LineRequest, line_error, parse_line
 
-MAX_LINE_BYTES = 8 * 2**20
 COUNTED_BYTES = 256 * 2**20  # lines of larger files are not counted beforehand
 _MULTIPLIER = 0x9E3779B97F4A7C15  # Fibonacci hashing: 2**64 divided by the golden ratio
 

@@ -33,7 +33,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from xla_engine.batch.lines import MAX_LINE_BYTES, Line, read_lines
+from xla_engine.batch.encodings import MAX_LINE_BYTES
+from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.stream_controls import Controls, Names, SentRequest
 from xla_engine.batch.submit import submit_prompt, whole_request
 from xla_engine.batch.totals import RunTotals

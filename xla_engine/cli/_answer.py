@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common
-from xla_engine.cli._input import check_tokenizer
 from xla_engine.outputs import RequestOutput
 from xla_engine.sampling_params import SamplingParams
 
@@ -54,7 +53,7 @@ def run_prompt(
     message; None means yes if there is a chat template. Notes go to standard error.
     """
     template = defaults.pop("chat_template", None)
-    check_tokenizer(options["model"])
+    _common.check_tokenizer(options["model"])
     with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
         has_template = template is not None or engine.chat_template is not None
         if chat is None and has_template:

@@ -336,6 +336,20 @@ def reader_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return {} if not sampling_defaults(options["files"]).keys().isdisjoint(FOR_READERS) else dict(FOR_READERS)
 
 
+def check_tokenizer(model: str | None, otherwise: str = "") -> None:
+    """Raise NotStarted if a model's directory has no tokenizer, which text needs. otherwise: another remedy."""
+    from xla_engine.model_loader.safetensors_files import has_weight_files  # imports numpy
+
+    files = Path(model or "")
+    if not model or not (files / "config.json").exists() or not has_weight_files(files):
+        return
+    if not (files / "tokenizer.json").exists():
+        raise NotStarted(
+            f"no_tokenizer: {model} has no tokenizer.json, which text needs; put the model's tokenizer.json "
+            f"there{otherwise}"
+        )
+
+
 def text_of(path: str | Path | None) -> str | None:
     """Read the file that an option names."""
     try:

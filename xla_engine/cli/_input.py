@@ -1,4 +1,4 @@
-"""Input and output of `xla-engine run`: files of requests, tables and their options, and what the first line tells."""
+"""Input and output of `xla-engine run`: files of requests, tables, and what the first line tells."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from xla_engine.batch.record_ids import DigestedLines
 from xla_engine.batch.resume import is_packed
 from xla_engine.batch.shards import Shard, state_path
 from xla_engine.batch.submit import reads_pictures
-from xla_engine.cli._common import NotStarted
-from xla_engine.cli._help import together
+from xla_engine.cli._common import NotStarted, check_tokenizer
+from xla_engine.cli._table_options import TableOptions
 from xla_engine.errors import OutputError
 from xla_engine.openai.fields import SUBMIT_FIELDS
 from xla_engine.openai.requests import LineRequest, parse_line
@@ -38,59 +38,6 @@ from xla_engine.text.parsers.chats import Chat
 if TYPE_CHECKING:
     from xla_engine.batch.lines import Line
     from xla_engine.open_engine import EngineClient
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableOptions:
-    """The table's columns for prompt and id, the columns that the output keeps, and the path of the journal."""
-
-    prompt_column: str | None = None
-    prompt_template: str | None = None
-    image_column: str | None = None
-    id_column: str | None = None
-    sampling_columns: str | None = None
-    keep_columns: str | None = None
-    json_columns: bool = False
-    journal: str | None = None
-
-    @property
-    def asks_for_columns(self) -> bool:
-        return any((self.prompt_column, self.prompt_template, self.image_column, self.id_column))
-
-
-# Options that become `TableOptions`.
-table_options = together(
-    click.option(
-        "--prompt-column", metavar="NAME", help="The column of a table that holds prompts or chats."
-    ),
-    click.option(
-        "--prompt-template", metavar="TEXT", help="The prompt of each row: text with {column} in it."
-    ),
-    click.option(
-        "--image-column",
-        metavar="NAME",
-        help="The column of a table that holds pictures: bytes, paths or lists of them.",
-    ),
-    click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
-    click.option(
-        "--sampling-columns",
-        metavar="NAME,...",
-        help="Columns of a table to use as sampling fields, such as max_tokens,seed.",
-    ),
-    click.option(
-        "--keep-columns", metavar="NAME,...", help="Input columns to copy to an OUTPUT table.  [default: all]"
-    ),
-    click.option(
-        "--json-columns",
-        is_flag=True,
-        help="Add a column to an OUTPUT table for each property of --json-schema.",
-    ),
-    click.option(
-        "--journal",
-        metavar="FILE",
-        help="Where results are kept until an OUTPUT table or URL is written.  [default: OUTPUT.journal.jsonl]",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,20 +252,6 @@ def check_first_line(
     if not isinstance(request.prompts[0], tuple):
         check_tokenizer(model, ", or write prompts as lists of token ids")
     return request, lines
-
-
-def check_tokenizer(model: str | None, otherwise: str = "") -> None:
-    """Raise NotStarted if a model's directory has no tokenizer, which text needs. otherwise: another remedy."""
-    from xla_engine.model_loader.safetensors_files import has_weight_files  # imports numpy
-
-    files = Path(model or "")
-    if not model or not (files / "config.json").exists() or not has_weight_files(files):
-        return
-    if not (files / "tokenizer.json").exists():
-        raise NotStarted(
-            f"no_tokenizer: {model} has no tokenizer.json, which text needs; put the model's tokenizer.json "
-            f"there{otherwise}"
-        )
 
 
 def check_template(request: LineRequest | None, engine: EngineClient, model: str | None) -> None:

@@ -30,13 +30,13 @@ from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
 from xla_engine.cli._input import (
-    TableOptions,
     TableOutput,
     check_first_line,
     check_template,
     open_input,
     open_lines,
 )
+from xla_engine.cli._table_options import TableOptions
 from xla_engine.config import AUTO, EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import OutputError, XlaEngineError

@@ -12,7 +12,6 @@ import click
 
 from xla_engine.cli import _common, _help
 from xla_engine.cli._answer import chat_prompt, show_answer
-from xla_engine.cli._input import check_tokenizer
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 
@@ -70,7 +69,7 @@ def chat(
         )
         template = _common.text_of(chat_template_path)
         interactive = sys.stdin.isatty()
-        check_tokenizer(options["model"])
+        _common.check_tokenizer(options["model"])
         if options["model"] is None:
             click.echo(
                 "the embedded model answers with Python functions; name another with --model", err=True

@@ -1,27 +1,34 @@
-"""`xla-engine run`: run a file of requests, check it, run a stream, or complete one prompt."""
+"""`xla-engine run`: run a file of requests, check it, run a stream, or complete one prompt.
+
+Modules that read and write files of requests are imported for such files only, so that a prompt's answer comes sooner.
+"""
+
+from __future__ import annotations
 
 import os
 from glob import has_magic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xla_engine.batch.datasets.answers import AnswerColumns, read_schema
-from xla_engine.batch.datasets.files import is_url
-from xla_engine.batch.encodings import check_encoding
-from xla_engine.batch.lines import MAX_LINE_BYTES
-from xla_engine.batch.output_file import Mode
-from xla_engine.batch.shards import Shard
-from xla_engine.cli import _common, _help, _run
+from xla_engine.batch.encodings import MAX_LINE_BYTES, check_encoding
+from xla_engine.cli import _common, _help
 from xla_engine.cli._answer import run_prompt
-from xla_engine.cli._input import TableOptions, table_options
+from xla_engine.cli._table_options import TableOptions, table_options
 from xla_engine.errors import ConfigError
-from xla_engine.text.parsers.chats import Dialect
+
+if TYPE_CHECKING:
+    from xla_engine.batch.shards import Shard
 
 
 def _shard(context: click.Context, option: click.Parameter, value: str | None) -> Shard | None:
+    if value is None:
+        return None
+    from xla_engine.batch.shards import Shard
+
     try:
-        return None if value is None else Shard.parse(value)
+        return Shard.parse(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -237,9 +244,11 @@ def run(
       cat in.jsonl | xla-engine run --stream
     """
     with _common.startup_errors():
-        is_named = prompt is None and input_path is not None and input_path != "-"
-        if input_path is not None and is_named and not is_url(input_path) and not has_magic(input_path):
-            os.stat(input_path)  # a missing file is told before the model is opened
+        if prompt is None and input_path is not None and input_path != "-":
+            from xla_engine.batch.datasets.files import is_url
+
+            if not is_url(input_path) and not has_magic(input_path):
+                os.stat(input_path)  # a missing file is told before the model is opened
         if dry_run:
             _common.pause_collections()
         else:
@@ -254,6 +263,8 @@ def run(
         if (template := _common.text_of(chat_template_path)) is not None:
             defaults["chat_template"] = template
         if tool_parser is not None or reasoning_parser is not None:
+            from xla_engine.text.parsers.chats import Dialect
+
             defaults |= Dialect.named(tool_parser, reasoning_parser).as_defaults()
         answers = None
         if schema_path is not None:
@@ -262,22 +273,16 @@ def run(
             answers = AnswerColumns.of(schema) if options["json_columns"] else None
         elif options["json_columns"]:
             raise click.UsageError("--json-columns needs --json-schema FILE.")
-    settings = _run.Settings(
-        defaults=defaults,
-        tables=(tables := TableOptions(**_common.take(options, TableOptions))),
-        answers=answers,
-        watched=_run.Watched(**_common.take(options, _run.Watched)),
-        **_common.take(options, _run.Settings),
-    )
-    if options["data_parallel_size"] > 1 and settings.watched.step_log_path is not None:
+    tables, shard = TableOptions(**_common.take(options, TableOptions)), options["shard"]
+    if options["data_parallel_size"] > 1 and options["step_log_path"] is not None:
         raise click.UsageError("--step-log writes the steps of one engine; leave out --data-parallel-size.")
     _one_of({"--resume": resume, "--retry-failed": retry_failed, "--overwrite": overwrite})
     _one_of({"--dry-run": dry_run, "--stream": stream})
     _one_of({"--stream": stream, "-o": output_path is not None})
     _one_of({"--stream": stream, "--receipts": receipts_path is not None})
-    _one_of({"--stream": stream, "--shard": settings.shard is not None})
+    _one_of({"--stream": stream, "--shard": shard is not None})
     _one_of({"--raw": raw, "--chat": chat, "--system": system is not None and not chat})
-    _one_of({"--stream": stream, "--encoding": settings.encoding is not None})
+    _one_of({"--stream": stream, "--encoding": options["encoding"] is not None})
     _one_of({"--stream": stream, "options of tables": tables != TableOptions()})
     if prompt is not None:
         _one_of(
@@ -288,7 +293,7 @@ def run(
                 "--receipts": receipts_path is not None,
                 "--dry-run": dry_run,
                 "--stream": stream,
-                "--shard": settings.shard is not None,
+                "--shard": shard is not None,
                 "options of tables": tables != TableOptions(),
             }
         )
@@ -312,8 +317,18 @@ def run(
         input_path = "-"
     if sign_path is not None and receipts_path is None:
         raise click.UsageError("--sign signs receipts; add --receipts FILE.")
-    if retry_failed and settings.ordered:
+    if retry_failed and options["ordered"]:
         raise _common.NotStarted("--retry-failed appends lines that failed before, so it excludes --ordered")
+    from xla_engine.batch.output_file import Mode
+    from xla_engine.cli import _run
+
+    settings = _run.Settings(
+        defaults=defaults,
+        tables=tables,
+        answers=answers,
+        watched=_run.Watched(**_common.take(options, _run.Watched)),
+        **_common.take(options, _run.Settings),
+    )
     if dry_run:
         _run.dry_run(input_path, settings, options)
     elif stream:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_engine.batch.lines import MAX_LINE_BYTES, Line
+from xla_engine.batch.encodings import MAX_LINE_BYTES
+from xla_engine.batch.lines import Line
 from xla_engine.errors import ConfigError
 from xla_engine.utils.did_you_mean import did_you_mean
 from xla_engine.utils.json_line import dump_line, kind

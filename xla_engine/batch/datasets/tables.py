@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from xla_engine.batch.datasets.files import TableFile, table_files
 from xla_engine.batch.datasets.rows import Row
-from xla_engine.batch.encodings import as_utf8, check_is_utf8
-from xla_engine.batch.lines import COUNTED_BYTES, MAX_LINE_BYTES
+from xla_engine.batch.encodings import MAX_LINE_BYTES, as_utf8, check_is_utf8
+from xla_engine.batch.lines import COUNTED_BYTES
 from xla_engine.errors import ConfigError
 from xla_engine.utils.extras import install
 from xla_engine.utils.json_line import load_object

@@ -1,0 +1,62 @@
+"""Options of `xla-engine run` for tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from xla_engine.cli._help import together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableOptions:
+    """The table's columns for prompt and id, the columns that the output keeps, and the path of the journal."""
+
+    prompt_column: str | None = None
+    prompt_template: str | None = None
+    image_column: str | None = None
+    id_column: str | None = None
+    sampling_columns: str | None = None
+    keep_columns: str | None = None
+    json_columns: bool = False
+    journal: str | None = None
+
+    @property
+    def asks_for_columns(self) -> bool:
+        return any((self.prompt_column, self.prompt_template, self.image_column, self.id_column))
+
+
+# Options that become `TableOptions`.
+table_options = together(
+    click.option(
+        "--prompt-column", metavar="NAME", help="The column of a table that holds prompts or chats."
+    ),
+    click.option(
+        "--prompt-template", metavar="TEXT", help="The prompt of each row: text with {column} in it."
+    ),
+    click.option(
+        "--image-column",
+        metavar="NAME",
+        help="The column of a table that holds pictures: bytes, paths or lists of them.",
+    ),
+    click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
+    click.option(
+        "--sampling-columns",
+        metavar="NAME,...",
+        help="Columns of a table to use as sampling fields, such as max_tokens,seed.",
+    ),
+    click.option(
+        "--keep-columns", metavar="NAME,...", help="Input columns to copy to an OUTPUT table.  [default: all]"
+    ),
+    click.option(
+        "--json-columns",
+        is_flag=True,
+        help="Add a column to an OUTPUT table for each property of --json-schema.",
+    ),
+    click.option(
+        "--journal",
+        metavar="FILE",
+        help="Where results are kept until an OUTPUT table or URL is written.  [default: OUTPUT.journal.jsonl]",
+    ),
+)
