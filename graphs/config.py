@@ -192,6 +192,8 @@ class ModelConfig:
     rope_local_base_freq: base of the sliding layers, without scaling; None: the same as in other layers.
     no_rope_layers: indices of the layers without rotary embedding.
     attention_multiplier: scale of the scores; None: `1 / sqrt(head_dim)`.
+    llama_4_scaling_beta: the queries at position p are multiplied by `1 + beta log(1 + p // original)`, with the
+        original context length of the rope scaling; None: they are not.
     attn_logit_softcapping: soft cap of the scores, by tanh; None: none.
     final_logit_softcapping: soft cap of the logits, by tanh; None: none.
     qk_norm: "head" normalises each query and key head; "all" normalises all heads of a token together.
@@ -252,6 +254,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     encoder: EncoderForm | None = None
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -274,6 +277,8 @@ class ModelConfig:
             raise ValueError(
                 f"layer_types must name {self.num_hidden_layers} layers, not {len(self.layer_types)}"
             )
+        if self.llama_4_scaling_beta is not None and scaling is None:
+            raise ValueError("llama_4_scaling_beta needs a rope scaling")
         if LINEAR in self.layer_types and self.delta is None:
             raise ValueError("linear_attention layers need their sizes")
 
@@ -323,6 +328,11 @@ class ModelConfig:
     def ropes(self) -> tuple[Rope | None, ...]:
         """The K distinct rotary embeddings of the layers."""
         return tuple(dict.fromkeys(self.rope(index) for index in range(self.num_hidden_layers)))
+
+    @property
+    def rotary_tables(self) -> int:
+        """How many tables by position there are: of each rotary embedding, and one of factors of queries."""
+        return len(self.ropes) + (self.llama_4_scaling_beta is not None)
 
     def rope_index(self, index: int) -> int:
         """Which of `ropes` layer `index` uses."""

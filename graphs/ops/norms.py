@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.config import AttentionForm, ModelConfig
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.target import platform
 
@@ -58,6 +58,18 @@ def split_heads(qkv: jax.Array, kv_heads: int, head_dim: int) -> tuple[jax.Array
     queries = heads.shape[1] - 2 * kv_heads
     q, k, v = jnp.split(heads, [queries, queries + kv_heads], axis=1)
     return q, k, v
+
+
+def scaled_queries(config: ModelConfig, projected: jax.Array, angles: jax.Array) -> jax.Array:
+    """`projected [N, (H + 2 KV) Dh]` with queries scaled by position, if the model does so.
+
+    angles: the tables of `rope_tables` at the positions of the rows, `[K, ..., 2, Dh/2]`.
+    """
+    if config.llama_4_scaling_beta is None:
+        return projected
+    factor = angles[-1, ..., 0, 0].reshape(-1, 1)
+    queries, rest = jnp.split(projected, [config.num_attention_heads * config.head_dim], axis=1)
+    return jnp.concatenate([queries * factor, rest], axis=1)
 
 
 def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:

@@ -41,15 +41,18 @@ _COSINE = (
 def rope_tables(config: ModelConfig, length: int, *, context_length: int | None = None) -> Array:
     """Cosines and sines of positions `0 .. length` for each of `config.ropes`: float32 `[K, length, 2, Dh/2]`.
 
+    If queries are scaled by position, the last table has their factors in place of cosines (`scaled_queries`).
     Attention factors are multiplied in. Dimensions that do not turn have cosine 1 and sine 0; they are the last of
     each half (`rotary_order`).
     `context_length`: the longest request, which "dynamic" and "longrope" choose by, never a request's own length;
     None is `length`.
     """
     context_length = context_length or length
-    tables = np.zeros((len(config.ropes), length, 2, config.head_dim // 2), np.float32)
+    tables = np.zeros((config.rotary_tables, length, 2, config.head_dim // 2), np.float32)
     tables[:, :, 0] = 1
-    for table, rope in zip(tables, config.ropes, strict=True):
+    if config.llama_4_scaling_beta is not None:
+        tables[-1, :, 0] = _query_factors(config, config.llama_4_scaling_beta, length)[:, None]
+    for table, rope in zip(tables, config.ropes, strict=False):
         if rope is None:
             continue
         frequencies = inverse_frequencies(rope, config.rotary_dim, context_length)
@@ -59,6 +62,14 @@ def rope_tables(config: ModelConfig, length: int, *, context_length: int | None 
             positions = np.arange(begin, begin + len(rows), dtype=np.float32)
             rows[:] = cosines_and_sines(positions[:, None] * frequencies) * factor
     return tables
+
+
+def _query_factors(config: ModelConfig, beta: float, length: int) -> Array:
+    """The factor of the queries at each position, float32 `[length]`."""
+    assert config.rope_scaling is not None
+    contexts = np.arange(length) // config.rope_scaling.original_max_position_embeddings
+    factors = [1 + beta * natural_log(1 + number) for number in range(int(contexts.max(initial=0)) + 1)]
+    return np.array(factors, np.float32)[contexts]
 
 
 def cosines_and_sines(angles: Array) -> Array:

@@ -10,6 +10,7 @@ from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights
 from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.model.call import Attend
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.ops.norms import scaled_queries
 from xla_engine.graphs.row_state.rows import Rows, Tables
 
 # (a layer's cache, projected, call) -> (the cache, with new keys and values, attention's output)
@@ -78,7 +79,7 @@ def attending(
             layer_in_store=layer_in_store,
             reach=reach,
         )
-        cache[store], out = attention(layer, projected, call)
+        cache[store], out = attention(layer, scaled_queries(spec.local, projected, angles), call)
         return out
 
     return attend

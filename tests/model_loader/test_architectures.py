@@ -35,7 +35,6 @@ REFUSALS = {
     "DeepSeek-V3": "latent attention",
     "GLM-4.7-Flash": "latent attention",
     "Kimi-Linear-48B-A3B": "latent attention",
-    "Ministral-3-8B": "'mistral'",
     "Hunyuan-7B-Instruct": "behind the rotation",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "Olmo-Hybrid-7B": "Use OLMo 3",

@@ -18,6 +18,7 @@ from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_s
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.ops.norms import scaled_queries
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.model_loader.checkpoint import Checkpoint
@@ -63,7 +64,9 @@ class ForwardPass:
             if isinstance(own, DeltaWeights):
                 return _follow(config.delta, own, qkv)
             table = rope[config.rope_index(index)]
-            return attend_densely(config, config.attention(index), own, qkv, table)
+            return attend_densely(
+                config, config.attention(index), own, scaled_queries(config, qkv, rope), table
+            )
 
         *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
         logits = model.logits(hidden, ROWS_LEFT)

@@ -13,7 +13,7 @@ from typing import Any
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
-from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
+from xla_engine.model_loader.families import ENCODERS, FAMILIES, OTHER_DECODERS, Family
 from xla_engine.model_loader.families.refused import why_refused
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
@@ -72,7 +72,7 @@ _ROPE_KNOWN = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
     "yarn": {
         *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate"),
-        *("mscale", "mscale_all_dim"),
+        *("mscale", "mscale_all_dim", "llama_4_scaling_beta", "max_position_embeddings"),
     },
     "longrope": {"factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"},
 }
@@ -195,6 +195,8 @@ def _family(fields: Fields) -> Family:
         remote = "; the code that its auto_map points to is never run" if "auto_map" in fields.values else ""
         fields.fail("architectures", f"not supported{remote}. {remedy}")
     family = known[names[0]]
+    if family.text_type and (text := fields.within("text_config")) is not None:
+        family = OTHER_DECODERS.get((names[0], text.values.get("model_type")), family)
     if fields.values.get("model_type") not in (None, family.model_type):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
     if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:
@@ -265,6 +267,11 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
             f"{fields.file}: partial_rotary_factor = {part}: not supported (rotary embedding of a part of each head). "
             "Use 1"
         )
+    beta = _agreed(objects, "llama_4_scaling_beta", 1e3)
+    if beta is not None and "llama_4_scaling_beta" not in family.reads:
+        objects[0].fail(
+            "llama_4_scaling_beta", f"not supported (queries scaled by position) for {family.architecture}"
+        )
     limit = 0
     # Gemma 3's max_position_embeddings is the scaled one already.
     stretched = ("dynamic", "yarn") if family.rope_local else ("linear", "dynamic", "yarn")
@@ -276,6 +283,7 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
         "rope_local_base_freq": _local_theta(fields, local, theta) if family.rope_local else None,
         "rope_scaling": scaling,
         "partial_rotary_factor": part or 1.0,
+        "llama_4_scaling_beta": beta,
     }, limit
 
 

@@ -268,6 +268,22 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
         | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        0.4,
+        shape(40, 5, 1, head_dim=16)
+        | rope(
+            "yarn",
+            1e4,
+            factor=4.0,
+            original_max_position_embeddings=20,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         0.4,

@@ -1,5 +1,7 @@
 """Model families as data: one `Family` for each architecture name in config.json."""
 
+from typing import Any
+
 from xla_engine.model_loader.families import dense, experts, variants
 from xla_engine.model_loader.families.dense import LLAMA, QWEN2, QWEN3
 from xla_engine.model_loader.families.encoders import ENCODERS, encoder_of
@@ -9,6 +11,7 @@ __all__ = [
     "ENCODERS",
     "FAMILIES",
     "LLAMA",
+    "OTHER_DECODERS",
     "QWEN2",
     "QWEN3",
     "Family",
@@ -18,7 +21,17 @@ __all__ = [
 ]
 
 _ALL = (
-    *(LLAMA, dense.SMOLLM3, dense.MISTRAL, dense.MINISTRAL, QWEN2, QWEN3, dense.GEMMA, dense.GEMMA2),
+    *(
+        LLAMA,
+        dense.SMOLLM3,
+        dense.MISTRAL,
+        dense.MINISTRAL,
+        dense.MINISTRAL3,
+        QWEN2,
+        QWEN3,
+        dense.GEMMA,
+        dense.GEMMA2,
+    ),
     *(dense.GEMMA3, dense.PHI3, dense.OLMO2, dense.OLMO3, dense.GRANITE, dense.GEMMA3_VISION),
     *(dense.MISTRAL3, experts.QWEN3_5_VISION, dense.QWEN3_VL, dense.IDEFICS3, dense.SMOLVLM),
     *(dense.COHERE, dense.COHERE2, experts.MIXTRAL, experts.QWEN3_MOE, experts.GPT_OSS),
@@ -26,4 +39,7 @@ _ALL = (
     *(experts.QWEN3_NEXT, experts.QWEN3_5, experts.QWEN3_5_MOE, experts.QWEN3_5_MOE_VISION),
     *(variants.SEED_OSS, variants.ERNIE4_5, variants.HELIUM, variants.EXAONE4, variants.GLM, variants.GLM4),
 )
+OTHER_DECODERS: dict[tuple[str, Any], Family] = {  # of the same vision model, by the type of text_config
+    (family.architecture, family.text_type): family for family in (dense.MINISTRAL3_VISION,)
+}
 FAMILIES = {family.architecture: family for family in _ALL}

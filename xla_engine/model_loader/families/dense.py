@@ -120,6 +120,22 @@ MINISTRAL = Family(
     defaults=MISTRAL.defaults,
 )
 MISTRAL3 = within_vision_model(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3", **_APART)
+# A Mistral whose queries are scaled by position.
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    tensors=TENSORS,
+    reads=("sliding_window", "llama_4_scaling_beta"),
+    flags=sliding,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+    },
+    rope_theta=1e6,
+)
+MINISTRAL3_VISION = within_vision_model(MINISTRAL3, "Mistral3ForConditionalGeneration", "mistral3", **_APART)
 # A Llama with fused tensors, LongRoPE and partial rotary embedding.
 FUSED: Tensors = {"qkv": ("self_attn.qkv_proj.weight",), "gate_up": ("mlp.gate_up_proj.weight",)}
 PHI3 = Family(

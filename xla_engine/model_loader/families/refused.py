@@ -26,7 +26,6 @@ REFUSED = {
     "Glm4MoeLiteForCausalLM": (_MLA, "Qwen3-MoE or Qwen3.5"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
-    "Ministral3ForCausalLM": ("scores that are scaled by position", "Ministral 8B or Mistral Small"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     "PhiForCausalLM": ("norms with a bias and an MLP without a gate", "Phi-3.5 or Phi-4-mini"),
     "Starcoder2ForCausalLM": ("norms with a bias and an MLP without a gate", "Qwen2.5-Coder"),
