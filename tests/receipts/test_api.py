@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from xla_engine import LLM, SamplingParams, receipts
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.errors import InvalidRequestError, OutputError, ReceiptError
+from xla_engine.outputs import RequestOutput
 from xla_engine.prompts import Prompt
 
 REQUESTS = [
@@ -71,6 +74,31 @@ def test_outputs_of_python_are_saved_and_audited(embedded: XlaBatchEngine, tmp_p
         receipts.save(embedded, llm.generate("x", use_tqdm=False), tmp_path / "a", tmp_path / "b")
     with pytest.raises(InvalidRequestError, match="pictures"):
         llm.generate({"prompt": "x", "multi_modal_data": {"image": b""}}, receipts=True)
+
+
+def test_a_trainer_accepts_only_what_its_own_weights_sample(embedded: XlaBatchEngine) -> None:
+    """One worker is honest, one replaced a token, one writes another log-probability."""
+    params = SamplingParams(max_tokens=8, logprobs=0, n=2)
+    prompts = ["def main(", "import os", "x ="]
+    honest = LLM.from_engine(embedded).generate(prompts, params, use_tqdm=False, receipts=True)
+    assert receipts.audit_outputs(embedded, honest).ok
+
+    def changed(output: RequestOutput, **fields: Any) -> RequestOutput:
+        first, *rest = output.outputs
+        return replace(output, outputs=(replace(first, **fields), *rest))
+
+    token_ids, logprobs = honest[1].outputs[0].token_ids, honest[2].outputs[0].logprobs
+    assert logprobs is not None
+    claimed = [
+        honest[0],
+        changed(honest[1], token_ids=(*token_ids[:4], token_ids[4] ^ 1, *token_ids[5:])),
+        changed(honest[2], logprobs=(logprobs[0] + 2**-20, *logprobs[1:])),
+    ]
+    report = receipts.audit_outputs(embedded, claimed)
+    assert [each.custom_id for each in report.rejected] == [each.request_id for each in honest[1:]]
+    assert "choice 0, token 4" in report.rejected[0].why
+    with pytest.raises(ReceiptError, match="receipts=True"):
+        receipts.audit_outputs(embedded, [replace(honest[0], request=None)])
 
 
 @pytest.mark.full

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xla_engine.receipts.api import audit as audit
+    from xla_engine.receipts.api import audit_outputs as audit_outputs
     from xla_engine.receipts.api import save as save
     from xla_engine.receipts.api import verify as verify
     from xla_engine.receipts.api import write as write
     from xla_engine.receipts.report import AuditReport as AuditReport
     from xla_engine.receipts.report import Objection as Objection
 
-_HOME = dict.fromkeys(("audit", "save", "verify", "write"), "api") | dict.fromkeys(
+_HOME = dict.fromkeys(("audit", "audit_outputs", "save", "verify", "write"), "api") | dict.fromkeys(
     ("AuditReport", "Objection"), "report"
 )
 __all__ = list(_HOME)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.receipts import receipts_header
 from xla_engine.batch.signatures import read_public_key
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.open_engine import EngineClient, engine_config
 from xla_engine.outputs import RequestOutput
-from xla_engine.receipts.files import check_files
-from xla_engine.receipts.recompute import audit_files
+from xla_engine.receipts import recompute
+from xla_engine.receipts.files import Claim, check_files
 from xla_engine.receipts.report import AuditReport
-from xla_engine.receipts.writing import save_outputs, write_answers
+from xla_engine.receipts.writing import answered, header_of, save_outputs, write_answers
 
 
 def write(
@@ -64,6 +66,24 @@ def save(
     save_outputs(engine, outputs, Path(results), Path(receipts), sign=sign)
 
 
+def audit_outputs(engine: XlaBatchEngine, outputs: Sequence[RequestOutput]) -> AuditReport:
+    """Compute outputs of somebody else's `LLM.generate(..., receipts=True)` again in an engine of one's own.
+
+    A trainer accepts rollouts of foreign workers so: each token and log-probability is compared with what the weights
+    give that its engine has now. With `speculative_config`, for example {"method": "ngram", "num_speculative_tokens":
+    15}, answers are verified many tokens at a time; else they are generated again.
+
+    Returns the report, in which `custom_id` is an output's `request_id`. Raises ReceiptError for an output without its
+    request, and EngineClosedError.
+    """
+    header = header_of(engine)
+    claims = [Claim(json.loads(receipt), json.loads(answer)) for receipt, answer in answered(outputs, header)]
+    errors = sum(claim.receipt["error"] is not None for claim in claims)
+    report = AuditReport(answers=len(claims), errors=errors, model=header.model)
+    recompute.audit(engine, receipts_header(engine, header, {}), claims, report)
+    return report
+
+
 def verify(results: Path | str, receipts: Path | str, *, public_key: str | None = None) -> AuditReport:
     """Check two files against each other without a model: digests, root, signature, each answer once and none missing.
 
@@ -106,7 +126,7 @@ def audit(
         config: EngineConfig = engine_config({**engine_options, **fields})
         return closing(XlaBatchEngine.from_pretrained(model, config))
 
-    return audit_files(
+    return recompute.audit_files(
         results,
         receipts,
         load,

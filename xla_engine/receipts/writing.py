@@ -17,7 +17,7 @@ from xla_engine.batch.run import BatchRun, Writer
 from xla_engine.batch.signatures import Signer
 from xla_engine.errors import ReceiptError
 from xla_engine.open_engine import EngineClient
-from xla_engine.openai.requests import LineRequest, parse_line
+from xla_engine.openai.requests import LineError, parse_line
 from xla_engine.openai.results import ResultHeader, error_line, output_error, result_line
 from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line
@@ -52,26 +52,32 @@ def save_outputs(
 ) -> None:
     """As `xla_engine.receipts.save`."""
     with _new_files(engine, results, receipts, sign, {}) as (header, sink, file):
-        salt = salt_of({})
-        for line, output in zip(_lines(_request_of(each) for each in outputs), outputs, strict=True):
-            assert line.raw is not None
-            name = record_id(line.number, line_digest(line.raw, line.size, salt))
-            request = parse_line(line.raw, line.number)
-            assert isinstance(request, LineRequest), request
-            if (error := output_error(request, output)) is None:
-                given, answer, code = [output], result_line(request, [output], name, header), None
-            else:
-                given, answer, code = [], error_line(error, name), error.code
-            file.write(receipt_line(line.raw, line.number, request.custom_id, answer, given, code))
+        for receipt, answer in answered(outputs, header):
+            file.write(receipt)
             sink.write(answer)
 
 
-def _request_of(output: RequestOutput) -> Mapping[str, Any]:
-    if output.request is None:
-        raise ReceiptError(
-            f"the output {output.request_id} does not have its request: generate it with receipts=True"
-        )
-    return output.request
+def answered(outputs: Iterable[RequestOutput], header: ResultHeader) -> Iterator[tuple[bytes, bytes]]:
+    """The receipt and the output line of each output, as a run of their requests writes them.
+
+    Raises ReceiptError for an output without its request, and one whose request is not that of a line.
+    """
+    salt = salt_of({})
+    for number, output in enumerate(outputs, 1):
+        if output.request is None:
+            raise ReceiptError(
+                f"the output {output.request_id} does not have its request: generate it with receipts=True"
+            )
+        raw = dump_line(dict(output.request)).removesuffix(b"\n")
+        name = record_id(number, line_digest(raw, len(raw), salt))
+        request = parse_line(raw, number)
+        if isinstance(request, LineError):
+            raise ReceiptError(f"the request of the output {output.request_id}: {request.message}")
+        if (error := output_error(request, output)) is None:
+            given, answer, code = [output], result_line(request, [output], name, header), None
+        else:
+            given, answer, code = [], error_line(error, name), error.code
+        yield receipt_line(raw, number, request.custom_id, answer, given, code), answer
 
 
 @contextmanager
@@ -82,13 +88,7 @@ def _new_files(
     done = FinishedLines()
     file = ReceiptFile(receipts, Mode.NEW, None if sign is None else Signer.read(sign))
     file.check((str(results),))
-    header = ResultHeader(
-        created=int(time.time()),
-        model=str(engine.limits()["model"]),
-        system_fingerprint=engine.identity().digest(),
-        tokenizer=engine.tokenizer,
-        labels=engine.validator.labels,
-    )
+    header = header_of(engine)
     with OutputFile(str(results), Mode.NEW) as output:
         output.claim(done)
         file.begin(receipts_header(engine, header, defaults), done)
@@ -97,6 +97,17 @@ def _new_files(
             file.finish()
         finally:
             file.close()
+
+
+def header_of(engine: EngineClient) -> ResultHeader:
+    """What results of now have in common."""
+    return ResultHeader(
+        created=int(time.time()),
+        model=str(engine.limits()["model"]),
+        system_fingerprint=engine.identity().digest(),
+        tokenizer=engine.tokenizer,
+        labels=engine.validator.labels,
+    )
 
 
 def _lines(requests: Iterable[Mapping[str, Any]]) -> Iterator[Line]:
