@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "|b1
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+_LENGTH = struct.Struct("<Q")  # before a string
 _MOST_DIMENSIONS = 4
 _TOGETHER, _LONG = 8, 2048
 _MOST_ITEMS = 1 << 24  # in a metadata list; vocabularies are the longest
@@ -223,18 +224,17 @@ class _Header:
         return metadata, {name: self._tensor(name, begin, *entry) for name, entry in entries.items()}
 
     def _tensor(self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
-        types = {int(value): value for value in self._gguf.GGMLQuantizationType}
-        if kind not in types:
+        try:
+            known = self._gguf.GGMLQuantizationType(kind)
+        except ValueError:
             self._fail(f"stores tensor {name!r} as type {kind}, which is unknown")
-        block, size = self._gguf.GGML_QUANT_SIZES[types[kind]]
+        block, size = self._gguf.GGML_QUANT_SIZES[known]
         if shape[-1] % block or offset % 4:
             self._fail(f"has a tensor {name!r} of shape {list(shape)} at {offset}, not whole blocks")
         length = prod(shape) // block * size
         if begin + offset + length > len(self._data):
             self._fail(f"ends before its tensor {name!r} of shape {list(shape)}")
-        return TensorInfo(
-            file=self._path, dtype=types[kind].name, shape=shape, start=begin + offset, size=length
-        )
+        return TensorInfo(file=self._path, dtype=known.name, shape=shape, start=begin + offset, size=length)
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
@@ -258,12 +258,11 @@ class _Header:
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary has some 100,000, so this loop makes no calls that it can avoid."""
-        data, at, end, as_number = self._data, self._at, len(self._data), int.from_bytes
-        found = []
+        data, at, end = self._data, self._at, len(self._data)
+        found, length_at = [], _LENGTH.unpack_from
         for _ in range(count):
-            first = at + 8
-            at = first + as_number(data[first - 8 : first], "little")
-            if at > end:
+            first = at + _LENGTH.size
+            if first > end or (at := first + length_at(data, at)[0]) > end:
                 self._fail("ends within its header")
             found.append(data[first:at].decode())
         self._at = at
@@ -282,5 +281,5 @@ class _Header:
         self._at += count
         return self._data[self._at - count : self._at]
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: {problem}. Download the file again")
