@@ -50,8 +50,10 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
         named = model or embedded_model_directory()
         files, config = open_named(named), EngineConfig(**options)  # errors show before jax is imported
         from xla_engine.engine.inspection import inspect_model, report_lines
+        from xla_engine.runner.kept_leaves import leaves_on_disk
 
-        report, last = inspect_model(files, config), LastRun.of(named)
+        with leaves_on_disk(enabled=config.compile_cache):
+            report, last = inspect_model(files, config), LastRun.of(named)
     if as_json:
         told = None if last is None else {**asdict(last), "tokens_per_s": last.tokens_per_s}
         click.echo(json.dumps(report.to_json() | {"last_run": told}))
