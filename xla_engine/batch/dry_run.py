@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine import prompts
-from xla_engine.batch.earlier_runs import LastRun
+from xla_engine.batch.earlier_runs import ENOUGH, LastRun
 from xla_engine.batch.lines import Line, LineReader
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.requests.validation import RequestValidator
@@ -77,7 +77,7 @@ class DryReport:
     def _time(self) -> str:
         last = self.last_run
         if last is None:
-            return "unknown: this model has not run on this machine yet"
+            return f"unknown until this model has run at least {ENOUGH} requests on this machine"
         return f"{last.time_of(self.expected_tokens)}, plus the start"
 
 

@@ -17,7 +17,7 @@ from xla_engine.runner.native_library.cache import private_directory, read_own, 
 
 # Of attention and linear layers.
 _BACKENDS = (("native", "native"), ("native", "xla"), ("xla", "xla"), ("gpu", "gpu"), ("gpu", "xla"))
-_ENOUGH = 16  # answers; a shorter run is too short to estimate from
+ENOUGH = 16  # answers; a shorter run is too short to estimate from
 
 
 def remember(identity: EngineIdentity) -> None:
@@ -81,7 +81,7 @@ class LastRun:
 
     def keep(self, model: Path | str) -> None:
         """Store the run if it was long enough and the cache directory is writable."""
-        if self.answers >= _ENOUGH and self.generated_tokens and self.seconds > 0:
+        if self.answers >= ENOUGH and self.generated_tokens and self.seconds > 0:
             text = json.dumps({**asdict(self), "day": time.strftime("%Y-%m-%d")})
             with contextlib.suppress(OSError):
                 write_own(_place("last_runs", _name_of(model)), text.encode())

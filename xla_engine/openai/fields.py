@@ -58,6 +58,7 @@ LABELS = frozenset(
 IGNORED = frozenset(
     {
         "cache_prompt",
+        "client_metadata",
         "id_slot",
         "keep_alive",
         "n_keep",
