@@ -208,6 +208,7 @@ class ModelConfig:
     pre_norm: a norm before attention, and one before the MLP.
     post_norm: a norm after attention, and one after the MLP.
     layer_norm: norms subtract the mean.
+    norm_bias: norms of the residual stream have a bias.
     use_parallel_residual: attention and MLP have the same normalised input.
     embedding_multiplier: factor of the embeddings.
     residual_multiplier: factor of the outputs of attention and MLP.
@@ -255,6 +256,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     encoder: EncoderForm | None = None
     llama_4_scaling_beta: float | None = None
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

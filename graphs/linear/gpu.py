@@ -26,6 +26,7 @@ from xla_engine.graphs.linear.products import (
     Weight,
     activate,
     looked_up,
+    normed,
 )
 from xla_engine.graphs.lora.form import Matrices
 from xla_engine.graphs.ops.gpu_call import Ref, dot, kernel_call, load, store
@@ -104,7 +105,10 @@ class GpuProducts:
         activation: of the first half of the features, which multiplies the second: `[N, F / 2]` in the weight's dtype.
         """
         assert weight.dtype == jnp.bfloat16
-        x = x.astype(weight.dtype) if norm is None else rms_norm(x, *norm, dtype=weight.dtype)
+        if norm is None or norm.bias is not None:
+            x = normed(x, norm).astype(weight.dtype)
+        else:
+            x = rms_norm(x, norm.weight, norm.eps, dtype=weight.dtype)
         features, rows = len(weight) // (1 if activation is None else 2), len(x)
         tiles = _tiles(features, weight.shape[1], rows, activation is not None, features_first)
         shape = (features, rows) if features_first else (rows, features)

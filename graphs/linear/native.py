@@ -259,8 +259,10 @@ def features_of(weight: Weight) -> int:
 
 
 def norm_weight(norm: Norm | None) -> jax.Array:
-    """The weight of a norm, or an empty array without one."""
-    return or_nothing(None if norm is None else norm.weight)
+    """The weight of a norm `[D]`, with a bias `[2, D]`, or an empty array without one."""
+    if norm is None or norm.bias is None:
+        return or_nothing(None if norm is None else norm.weight)
+    return jnp.stack([norm.weight, norm.bias])
 
 
 def or_nothing(array: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -31,10 +31,12 @@ RowsOf = Callable[[jax.Array, jax.Array, int], jax.Array]  # of values, those of
 
 
 class Norm(NamedTuple):
-    """The RMS norm that stands before a product: its weight `[D]` float32, and what is added to the mean square."""
+    """The RMS norm that stands before a product: its weight `[D]` float32, what is added to the mean square, and a
+    bias `[D]` float32 or None."""
 
     weight: jax.Array
     eps: float
+    bias: jax.Array | None = None
 
 
 Weight = jax.Array | Quantized | Coded  # coded ones are for products in C++
@@ -300,7 +302,10 @@ def look_up(weight: Weight, tokens: jax.Array, sharding: Sharding | None, rows: 
 
 
 def normed(x: jax.Array, norm: Norm | None) -> jax.Array:
-    return x if norm is None else rms_norm(x, *norm)
+    if norm is None:
+        return x
+    found = rms_norm(x, norm.weight, norm.eps)
+    return found if norm.bias is None else found + norm.bias
 
 
 def finished(out: jax.Array, bias: Term, residual: Term) -> jax.Array:

@@ -17,10 +17,21 @@ from jax import lax
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.products import Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.model.call import Call
-from xla_engine.graphs.model.parameters import LeafMaker, Param
-from xla_engine.graphs.model.sublayers import AttentionMixer, DeltaNet, Linear, Mlp, RoutedMlp
-from xla_engine.graphs.ops.norms import centred, rms_norm
+from xla_engine.graphs.model.parameters import LeafMaker
+from xla_engine.graphs.model.sublayers import AttentionMixer, DeltaNet, Linear, Mlp, RoutedMlp, value
+from xla_engine.graphs.ops.norms import centred
 from xla_engine.graphs.sampling.logits import Logits
+
+
+class StreamNorm(nnx.Module):
+    """A norm of the residual stream."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig) -> None:
+        self.config, self.weight = c, make.vector(c.hidden_size)
+        self.bias = make.vector(c.hidden_size) if c.norm_bias else None
+
+    def __call__(self) -> Norm:
+        return Norm(self.weight[...], self.config.rms_norm_eps, value(self.bias))
 
 
 class Layer(nnx.Module):
@@ -30,16 +41,18 @@ class Layer(nnx.Module):
         d, experts = c.hidden_size, c.experts_of(index)
         self.config, self.sharding = c, make.sharding
         self.is_last = index + 1 == c.num_hidden_layers
-        self.input_norm = make.vector(d) if c.pre_norm else None
+        self.input_norm = StreamNorm(make, c) if c.pre_norm else None
         self.mixer = (DeltaNet if c.is_linear(index) else AttentionMixer)(make, c, index)
-        self.post_attention_norm = make.vector(d) if c.post_norm else None
-        self.pre_feedforward_norm = make.vector(d) if c.pre_norm and not c.use_parallel_residual else None
+        self.post_attention_norm = StreamNorm(make, c) if c.post_norm else None
+        self.pre_feedforward_norm = (
+            StreamNorm(make, c) if c.pre_norm and not c.use_parallel_residual else None
+        )
         self.mlp: Mlp | RoutedMlp
         if experts is None:
             self.mlp = Mlp(make, d, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
         else:
             self.mlp = RoutedMlp(make, d, experts)
-        self.post_feedforward_norm = make.vector(d) if c.post_norm else None
+        self.post_feedforward_norm = StreamNorm(make, c) if c.post_norm else None
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
         """The residual stream `[N, D]`, float32, after this layer; after the last, only for rows in `call.read`."""
@@ -47,12 +60,13 @@ class Layer(nnx.Module):
         products = call.products
         if self.is_last and call.read is not None:
             products = products.for_rows(call.read)
-        norm = self._norm(self.input_norm)
+        norm = None if self.input_norm is None else self.input_norm()
         mixed = self.mixer(self._centred(x), norm, call)
         residual = self._added(x, self.mixer.output, mixed, self.post_attention_norm, products)
         source = x
         if not self.config.use_parallel_residual:
-            source, norm = residual, self._norm(self.pre_feedforward_norm)
+            source, second = residual, self.pre_feedforward_norm
+            norm = None if second is None else second()
         source = self._centred(source)
         if isinstance(self.mlp, RoutedMlp):
             return self.mlp(products, source, norm, residual)
@@ -62,17 +76,15 @@ class Layer(nnx.Module):
     def _centred(self, x: jax.Array) -> jax.Array:
         return centred(x) if self.config.layer_norm else x
 
-    def _norm(self, weight: Param | None) -> Norm | None:
-        return None if weight is None else Norm(weight[...], self.config.rms_norm_eps)
-
     def _added(
-        self, residual: jax.Array, linear: Linear, x: Input, post: Param | None, products: Products
+        self, residual: jax.Array, linear: Linear, x: Input, post: StreamNorm | None, products: Products
     ) -> jax.Array:
         """`residual` plus the product with x, normalised and scaled if the model does so."""
         if post is None and self.config.residual_multiplier == 1:
             own = self.sharding.own(residual, "residual")
             return self.sharding.gather(linear(products, x, residual=own), "residual")
-        out = normed(self.sharding.gather(linear(products, x), "residual"), self._norm(post))
+        out = self.sharding.gather(linear(products, x), "residual")
+        out = out if post is None else normed(out, post())
         return residual + self.config.residual_multiplier * out
 
 
@@ -87,7 +99,7 @@ class Decoder(nnx.Module):
         tied = c.tie_word_embeddings
         self.embed = Linear(make, shape, cut, role="head" if tied else "plain")
         self.layers = nnx.List([Layer(make, c, index) for index in range(c.num_hidden_layers)])
-        self.final_norm = make.vector(c.hidden_size)
+        self.final_norm = StreamNorm(make, c)
         self.head = None if tied else Linear(make, shape, cut, role="head")
 
     def hidden(self, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
@@ -121,7 +133,7 @@ class Decoder(nnx.Module):
     def normed(self, x: jax.Array) -> jax.Array:
         """`x [N, D]` after the final norm."""
         c = self.config
-        return rms_norm(centred(x) if c.layer_norm else x, self.final_norm[...], c.rms_norm_eps)
+        return normed(centred(x) if c.layer_norm else x, self.final_norm())
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
         """Logits of the residual stream `[N, D]`, float32."""
@@ -136,5 +148,5 @@ class Decoder(nnx.Module):
             flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
             return (cap * jnp.tanh(flat / cap)).reshape(logits.shape)
 
-        found = products.head(head.values, Norm(self.final_norm[...], c.rms_norm_eps), x, self.sharding)
+        found = products.head(head.values, self.final_norm(), x, self.sharding)
         return cast("Logits", jax.tree.map(shaped, found))

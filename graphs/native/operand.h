@@ -20,7 +20,7 @@ inline void Round(Vec values, BFloat16* to) {
 #endif
 }
 
-// x [N, K] in bf16 or in float32, with the weight [K] of a norm before it, or none; live [N], or [0]: all are.
+// x [N, K] in bf16 or in float32, with the weight [K] of a norm before it, weight and bias [2, K], or none; live [N], or [0]: all are.
 struct Source {
   const BFloat16* halves;  // or null
   const float *floats, *norm;
@@ -28,6 +28,7 @@ struct Source {
   int64_t total, width, count = 0;  // N, K, live rows
   std::vector<uint16_t> masks;      // of live rows among sixteen
   std::vector<int32_t> places;      // of live rows
+  const float* bias;                // of the norm, or null
 
   Source(const ffi::AnyBuffer& x, const Floats& weight, const Flags& live, float epsilon)
       : halves(x.element_type() == ffi::BF16 ? static_cast<const BFloat16*>(x.untyped_data()) : nullptr),
@@ -37,7 +38,8 @@ struct Source {
         total(x.dimensions()[0]),
         width(x.dimensions()[1]),
         masks((total + 15) / 16),
-        places(total) {
+        places(total),
+        bias(weight.element_count() > static_cast<size_t>(width) ? norm + width : nullptr) {
     const bool* flags = live.element_count() ? live.typed_data() : nullptr;
     for (int64_t row = 0; row < total; ++row) {
       const bool is_live = !flags || flags[row];
@@ -75,7 +77,11 @@ struct Source {
     }
     const float* x = floats + places[n] * width;
     const float scale = Scale(x);
-    for (int64_t k = 0; k < width; k += kVector) take(k, norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k));
+    for (int64_t k = 0; k < width; k += kVector) {
+      Vec values = norm ? Load(x + k) * scale * Load(norm + k) : Load(x + k);
+      if (bias) values = values + Load(bias + k);
+      take(k, values);
+    }
   }
 
   // Writes row n in bf16, 64 bytes at a time, to the addresses that `place(k)` returns.

@@ -87,7 +87,9 @@ def layer(form: Products, dtype: Any, weights: list[Any], x: Any, live: Any = No
         ("gelu_tanh", None),
         ("silu", jnp.tile(bias, 2)),
     )
+    shifted = norm._replace(bias=jnp.asarray(rng.standard_normal(width, np.float32)))
     for activation, gate_bias in forms:
+        norm = norm if gate_bias is None else shifted
         hidden = form.gated(next(weight), outs[-1], norm=norm, bias=gate_bias, activation=activation)
         outs.append(form.linear(next(weight), hidden, residual=outs[-1]))
     logits = form.head(next(weight), norm, outs[-1])

@@ -43,7 +43,6 @@ REFUSALS = {
     "DeepSeek-OCR-2": "Use Qwen3-VL",
     "starcoder2-3b": "Use Qwen2.5-Coder",
     "phi-2": "Use Phi-3.5",
-    "stablelm-2-1_6b": "norms with a bias",
 }
 
 

@@ -268,6 +268,17 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
         | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
     ),
+    "stablelm": (
+        "StableLmForCausalLM",
+        0.4,
+        shape(40, 5, 1, use_qkv_bias=True) | rope("default", partial_rotary_factor=0.25),
+    ),
+    "stablelm_parallel": (
+        "StableLmForCausalLM",
+        0.4,
+        shape(48, 6, 3, use_parallel_residual=True, tie_word_embeddings=True)
+        | rope("default", partial_rotary_factor=0.5),
+    ),
     "ministral3": (
         "Ministral3ForCausalLM",
         0.4,

@@ -29,7 +29,6 @@ REFUSED = {
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     "PhiForCausalLM": ("norms with a bias and an MLP without a gate", "Phi-3.5 or Phi-4-mini"),
     "Starcoder2ForCausalLM": ("norms with a bias and an MLP without a gate", "Qwen2.5-Coder"),
-    "StableLmForCausalLM": ("norms with a bias", "Qwen3 or SmolLM3"),
     "GlmOcrForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "PaddleOCRVLForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),

@@ -1,12 +1,12 @@
-"""More families of decoders without experts, made of the parts of `dense`: Seed-OSS, ERNIE 4.5, Helium, EXAONE 4 and
-GLM."""
+"""More families of decoders without experts, made of the parts of `dense`: Seed-OSS, ERNIE 4.5, Helium, EXAONE 4,
+GLM and StableLM."""
 
 from dataclasses import replace
 from typing import Any
 
 from xla_engine.graphs.config import FULL
 from xla_engine.model_loader.families.dense import FUSED, OLMO, TENSORS, all_but_each, layer_count, sliding
-from xla_engine.model_loader.families.family import Family, Tensors
+from xla_engine.model_loader.families.family import Family, Tensors, with_bias
 from xla_engine.model_loader.json_fields import Fields
 
 
@@ -131,3 +131,33 @@ GLM = Family(
     },
 )
 GLM4 = replace(GLM, architecture="Glm4ForCausalLM", model_type="glm4", tensors=_GLM | _GLM_NORMS, flags=_glm4)
+
+
+# StableLM has LayerNorm with biases, and turns a quarter of each head.
+NORMS: Tensors = {
+    **with_bias("input_norm", "input_layernorm"),
+    **with_bias("pre_feedforward_norm", "post_attention_layernorm"),
+    **with_bias("final_norm", "model.norm"),
+}
+
+
+def _stablelm(fields: Fields) -> dict[str, Any]:
+    if fields.flag("qk_layernorm", default=False):
+        fields.fail("qk_layernorm", "not supported (a norm for each head). Use another checkpoint")
+    return {
+        "layer_norm": True,
+        "norm_bias": True,
+        "qkv_bias": fields.flag("use_qkv_bias", default=False),
+        "use_parallel_residual": fields.flag("use_parallel_residual", default=False),
+        "rms_norm_eps": fields.number("layer_norm_eps", high=1.0, default=1e-5),
+    }
+
+
+STABLELM = Family(
+    architecture="StableLmForCausalLM",
+    model_type="stablelm",
+    tensors=TENSORS | NORMS,
+    reads=("partial_rotary_factor",),
+    flags=_stablelm,
+    defaults={"partial_rotary_factor": 0.25, "max_position_embeddings": 4096},
+)
