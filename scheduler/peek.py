@@ -8,7 +8,8 @@ from html import escape
 from itertools import islice
 from operator import itemgetter
 
-from xla_engine.scheduler.plan import MASK, Chunk, Plan, Row, Speculation, Swap, VerifyRow
+from xla_engine.scheduler.moves import Swap
+from xla_engine.scheduler.plan import MASK, Chunk, Plan, Row, Speculation, VerifyRow
 from xla_engine.scheduler.queue import COMPARED
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
@@ -34,7 +35,7 @@ class Peek:
         """Why requests that are not in the plan wait, by id: those with a slot first, then the queue in order."""
         plan = self.plan
         parts: tuple[Chunk | Row | VerifyRow | Swap, ...]
-        parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.resumes)
+        parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.moves.resumes)
         busy = {part.request_id for part in parts}
         with_slots = [view.request for view in self.then.slots if view.request is not None]
         told = {decision.request_id: decision.reason for decision in plan.decisions}

@@ -6,19 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from xla_engine.scheduler.moves import NO_MOVES, Continuation, Moves, Slot, Swap
 from xla_engine.scheduler.request import FinishReason, Immutable
 
 
 class ResultMismatchError(ValueError):
     """A step's result does not match its plan. The runner is at fault, and the step's tokens cannot be trusted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot(Immutable):
-    """One stay in a slot: device row `index`, for the `epoch`-th time; from the second on, a recycled one."""
-
-    index: int
-    epoch: int
 
 
 class FeatureSpan(NamedTuple):
@@ -103,86 +96,6 @@ class Speculation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reuse:
-    """The first `length` positions of a request's slot are copied from slot `source`, unless that is the same slot.
-
-    place: where the state of recurrent layers after these positions is saved; -1: there are none.
-    """
-
-    slot: Slot
-    request_id: str
-    source: int
-    length: int
-    place: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
-    """The state of recurrent layers in `slot` is saved at `place` once the chunk that ends after `length` has run."""
-
-    slot: Slot
-    length: int
-    place: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """Moves the state of a request in `slot`, with `length` written positions, to the host or back.
-
-    blocks: with a block pool, the blocks of these positions, in order; -1 for shared blocks at the beginning, which a
-        resume does not write.
-    """
-
-    slot: Slot
-    request_id: str
-    length: int
-    blocks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """A finished request continues in `slot`, which still holds its state: `length` positions are written, and at most
-    `remaining` tokens follow."""
-
-    slot: Slot
-    request_id: str
-    length: int
-    remaining: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCopy:
-    """Copies block `source` to block `target`."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """A full block whose content is also stored outside of the pool, or will be.
-
-    block: its place in the pool; -1 if it has none yet. key: its own. parent: the key of the block before it, or the
-    root of the chain.
-    """
-
-    block: int = -1
-    key: bytes
-    parent: bytes
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTable:
-    """Sets the blocks of an occupancy from its `start`-th block on, in order of position; the others stay."""
-
-    slot: Slot
-    request_id: str
-    blocks: tuple[int, ...]
-    start: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What the scheduler did with a request, and why, in plain words.
 
@@ -216,18 +129,8 @@ class Plan:
         it, too, unless no other row does: then it joins in the next plan, so that its first token is read sooner.
         Constrained rows come last, and only if none of their tokens is in flight. Without them, the tuple is the same
         object from plan to plan until a row joins or leaves.
+    moves: what happens to the KV memory, before the chunks and beside them.
     decisions: in the order in which they were made. Of the queue, only the head gets one.
-    parks: states to move to the host. Parks, stores, loads, copies, resumes and reuses run first in the step, in this
-        order.
-    resumes: states to move back from the host.
-    reuses: cached prefixes that requests begin with.
-    saves: states to save while the chunks run, in this order.
-    continues: finished requests that continue in their slots; set up before all rows and chunks.
-    replays: ids of preempted requests that will sample all their tokens again.
-    tables: new entries of block tables.
-    stores: blocks whose content to copy out of the pool.
-    loads: blocks of the pool to fill with content from outside.
-    copies: blocks to copy.
     verify: the rows that may sample several tokens, each with its number for this step. If any samples more than one,
         the constrained rows are among them, and last; then `decode` is empty.
     width: the most tokens that a row of `verify` may sample. 1: the rows of `verify` decode together with those of
@@ -244,21 +147,12 @@ class Plan:
     admitted: tuple[str, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Row, ...] = ()
+    moves: Moves = NO_MOVES
     decisions: tuple[Decision, ...] = ()
-    parks: tuple[Swap, ...] = ()
-    resumes: tuple[Swap, ...] = ()
-    reuses: tuple[Reuse, ...] = ()
-    saves: tuple[SavedState, ...] = ()
-    replays: tuple[str, ...] = ()
-    tables: tuple[BlockTable, ...] = ()
-    stores: tuple[StoredBlock, ...] = ()
-    loads: tuple[StoredBlock, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
     verify: tuple[VerifyRow, ...] = ()
     width: int = 0
     to_decode: tuple[Row, ...] = ()
     to_speculate: tuple[str, ...] = ()
-    continues: tuple[Continuation, ...] = ()
     blocked: frozenset[str] = frozenset()
     encodes: tuple[Encode, ...] = ()
     is_late: bool = False
@@ -269,7 +163,14 @@ class Plan:
 
         An empty plan is neither started nor committed.
         """
-        return not (self.chunks or self.decode or self.verify or self.parks or self.resumes or self.encodes)
+        return not (
+            self.chunks
+            or self.decode
+            or self.verify
+            or self.moves.parks
+            or self.moves.resumes
+            or self.encodes
+        )
 
     @property
     def decode_rows(self) -> tuple[Row | VerifyRow, ...]:

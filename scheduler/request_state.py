@@ -6,7 +6,8 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.moves import Slot
+from xla_engine.scheduler.plan import Decision
 from xla_engine.scheduler.request import FinishReason, Request, Status
 
 

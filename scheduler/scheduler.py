@@ -7,6 +7,7 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
 from xla_engine.scheduler.kv.readiness import unready
+from xla_engine.scheduler.moves import Moves, StoredBlock
 from xla_engine.scheduler.plan import (
     ENCODING,
     LOADING,
@@ -16,7 +17,6 @@ from xla_engine.scheduler.plan import (
     Plan,
     Speculation,
     StepResult,
-    StoredBlock,
 )
 from xla_engine.scheduler.queue import Deadlines, WaitingQueue
 from xla_engine.scheduler.request import FinishReason, Request, Status
@@ -173,32 +173,35 @@ class Scheduler:
         decisions.extend(self._hand_over(state) for state in planned)
         is_empty = not (work.chunks or decode or verify or parks or resumes or encodes)
         stores, loads = ((), ()) if blocks is None or is_empty else blocks.take_stored()
+        moves = Moves(
+            parks=parks,
+            stores=stores,
+            loads=loads,
+            copies=copies,
+            resumes=resumes,
+            continues=continues,
+            reuses=work.reuses,
+            tables=tables,
+            saves=work.saves,
+            replays=() if is_empty else self._preemption.take_replays(),
+        )
         plan = Plan(
             step=self._next_step,
             admitted=admitted,
             chunks=work.chunks,
             decode=decode,
+            moves=moves,
             decisions=tuple(decisions),
-            parks=parks,
-            resumes=resumes,
-            reuses=work.reuses,
-            saves=work.saves,
-            replays=() if is_empty else self._preemption.take_replays(),
-            tables=tables,
-            stores=stores,
-            loads=loads,
-            copies=copies,
             verify=verify,
             width=width,
             to_decode=to_decode,
             to_speculate=to_speculate,
-            continues=continues,
             blocked=self._gated(blocked) if blocked else frozenset(),
             encodes=tuple(encodes),
             is_late=self._is_late,
         )
         self._is_late = is_empty and (self._is_late or bool(blocked))
-        for reuse in plan.reuses:
+        for reuse in plan.moves.reuses:
             self._cached_tokens += reuse.length
             self._kv.used(reuse.source, self._next_step)
         self._next_step += not is_empty

@@ -423,30 +423,11 @@ class LLM:
         outputs = _in_order(found, len(prompts), use_tqdm=use_tqdm)
         if sampling_params is None and not self._told_of_cuts:
             self._tell_of_cuts(outputs)
-        return self._with_requests(outputs, sampling_params) if receipts else outputs
+        if receipts:
+            from xla_engine.openai.requests import with_requests
 
-    def _with_requests(
-        self, outputs: RequestOutputs, sampling_params: Params | Sequence[Params] | None
-    ) -> RequestOutputs:
-        """The outputs with their requests: all fields are given, and prompts are token ids."""
-        from xla_engine.openai.requests import line_of
-
-        longest = int(self.engine.limits()["max_model_len"])
-        return RequestOutputs(
-            replace(
-                output,
-                request=line_of(
-                    output.request_id,
-                    output.prompt_token_ids,
-                    params.clone(
-                        seed=self.engine.seed_of(output.request_id, params),
-                        max_tokens=params.max_tokens or longest - len(output.prompt_token_ids),
-                        truncate_prompt_tokens=None,
-                    ),
-                ),
-            )
-            for output, params in zip(outputs, self._params_of(sampling_params, len(outputs)), strict=True)
-        )
+            return with_requests(self.engine, outputs, self._params_of(sampling_params, len(prompts)))
+        return outputs
 
     def _params_of(
         self, sampling_params: Params | Sequence[Params] | None, count: int

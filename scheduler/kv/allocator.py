@@ -7,7 +7,7 @@ from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.features import Features
 from xla_engine.scheduler.kv.prefix_cache import BlockHashes, PrefixStates, SlotPrefixCache
-from xla_engine.scheduler.plan import Continuation, Slot, Swap
+from xla_engine.scheduler.moves import Continuation, Slot, Swap
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
 

@@ -26,7 +26,7 @@ from itertools import islice
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.prefix_cache import BlockHashes
-from xla_engine.scheduler.plan import BlockCopy, BlockTable, Slot, StoredBlock, Swap
+from xla_engine.scheduler.moves import BlockCopy, BlockTable, Slot, StoredBlock, Swap
 from xla_engine.scheduler.request import Request, Status
 from xla_engine.scheduler.request_state import RequestState
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
-from xla_engine.scheduler.plan import Decision, Swap
+from xla_engine.scheduler.moves import Swap
+from xla_engine.scheduler.plan import Decision
 from xla_engine.scheduler.queue import RoundRobin, WaitingQueue
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState

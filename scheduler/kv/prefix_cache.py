@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from xla_engine.scheduler.plan import SavedState, Slot, StoredBlock
+from xla_engine.scheduler.moves import SavedState, Slot, StoredBlock
 from xla_engine.scheduler.request import Request
 from xla_engine.scheduler.request_state import RequestState
 

@@ -191,7 +191,7 @@ def test_samples_of_one_prompt_share_its_blocks(paged: XlaBatchEngine) -> None:
         fewest = min(fewest, manager.pool.num_free)
 
     copies: list[BlockCopy] = []
-    paged.observers.add(observer := Observer(started=lambda plan: copies.extend(plan.copies)))
+    paged.observers.add(observer := Observer(started=lambda plan: copies.extend(plan.moves.copies)))
     paged.submit(prompt, params, request_id="alone")
     (again,) = run_checked(paged, count)
     paged.observers.remove(observer)

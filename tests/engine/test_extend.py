@@ -75,7 +75,7 @@ def in_pieces(
 
     def count(plan: Plan) -> None:
         actions.update(each.action for each in plan.decisions)
-        actions["replays"] += len(plan.replays)
+        actions["replays"] += len(plan.moves.replays)
 
     engine.observers.add(observer := Observer(started=count))
     left = {name: list(pieces) for name in cases}

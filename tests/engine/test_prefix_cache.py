@@ -158,7 +158,7 @@ def test_in_place_nothing_moves(engine: XlaBatchEngine, monkeypatch: pytest.Monk
     """A hit in a free slot runs in that slot; a hit in a busy one is copied, and its bytes stay."""
     engine.reset_prefix_cache()
     reuses = []
-    engine.observers.add(observer := Observer(started=lambda plan: reuses.extend(plan.reuses)))
+    engine.observers.add(observer := Observer(started=lambda plan: reuses.extend(plan.moves.reuses)))
     run(engine, [STEM])
     run(engine, [STEM])
     ((place, source),) = {(reuse.slot.index, reuse.source) for reuse in reuses}

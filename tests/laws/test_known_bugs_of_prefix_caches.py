@@ -37,7 +37,7 @@ def test_padding_is_not_token_zero_and_the_place_of_a_page_counts(num_blocks: in
         ("shifted", (1, 0, 5, 6, 7, 8, 1)),
     ):
         driven.submit(request(name, prompt=prompt, max_tokens=1))
-        reused += [reuse.length for reuse in driven.turn().reuses]
+        reused += [reuse.length for reuse in driven.turn().moves.reuses]
         driven.drain()
     assert reused == [4], "only the block at the beginning, under the prompt that begins with it"
 
@@ -52,7 +52,7 @@ def test_a_prompt_that_is_wholly_cached_still_computes_a_token(
     for name in ("a", "b"):
         driven.submit(request(name, prompt=(1, 2, 3, 4, 5, 6, 7, 8), max_tokens=3))
         driven.drain()
-    (reuse,) = [reuse for plan in driven.plans for reuse in plan.reuses]
+    (reuse,) = [reuse for plan in driven.plans for reuse in plan.moves.reuses]
     assert reuse.length == (7 if cut_invariant else 4)
 
 
@@ -67,7 +67,7 @@ def test_a_slot_reused_by_another_suffix_forgets_the_longer_prefix() -> None:
     for name, tail in (("long", (1, 2, 3, 4, 5)), ("short", (9,)), ("again", (1, 2, 3, 4, 5))):
         driven.submit(request(name, prompt=(*stem, *tail), max_tokens=1))
         driven.drain()  # `FakeRunner` compares what is reused with the prompt
-    assert [reuse.length for plan in driven.plans for reuse in plan.reuses] == [8, 8]
+    assert [reuse.length for plan in driven.plans for reuse in plan.moves.reuses] == [8, 8]
 
 
 def test_what_was_evicted_is_found_nowhere() -> None:
@@ -103,7 +103,7 @@ def test_the_cache_finds_every_prompt_that_still_lies_in_a_slot() -> None:
         driven.drain()
     for name, prompt in enumerate(prompts):
         driven.submit(request(f"again{name}", prompt=prompt, max_tokens=1))
-        (reuse,) = driven.turn().reuses
+        (reuse,) = driven.turn().moves.reuses
         assert reuse.length == 36 and reuse.source == reuse.slot.index
         driven.drain()
 

@@ -28,7 +28,7 @@ def tally(loop: Loop) -> Counter[str]:
             "requests": len(loop.ended),
             "aborted": sum(life.reason is FinishReason.ABORT for life in loop.ended),
             "prefix tokens found": counters.cached_tokens,
-            "requests resumed from the host": sum(len(plan.resumes) for plan in plans),
+            "requests resumed from the host": sum(len(plan.moves.resumes) for plan in plans),
             "slots lost to another request": sum(
                 each.action in WAYS_TO_PREEMPT for plan in plans for each in plan.decisions
             ),
@@ -36,16 +36,18 @@ def tally(loop: Loop) -> Counter[str]:
     )
     counts.update({f"lost a slot: {how}": loop.preempted[how] for how in WAYS_TO_PREEMPT})
     if loop.scheduler.config.num_blocks is None:
-        reuses = [reuse for plan in plans for reuse in plan.reuses]
+        reuses = [reuse for plan in plans for reuse in plan.moves.reuses]
         counts["prefixes reused in place"] = sum(reuse.source == reuse.slot.index for reuse in reuses)
         counts["prefixes copied"] = sum(reuse.source != reuse.slot.index for reuse in reuses)
         return counts
     counts["sequences with blocks"] = 1
-    counts["prefixes found in blocks"] = sum(len(plan.reuses) for plan in plans)
-    counts["blocks copied on write"] = sum(len(plan.copies) for plan in plans)
-    counts["tables grown"] = sum(table.start > 0 for plan in plans for table in plan.tables)
+    counts["prefixes found in blocks"] = sum(len(plan.moves.reuses) for plan in plans)
+    counts["blocks copied on write"] = sum(len(plan.moves.copies) for plan in plans)
+    counts["tables grown"] = sum(table.start > 0 for plan in plans for table in plan.moves.tables)
     counts["slots lost for want of blocks"] = counts["slots lost to another request"]
-    counts["blocks shared on return"] = sum(-1 in swap.blocks for plan in plans for swap in plan.resumes)
+    counts["blocks shared on return"] = sum(
+        -1 in swap.blocks for plan in plans for swap in plan.moves.resumes
+    )
     return counts
 
 

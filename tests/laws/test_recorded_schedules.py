@@ -66,7 +66,7 @@ class Recorded:
             self._give_up(aborts / 2)
         plan = None if self._pipeline.is_full else self._pipeline.plan()
         if plan is not None:
-            for name in plan.replays:
+            for name in plan.moves.replays:
                 self.live[name] = 0
             self._pipeline.in_flight.append((plan, self._sample(plan)))
             self._log.started(plan, self._tick())

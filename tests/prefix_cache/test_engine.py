@@ -356,7 +356,7 @@ def test_requests_that_end_while_they_wait_and_failed_steps_leave_nothing(
         start, failures = Runner.start, iter([True])
 
         def fail_once(self: Runner, plan: Any, *rest: Any) -> Any:
-            if plan.loads and next(failures, False):
+            if plan.moves.loads and next(failures, False):
                 raise RuntimeError("planted")
             return start(self, plan, *rest)
 

@@ -58,8 +58,8 @@ def test_samples_of_one_prompt_share_its_pages(exact: bool) -> None:
         driven.submit(request(f"r{index}", STEM, max_tokens=6))
     first, second = driven.turn(), driven.turn()
     assert {chunk.request_id for chunk in first.chunks} == {"r0"}, "the others wait for what is coming"
-    assert [reuse.length for reuse in second.reuses] == [9 if exact else 8] * 3
-    assert len(second.copies) == (3 if exact else 0)
+    assert [reuse.length for reuse in second.moves.reuses] == [9 if exact else 8] * 3
+    assert len(second.moves.copies) == (3 if exact else 0)
     assert held(driven) == 2 + 4 * 1
     assert {slot.blocks[:2] for slot in driven.scheduler.snapshot().slots} == {(0, 1)}
     driven.drain()
@@ -72,7 +72,7 @@ def test_a_prompt_that_is_known_computes_its_last_token_in_a_copy() -> None:
     driven.submit(request("b", STEM[:8], max_tokens=1))
     plan = driven.turn()
     assert [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks] == [(7, 1)]
-    assert len(plan.copies) == 1, "the second block is written, and may be found meanwhile"
+    assert len(plan.moves.copies) == 1, "the second block is written, and may be found meanwhile"
     driven.drain()
 
 
@@ -86,7 +86,7 @@ def test_what_a_request_generated_is_found_by_the_next_turn_of_a_conversation(en
     driven.submit(request("a", STEM, max_tokens=9 if stops else 5, stop_token_ids=stops))
     driven.drain(lag=1)
     driven.submit(request("b", (*STEM, *sampled, 7, 7), max_tokens=1))
-    (reuse,) = driven.turn().reuses
+    (reuse,) = driven.turn().moves.reuses
     assert reuse.length == 12, "of 15 tokens the last has no keys, so three blocks are whole"
     driven.drain()
 
@@ -96,7 +96,7 @@ def test_tenants_and_models_share_nothing() -> None:
     for name, salt in (("a", ""), ("b", "tenant"), ("c", "tenant"), ("d", "")):
         driven.submit(request(name, STEM, max_tokens=1, cache_salt=salt))
         driven.drain()
-    assert [reuse.request_id for plan in driven.plans for reuse in plan.reuses] == ["c", "d"]
+    assert [reuse.request_id for plan in driven.plans for reuse in plan.moves.reuses] == ["c", "d"]
     one, another = (
         BlockHashes(4, model, tails=True).of_context(
             RequestState(request=request("x", STEM), arrival=0, turn=0)
@@ -114,7 +114,7 @@ def test_a_forgotten_prefix_is_computed_again_and_one_in_use_is_not_lost() -> No
     driven.turn()
     driven.scheduler.reset_prefix_cache()
     driven.submit(request("c", STEM, max_tokens=6))
-    assert not driven.turn().reuses
+    assert not driven.turn().moves.reuses
     driven.drain()
 
 
@@ -130,7 +130,7 @@ def test_pages_without_a_name_go_before_those_with_one_and_these_by_their_last_u
     found = []
     for at in (0, 2, 1):
         driven.submit(request(f"r{len(driven.plans)}", prompts[at], max_tokens=1))
-        found.append(sum(reuse.length for reuse in driven.turn().reuses))
+        found.append(sum(reuse.length for reuse in driven.turn().moves.reuses))
         driven.drain()
     assert found == [4, 4, 0]
 
@@ -219,15 +219,22 @@ def test_under_policies_of_no_fixed_order_the_oldest_keeps_its_pages(policy: str
 
 
 def no_copies(plan: Plan) -> Plan:
-    return replace(plan, copies=())
+    return replace(plan, moves=replace(plan.moves, copies=()))
 
 
 def no_growth(plan: Plan) -> Plan:
-    return replace(plan, tables=tuple(table for table in plan.tables if not table.start))
+    return replace(
+        plan, moves=replace(plan.moves, tables=tuple(table for table in plan.moves.tables if not table.start))
+    )
 
 
 def parked_out_of_order(plan: Plan) -> Plan:
-    return replace(plan, parks=tuple(replace(swap, blocks=swap.blocks[::-1]) for swap in plan.parks))
+    return replace(
+        plan,
+        moves=replace(
+            plan.moves, parks=tuple(replace(swap, blocks=swap.blocks[::-1]) for swap in plan.moves.parks)
+        ),
+    )
 
 
 @pytest.mark.parametrize("fault", [no_copies, no_growth, parked_out_of_order])

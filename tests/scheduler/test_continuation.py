@@ -78,7 +78,7 @@ def test_pieces_add_up_to_the_longer_request(
     for _ in range(data.draw(st.integers(5, 40))):
         plan = loop.turn(lag)
         seen.update(decision.action for decision in plan.decisions)
-        seen["replays"] += len(plan.replays)
+        seen["replays"] += len(plan.moves.replays)
         loop.scheduler.check()
         over = [life for life in loop.ended if life.reason in (FinishReason.LENGTH, FinishReason.ABORT)]
         if over and data.draw(st.booleans()):
@@ -122,7 +122,9 @@ def test_what_is_refused_changes_nothing() -> None:
         step(scheduler)
     assert go_on(scheduler, longer, [7] * 5) is False  # in its slot, as far as is known here
     plan = scheduler.plan()
-    assert plan.replays == ("a",) and not plan.continues and plan.chunks  # b and c had the slot since
+    assert (
+        plan.moves.replays == ("a",) and not plan.moves.continues and plan.chunks
+    )  # b and c had the slot since
 
 
 def test_what_was_forgotten_or_lost_does_not_go_on_in_its_slot() -> None:
@@ -131,7 +133,7 @@ def test_what_was_forgotten_or_lost_does_not_go_on_in_its_slot() -> None:
         longer = ended(scheduler)
         lose(scheduler)
         assert go_on(scheduler, longer, [7] * 5) is True  # all of its tokens are sampled again
-        assert not scheduler.plan().continues
+        assert not scheduler.plan().moves.continues
     kept = Scheduler(make(2).config)
     ended(kept)
     assert not kept.ended

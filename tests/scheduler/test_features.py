@@ -199,7 +199,7 @@ class WholeTiles(Device):
 
     def step(self, plan: Plan) -> None:
         super().step(plan)
-        for reuse in plan.reuses:
+        for reuse in plan.moves.reuses:
             spans = self.requests[reuse.request_id].spans
             assert not any(start < reuse.length < start + length for start, length in spans)
         buffer = SimpleNamespace(group=LENGTH)

@@ -12,7 +12,8 @@ from tests.support.adversary import adversary, assert_caught, assert_caught_in_p
 from tests.support.fake_loop import Loop
 from xla_engine.scheduler import Plan, Request, SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
-from xla_engine.scheduler.plan import LOADING, StoredBlock
+from xla_engine.scheduler.moves import StoredBlock
+from xla_engine.scheduler.plan import LOADING
 from xla_engine.scheduler.request_state import RequestState
 
 CONFIG = SchedulerConfig(
@@ -52,7 +53,7 @@ def test_a_block_is_stored_when_a_second_request_shares_it_and_only_then() -> No
     for name in ("second", "third"):
         loop.submit(request(name, (*STEM, 2, 3)))
         loop.drain()
-    assert [each.tokens for plan in loop.plans for each in plan.stores] == [
+    assert [each.tokens for plan in loop.plans for each in plan.moves.stores] == [
         STEM[at : at + 4] for at in range(0, 16, 4)
     ]
 
@@ -77,7 +78,7 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
     (first, *_) = scheduler.missing_blocks("c")
     assert [each.key for each in scheduler.load("c", {first.key})] == [first.key]
     plan = scheduler.plan()
-    assert plan.admitted == ("c", "d") and [each.key for each in plan.loads] == [first.key]
+    assert plan.admitted == ("c", "d") and [each.key for each in plan.moves.loads] == [first.key]
     assert scheduler.awaits_blocks is None
 
 
@@ -119,11 +120,16 @@ def test_every_request_gets_what_it_gets_alone(seeds: range) -> None:
 
 
 def loads_nothing(plan: Plan) -> Plan:
-    return replace(plan, loads=())
+    return replace(plan, moves=replace(plan.moves, loads=()))
 
 
 def loads_the_neighbour(plan: Plan) -> Plan:
-    return replace(plan, loads=tuple(replace(each, block=each.block ^ 1) for each in plan.loads))
+    return replace(
+        plan,
+        moves=replace(
+            plan.moves, loads=tuple(replace(each, block=each.block ^ 1) for each in plan.moves.loads)
+        ),
+    )
 
 
 @pytest.mark.parametrize("fault", [loads_nothing, loads_the_neighbour])

@@ -166,7 +166,7 @@ class Loop:
             assert lost.request_id != oldest, f"the first of all was preempted: {plan}"
             place = self.live[lost.request_id].place
             if pooled:  # for a row that grows, perhaps itself, or an arrival
-                gained = [*plan.admitted, *(table.request_id for table in plan.tables), lost.request_id]
+                gained = [*plan.admitted, *(table.request_id for table in plan.moves.tables), lost.request_id]
                 first = min(self.live[name].place for name in gained)
                 assert place > first or {*gained} == {lost.request_id}, f"preempted by a later one: {plan}"
                 self._lost_its_slot(lost.request_id, lost.action)
@@ -183,7 +183,7 @@ class Loop:
             del self.queue[request_id]
         for lost in by_preemption if not pooled else ():
             self._lost_its_slot(lost.request_id, lost.action)
-        for request_id in plan.replays:
+        for request_id in plan.moves.replays:
             self.live[request_id].samples.clear()  # they come again
         prompts = [slot.request for slot in self.scheduler.snapshot().slots if slot.request is not None]
         self._check_order(prompts)
@@ -258,7 +258,7 @@ class Loop:
         assert plan.blocked == gated and not decoding & gated, (
             f"{decoding & gated} decode without a mask: {plan}"
         )
-        leaving = {swap.slot for swap in plan.parks}
+        leaving = {swap.slot for swap in plan.moves.parks}
         for row in self.runner.rows:
             if row.request_id is None or row.slot is None or row.over or row.token is None:
                 continue

@@ -134,24 +134,24 @@ class FakeRunner:
         assert plan.step == self.steps, f"step {plan.step} was started as number {self.steps}"
         self.steps += 1
         self._check_budget(plan)
-        for swap in plan.parks:
+        for swap in plan.moves.parks:
             self._park(swap)
-        for each in plan.stores:
+        for each in plan.moves.stores:
             assert tuple(self.blocks[each.block]) == each.tokens, f"{each} finds {self.blocks[each.block]}"
             self.outside[each.key] = list(self.blocks[each.block])
-        for each in plan.loads:
+        for each in plan.moves.loads:
             self.blocks[each.block] = list(self.outside[each.key])
-        for copy in plan.copies:
+        for copy in plan.moves.copies:
             self.blocks[copy.target] = list(self.blocks[copy.source])
-        for table in plan.tables:
+        for table in plan.moves.tables:
             self._set_table(table)
-        for swap in plan.resumes:
+        for swap in plan.moves.resumes:
             self._resume(swap)
-        for continuation in plan.continues:
+        for continuation in plan.moves.continues:
             self._go_on(continuation)
-        for reuse in plan.reuses:
+        for reuse in plan.moves.reuses:
             self._reuse(reuse)
-        due = {(each.slot.index, each.length): each for each in plan.saves}
+        due = {(each.slot.index, each.length): each for each in plan.moves.saves}
         first = []
         for chunk in plan.chunks:
             first.append(self._prefill(chunk))

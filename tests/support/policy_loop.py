@@ -16,7 +16,7 @@ class PolicyLoop(Loop):
             self._lost_its_slot(lost.request_id, lost.action)
         for request_id in plan.admitted:
             self.queue.pop(request_id)
-        for request_id in plan.replays:
+        for request_id in plan.moves.replays:
             self.live[request_id].samples.clear()  # they come again
         self.plans.append(plan)
         self._check_constrained(plan)

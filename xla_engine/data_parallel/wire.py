@@ -12,7 +12,8 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import AllSeen, Seen
 from xla_engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from xla_engine.scheduler import FinishReason, Snapshot
-from xla_engine.scheduler.plan import Decision, Slot
+from xla_engine.scheduler.moves import Slot
+from xla_engine.scheduler.plan import Decision
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.snapshot import Counters, RequestView, SlotView, Times
 

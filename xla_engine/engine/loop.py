@@ -175,14 +175,14 @@ class Loop:
                 raise RuntimeError("requests are left, but the scheduler plans no work for them")
             return False
         self._recovery.faults.plan = plan
-        for name in plan.replays:  # before the start, which reads the mask for their first token
+        for name in plan.moves.replays:  # before the start, which reads the mask for their first token
             table[name].rewind()
         for decision in plan.decisions:
             if decision.action in WAYS_TO_PREEMPT:
                 table[decision.request_id].preemptions += 1
         self._start(plan, table.settings, None if speculator is None else speculator.drafts(plan))
         state.observers.started(plan)
-        for reuse in plan.reuses:
+        for reuse in plan.moves.reuses:
             table[reuse.request_id].reuse(reuse.length)
         now = state.clock()
         if prefixes is not None:

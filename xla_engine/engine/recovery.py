@@ -188,7 +188,7 @@ class Faults:
             names = [name for name in live if only is None or name in only]
         else:
             parts: tuple[Chunk | Row | VerifyRow | Swap, ...]
-            parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.parks, *plan.resumes)
+            parts = (*plan.chunks, *plan.decode, *plan.verify, *plan.moves.parks, *plan.moves.resumes)
             names = list(dict.fromkeys(part.request_id for part in parts))
         return [live[name] for name in names if name in live], len(names) == 1
 

@@ -17,7 +17,7 @@ from xla_engine.engine.requests.sequence import LiveSequence
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
-from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Plan, Row, Sample, Slot
+from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Moves, Plan, Row, Sample, Slot
 from xla_engine.utils.token_sample import logprob_bits
 
 _log = logging.getLogger("xla_engine.shadow")
@@ -138,7 +138,9 @@ class ShadowProbe:
         ]
         for at in range(0, len(chunks), lanes):
             yield Plan(
-                step=0, chunks=tuple(chunks[at : at + lanes]), tables=self._tables() if at == 0 else ()
+                step=0,
+                chunks=tuple(chunks[at : at + lanes]),
+                moves=Moves(tables=self._tables() if at == 0 else ()),
             )
         rows = (Row(slot=self._slot, request_id=_NAME),)
         for _ in case.tokens[1:]:

@@ -82,7 +82,7 @@ class Recorder:
         number = plan.step - self._first_step
         self.steps.append(self._step(plan))
         self._on_planned(number, self.steps[number])
-        for request_id in plan.replays:
+        for request_id in plan.moves.replays:
             self._on_restarted(request_id)
 
     def _read(self, plan: Plan, events: Events) -> None:

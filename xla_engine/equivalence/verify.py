@@ -149,7 +149,7 @@ class Admissions:
         self._report.admitted_mid_stream += (
             len(plan.admitted) if others > 0 else max(len(plan.admitted) - 1, 0)
         )
-        parts: tuple[Chunk | Swap, ...] = (*plan.chunks, *plan.resumes)
+        parts: tuple[Chunk | Swap, ...] = (*plan.chunks, *plan.moves.resumes)
         for part in parts:
             if part.request_id in self._waits:
                 self._waits.discard(part.request_id)

@@ -24,7 +24,7 @@ class WorkCounters:
         self.steps += 1
         if plan.chunks:
             self.prompt_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
-            for reuse in plan.reuses:
+            for reuse in plan.moves.reuses:
                 histograms.prefix_hit_tokens.add(reuse.length)
         if rows := len(plan.decode) + len(plan.verify):
             self.decode_steps += 1

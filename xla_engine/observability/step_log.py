@@ -293,10 +293,11 @@ def parts_of(plan: Plan, who: Callable[[str], Any]) -> dict[str, list[tuple[Any,
             (who(chunk.request_id), chunk.slot.index, chunk.start, len(chunk.tokens), chunk.is_last)
             for chunk in plan.chunks
         ],
-        "parks": swaps(plan.parks),
-        "resumes": swaps((*plan.resumes, *plan.continues)),
+        "parks": swaps(plan.moves.parks),
+        "resumes": swaps((*plan.moves.resumes, *plan.moves.continues)),
         "reuses": [
-            (who(reuse.request_id), reuse.slot.index, reuse.source, reuse.length) for reuse in plan.reuses
+            (who(reuse.request_id), reuse.slot.index, reuse.source, reuse.length)
+            for reuse in plan.moves.reuses
         ],
         "verify": [(who(row.request_id), row.slot.index, row.width) for row in plan.verify],
     }

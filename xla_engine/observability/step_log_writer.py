@@ -147,7 +147,7 @@ class StepLogWriter:
         else:
             leave, join = [], []
         self._first = plan.step if self._first is None else self._first
-        self._tokens.update(dict.fromkeys(plan.replays, 0))  # their tokens are generated again
+        self._tokens.update(dict.fromkeys(plan.moves.replays, 0))  # their tokens are generated again
         parts = parts_of(plan, self._numbers.__getitem__)
         line = {
             "step": plan.step - self._first,
@@ -157,7 +157,7 @@ class StepLogWriter:
             "park": parts["parks"],
             "resume": parts["resumes"],
             "reuse": parts["reuses"],
-            "copy": [[copy.source, copy.target] for copy in plan.copies],
+            "copy": [[copy.source, copy.target] for copy in plan.moves.copies],
             "leave": leave,
             "join": join,
             "verify": parts["verify"],

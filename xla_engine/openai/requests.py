@@ -22,8 +22,8 @@ The answer to each is an OpenAI Batch output line (`xla_engine.openai.results`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
 from xla_engine.errors import InvalidRequestError, XlaEngineError
 from xla_engine.openai.fields import (
@@ -42,6 +42,7 @@ from xla_engine.openai.fields import (
 )
 from xla_engine.openai.pooling import POOLING_URLS, PoolingRequest, take_pooling
 from xla_engine.openai.responses import chat_body
+from xla_engine.outputs import RequestOutput, RequestOutputs
 from xla_engine.prompts import Picture, TextPair, TextPrompt, pair_messages
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.fill_in import FillIn
@@ -176,6 +177,38 @@ def line_of(custom_id: str, prompt_token_ids: Sequence[int], params: SamplingPar
     numbers = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
     record = {"custom_id": custom_id, "prompt": prompt_token_ids, **numbers, **params.to_mapping()}
     return dict(load_object(dump_line(record)))
+
+
+class Seeded(Protocol):
+    """An engine, as far as requests depend on it."""
+
+    def limits(self) -> dict[str, Any]: ...
+    def seed_of(self, request_id: str, params: SamplingParams) -> int: ...
+
+
+def with_requests(
+    engine: Seeded, outputs: Sequence[RequestOutput], params: Sequence[SamplingParams]
+) -> RequestOutputs:
+    """Outputs of token ids and text, with their requests, which give the seed that was used and a limit of tokens.
+
+    params: of each output.
+    """
+    longest = int(engine.limits()["max_model_len"])
+    return RequestOutputs(
+        replace(
+            output,
+            request=line_of(
+                output.request_id,
+                output.prompt_token_ids,
+                wanted.clone(
+                    seed=engine.seed_of(output.request_id, wanted),
+                    max_tokens=wanted.max_tokens or longest - len(output.prompt_token_ids),
+                    truncate_prompt_tokens=None,
+                ),
+            ),
+        )
+        for output, wanted in zip(outputs, params, strict=True)
+    )
 
 
 def parse_record(

@@ -215,12 +215,12 @@ class Runner:
             decode step. drafts: for the rows of a verify step.
         """
         self._start_moves(plan, settings)
-        for table in plan.tables:
+        for table in plan.moves.tables:
             self._state.host.set_blocks(table.slot.index, table.start, table.blocks)
         for encode in plan.encodes:
             assert self.features is not None
             self.features.encode(encode)
-        first = self._dispatch.prefill(plan.chunks, settings, self.sizes, plan.saves)
+        first = self._dispatch.prefill(plan.chunks, settings, self.sizes, plan.moves.saves)
         self.prefill_calls += len(first)
         decode = None
         if plan.width > 1:
@@ -237,7 +237,7 @@ class Runner:
     @in_steps
     def wait(self, step: InFlight) -> StepResult:
         """Fetch the samples of a started step, and the states that it parked."""
-        for swap in step.plan.parks:
+        for swap in step.plan.moves.parks:
             if (parked := self._parked.get(swap.request_id)) is not None:
                 parked.settle()
         return fetch_samples(step)
@@ -452,26 +452,26 @@ class Runner:
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self._state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
-        for swap in plan.parks:
+        for swap in plan.moves.parks:
             self._parked[swap.request_id] = moves.park(state.donated, swap)
-        if self.block_storage is not None and (plan.stores or plan.loads):
-            if plan.stores:
-                found = self._block_moves.read(state.donated, [each.block for each in plan.stores])
-                self.block_storage.store(plan.stores, found)
+        if self.block_storage is not None and (plan.moves.stores or plan.moves.loads):
+            if plan.moves.stores:
+                found = self._block_moves.read(state.donated, [each.block for each in plan.moves.stores])
+                self.block_storage.store(plan.moves.stores, found)
             state.donated = self._block_moves.load(
-                state.donated, plan.loads, self.block_storage.take(plan.loads)
+                state.donated, plan.moves.loads, self.block_storage.take(plan.moves.loads)
             )
-        state.donated = self._block_moves.copy(state.donated, plan.copies)
-        for swap in plan.resumes:
+        state.donated = self._block_moves.copy(state.donated, plan.moves.copies)
+        for swap in plan.moves.resumes:
             state.donated = moves.resume(state.donated, swap, self._parked.pop(swap.request_id))
             self._dispatch.lengths[swap.slot.index] = swap.length
             self._dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
-        for part in plan.continues:
+        for part in plan.moves.continues:
             slot, remaining = self._devices.put([np.int32(part.slot.index), np.int32(part.remaining)])
             (state.rows,) = self._inventory(CONTINUE, state.rows, slot, remaining)
             self._dispatch.lengths[part.slot.index] = part.length
             self._dispatch.fill_tables(part.slot.index, settings[part.request_id])
-        for reuse in () if paged else plan.reuses:
+        for reuse in () if paged else plan.moves.reuses:
             state.donated = self._slot_moves.reuse(state.donated, reuse)
             if reuse.place >= 0:
                 self._state_moves.restore(reuse.slot.index, reuse.place)

@@ -5,7 +5,9 @@ projection of queries, keys, values and gates by part. For Qwen3.5 it also deals
 a key head, the first value head of every key head comes first, then the second of each.
 """
 
+import math
 from collections.abc import Callable
+from decimal import Context, Decimal
 from typing import Any
 
 import ml_dtypes
@@ -24,17 +26,27 @@ from xla_engine.model_loader.families.experts import (
 from xla_engine.model_loader.families.family import Source, Sources, Tensors
 
 Array = np.ndarray[Any, Any]
+_DIGITS = Context(prec=30)
 _NEAR = 2.0**-21  # relative: some steps of float32, for libraries whose exp differs in the last bits
 
 
 def log_decay(negative: Array) -> Array:
     """`A_log` from `-exp(A_log)`: the bfloat16 that gives these numbers, as in the model's own file; float32 where
     none does."""
-    with np.errstate(all="ignore"):  # a value that is not finite is reported with the tensor's name
-        exact = np.log(-negative.astype(np.float64))
-        short = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
-        same = np.abs(np.exp(short) + negative) <= _NEAR * np.abs(negative)
-    return np.where(same, short, exact).astype(np.float32)
+    exact = np.fromiter(map(_log_of, -negative.ravel().astype(np.float64)), np.float64, negative.size)
+    short = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
+    again = np.fromiter(map(_exp_of, short), np.float64, short.size)
+    same = np.abs(again + negative.ravel()) <= _NEAR * np.abs(negative.ravel())
+    return np.where(same, short, exact).astype(np.float32).reshape(negative.shape)
+
+
+def _log_of(value: float) -> float:
+    """Correctly rounded, as no maths library promises; what is not finite is reported with the tensor's name."""
+    return float(Decimal(value).ln(_DIGITS)) if 0 < value < math.inf else math.nan
+
+
+def _exp_of(value: float) -> float:
+    return float(Decimal(value).exp(_DIGITS)) if math.isfinite(value) else value
 
 
 def _dealt(form: DeltaForm, width: int) -> Array:

@@ -15,7 +15,7 @@ from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, Plan, Row, Sample, Slot
+from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, Moves, Plan, Row, Sample, Slot
 
 _CHUNKS = 2.5  # of a probe's prompt beyond the bucket below: keys enough to be summed in another order
 _LEAST_NEIGHBOURS = 4
@@ -202,8 +202,8 @@ class Probe:
         settings = {str(prompt.slot): prompt.settings for prompt in prompts}
         decodes = prompts[0].settings.max_tokens - 1
         tables = self._tables(prompts) if self._runner.config.uses_blocks else ()
-        plans = [Plan(step=0, chunks=before, tables=tables)] if before else []
-        plans.append(Plan(step=0, chunks=chunks, decode=rows if decodes else (), tables=tables))
+        plans = [Plan(step=0, chunks=before, moves=Moves(tables=tables))] if before else []
+        plans.append(Plan(step=0, chunks=chunks, decode=rows if decodes else (), moves=Moves(tables=tables)))
         plans += [Plan(step=0, decode=rows)] * (decodes - 1)
         dispatch = self._runner._dispatch
         usual, dispatch.reads_all = dispatch.reads_all, True

@@ -99,7 +99,7 @@ def first_difference(log: StepLog, plans: list[Plan], reads: list[int]) -> int |
         planned = (
             plan.admitted,
             tuple(row.slot.index for row in plan.decode),
-            len(plan.copies),
+            len(plan.moves.copies),
             reads[number] if number < len(reads) else 0,
             parts_of(plan, str),
         )

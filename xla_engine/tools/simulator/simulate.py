@@ -202,7 +202,7 @@ class Simulation:
         calls = self._machine.calls(steady.chunks)
         device, taken = self._seconds(steady, calls), 0
         unlike = [
-            plan.decode is not steady.rows or plan.resumes or plan.first_rows
+            plan.decode is not steady.rows or plan.moves.resumes or plan.first_rows
             for plan in self._pipeline.in_flight
         ]
         while any(unlike[taken:]) and taken < steps and clock.now < until:
@@ -346,7 +346,7 @@ class Simulation:
                 is_over = sampled == self._live[name].arrival.new_tokens
                 self._begin(name, plan.step if is_over else plan.joins, keys=end + 1, sampled=sampled)
                 self._live[name].back = plan.step  # this step samples its next token already
-        for swap in plan.resumes:
+        for swap in plan.moves.resumes:
             prompt = self._live[swap.request_id].arrival.prompt_tokens
             self._begin(swap.request_id, plan.step, keys=swap.length + 1, sampled=swap.length - prompt + 1)
         report.prompt_tokens += prompt_tokens
@@ -359,7 +359,7 @@ class Simulation:
             prefill_keys=self._machine.prefill_keys(ends) if ends else 0,
             rows=rows,
             keys=self._keys(plan.step, plan.verify) if rows else 0,
-            moved=sum(swap.length for swap in (*plan.parks, *plan.resumes)),
+            moved=sum(swap.length for swap in (*plan.moves.parks, *plan.moves.resumes)),
             prompt_tokens=prompt_tokens,
             checked=sum(row.width - 1 for row in plan.verify),
         )

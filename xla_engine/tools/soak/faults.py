@@ -145,7 +145,7 @@ class FaultyDevice:
     def _fail(self, plan: Plan) -> None:
         self._counts["steps that failed"] += 1
         self._last_failed = True
-        self.hits.update(_names(_parts(plan)) | _names((*plan.parks, *plan.resumes)))
+        self.hits.update(_names(_parts(plan)) | _names((*plan.moves.parks, *plan.moves.resumes)))
         raise self._draw.choice((RuntimeError, MemoryError, ValueError))(f"a step failed, {PLANTED}")
 
 
