@@ -148,3 +148,33 @@ def test_a_row_that_its_constraint_ends_is_the_clients_fault() -> None:
     found = ended(LineError(line=1, custom_id="x", code="engine_fault", message=message))
     assert (found.status, found.param) == (400, "structured_outputs")
     assert ended(LineError(line=1, custom_id="x", code="engine_fault", message="else")).status == 500
+
+
+SCHEMA: Any = {
+    "type": "array",
+    "items": {"type": "boolean"},
+    "uniqueItems": True,
+    "maxItems": 3,
+    "not": {"const": []},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_an_answer_names_what_its_schema_leaves_to_the_client(
+    http: httpx.Client, path: str, stream: bool
+) -> None:
+    ask: dict[str, Any] = {"temperature": 0, "stream": stream}
+    if path == "/v1/responses":
+        ask |= {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}
+    else:
+        ask |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}
+        ask |= (
+            {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        )
+    for _ in range(2):
+        answer = http.post(path, json=ask)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-left-to-client"] == "uniqueItems, not"
+    plain = {name: value for name, value in ask.items() if name not in ("response_format", "text")}
+    assert "x-left-to-client" not in http.post(path, json=plain).headers

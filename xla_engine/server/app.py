@@ -31,7 +31,11 @@ from xla_engine.server.written import Written
 
 # Alternative paths, which vLLM has as well.
 _ALIASES = {"/score": SCORE_URL, "/rerank": RERANK_URL, "/v2/rerank": RERANK_URL}
-_EXPOSED = ["retry-after", "x-request-id"]  # response headers that cross-origin scripts may read
+_EXPOSED = [
+    "retry-after",
+    "x-left-to-client",
+    "x-request-id",
+]  # response headers that cross-origin scripts may read
 
 
 def make_app(service: Service) -> Starlette:

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from xla_engine.openai.answers import answer_pieces
 from xla_engine.openai.call import Call
@@ -20,6 +20,8 @@ from xla_engine.server.service import Service, Submission
 from xla_engine.server.turns import PART_BYTES, Turns
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
+LEFT_HEADER = b"x-left-to-client"
+MAX_LEFT = 1000  # characters of it
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,11 +50,9 @@ class Generation:
                 async with _watching(receive) as gone:
                     submission = await self._submit(scope, call, name)
                     submission.end_with(gone)
+                    answer = self._stream if call.stream else self._answer
                     try:
-                        if call.stream:
-                            await self._stream(send, call, name, submission)
-                        else:
-                            await self._answer(send, call, name, submission)
+                        await answer(_with_left(send, submission.left), call, name, submission)
                     finally:
                         submission.close()
             except ClientGone:
@@ -166,6 +166,21 @@ async def send_whole(send: Send, turns: Turns, pieces: Iterator[bytes]) -> None:
 async def send_part(send: Send, data: bytes, *, last: bool = False) -> None:
     """Send a part of an answer whose headers were sent."""
     await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _with_left(send: Send, left: Sequence[str]) -> Send:
+    """`send`, with a header that names what the answer's constraint leaves to the client."""
+    if not left:
+        return send
+    told = "".join(each if each.isprintable() else " " for each in ", ".join(left)[:MAX_LEFT])
+    line = LEFT_HEADER, told.encode("ascii", "backslashreplace")
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], line]}
+        await send(message)
+
+    return sending
 
 
 def cut_off(scope: Scope) -> None:

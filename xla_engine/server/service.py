@@ -286,6 +286,7 @@ class Service:
         submission = Submission(
             self, salt, every_token=every_token, thinking=thinking, values=held, trace=trace
         )
+        submission.left = self.engine.validator.left_to_client(params)
         self.values += held
         paused = time.perf_counter()
         try:
@@ -322,6 +323,7 @@ class Submission:
     """The prompts of one POST in the engine, which are read together.
 
     news: set when there is new output. tenant: the caller. thinking: whether the prompt opened the model's reasoning.
+    left: what the constraint leaves to the client.
     """
 
     def __init__(
@@ -337,6 +339,7 @@ class Submission:
         """values: log-probabilities counted in `Service.values` until this is closed. trace: called with each prompt's
         output when it has ended."""
         self.tenant, self.thinking = tenant, thinking
+        self.left: tuple[str, ...] = ()
         self._trace = trace
         self._values = values
         self.news = asyncio.Event()

@@ -65,7 +65,8 @@ class Matcher:
 
     The masks allow every spelling of a text that fits, whatever tokens it is made of.
 
-    canonical: whether text that must follow is better written in its canonical tokens (`forced`). pace: shared by
+    canonical: whether text that must follow is better written in its canonical tokens (`forced`). left: what the
+    constraint leaves to the client, such as keywords of its schema. pace: shared by
     all matchers of the constraint.
     spellings: the canonical tokens of texts that had to follow, by text and token before it; shared in the same way.
     """
@@ -79,6 +80,7 @@ class Matcher:
     ) -> None:
         """state: an llguidance.LLMatcher. tokenizer: its LLTokenizer. name: of the constraint, for messages."""
         self.canonical = True
+        self.left: tuple[str, ...] = ()
         self.pace = Pace()
         self.spellings: dict[tuple[bytes, int | None], list[int]] = {}
         self._state = state  # it never raises, but may be in an error state
@@ -197,6 +199,11 @@ class Grammars:
         key = constraint_text(params)
         return key in self._compiled or key in self._refused or len(key) > MAX_CONSTRAINT_CHARACTERS
 
+    def left(self, params: StructuredOutputsParams) -> tuple[str, ...]:
+        """What a constraint leaves to the client; nothing if it is not compiled."""
+        compiled = self._compiled.get(constraint_text(params))
+        return () if compiled is None else compiled.left
+
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
         key = constraint_text(params)
@@ -234,12 +241,10 @@ class Grammars:
         compiled.words()
         compiled.pace = Pace()  # do not count the first mask, which builds tables for the others
         compiled.canonical = not (params.grammar and _NO_FORCING.search(params.grammar))
-        left = [
-            *form.left,
-            *(warning.partition(" not fully supported")[0] for warning in state.get_grammar_warnings()),
-        ]
-        if left and self._is_news(key):
-            _log.warning("%s: left to the client: %s", name, ", ".join(dict.fromkeys(left)))
+        warnings = (warning.partition(" not fully supported")[0] for warning in state.get_grammar_warnings())
+        compiled.left = tuple(dict.fromkeys([*form.left, *warnings]))
+        if compiled.left and self._is_news(key):
+            _log.warning("%s: left to the client: %s", name, ", ".join(compiled.left))
         return compiled
 
     def _is_news(self, key: str) -> bool:

@@ -453,6 +453,12 @@ class RequestValidator:
             return True
         return "_grammars" in vars(self) and self._grammars.knows(params.structured_outputs)
 
+    def left_to_client(self, params: SamplingParams) -> tuple[str, ...]:
+        """What the compiled constraint of a request does not hold, such as keywords of its schema."""
+        if params.structured_outputs is None or "_grammars" not in vars(self):
+            return ()
+        return self._grammars.left(params.structured_outputs)
+
     def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that break a sequence for DRY. Raises InvalidRequestError, also if DRY is not enabled."""
         if params.dry_multiplier == 0 and params.penalty_last_n < 0:
