@@ -61,6 +61,15 @@ FORMATS = {
         ends=("</s>",),
         sign="[TOOL_CALLS]",
     ),
+    "deepseek": FormatTokens(
+        special=(
+            "<｜end▁of▁sentence｜>",
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+            *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        ),
+        ends=("<｜end▁of▁sentence｜>",),
+        sign="<｜tool▁calls▁begin｜>",
+    ),
     "harmony": FormatTokens(  # gpt-oss
         special=(
             "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",

@@ -39,7 +39,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "any.thing", "parameters": {"type": "object"}}},
 ]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "harmony")
+FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "harmony")
 
 
 @cache
@@ -122,6 +122,14 @@ def call(name: str, arguments: Any, *, function: str = "weather", style: int = 0
             f"[TOOL_CALLS][{given}]",
             f"[TOOL_CALLS]{function}[ARGS]{text}",
             f"[TOOL_CALLS] [{turned}]</s>",
+        ][style % 3]
+    if name == "deepseek":
+        begin, end = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        sep = "<｜tool▁sep｜>"
+        return [
+            f"{begin}function{sep}{function}\n```json\n{text}\n```{end}",
+            f"{begin}{function}{sep}{text}{end}",
+            f"{begin}{function}{sep}{text}{end}<｜end▁of▁sentence｜>",
         ][style % 3]
     to = f"to=functions.{function}"
     return [

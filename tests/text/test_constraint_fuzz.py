@@ -55,7 +55,7 @@ RULES = st.sampled_from([*GRAMMAR.split(), "\n"])
 
 def follows_or_refuses(engine: XlaBatchEngine, constraint: dict[str, Any]) -> None:
     """Follow a constraint for some tokens. Single tokens are allowed as the mask says, without a mask."""
-    grammars, ends = engine.validator._grammars, set(engine.validator.eos_token_ids)
+    grammars, ends = engine.validator.grammars, set(engine.validator.eos_token_ids)
     try:
         matcher = grammars.matcher(StructuredOutputsParams.from_mapping(constraint))
         for _ in range(6):

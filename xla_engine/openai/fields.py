@@ -57,18 +57,8 @@ LABELS = frozenset(
 # Fields of other servers that change no token here. The log names each once.
 IGNORED = frozenset(
     {
-        "cache_prompt",
-        "client_metadata",
-        "id_slot",
-        "keep_alive",
-        "n_keep",
-        "num_gpu",
-        "num_thread",
-        "return_progress",
-        "slot_id",
-        "timings_per_token",
-        "use_mlock",
-        "use_mmap",
+        *("cache_prompt", "client_metadata", "id_slot", "keep_alive", "n_keep", "num_gpu", "num_thread"),
+        *("return_progress", "slot_id", "timings_per_token", "use_mlock", "use_mmap"),
     }
 )
 # Names that other servers have for our fields, and what to write.

@@ -286,7 +286,8 @@ class Service:
         submission = Submission(
             self, salt, every_token=every_token, thinking=thinking, values=held, trace=trace
         )
-        submission.left = self.engine.validator.left_to_client(params)
+        if params.structured_outputs is not None:
+            submission.left = self.engine.validator.grammars.left(params.structured_outputs)
         self.values += held
         paused = time.perf_counter()
         try:

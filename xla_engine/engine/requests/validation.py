@@ -439,25 +439,19 @@ class RequestValidator:
             bad_words=self._bad_words(params.bad_words),
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
-            matcher=None if constraint is None else self._grammars.matcher(constraint),
+            matcher=None if constraint is None else self.grammars.matcher(constraint),
         )
 
     def try_constraint(self, params: SamplingParams) -> None:
         """Compile the constraint of a request, unless it is cached. Raises InvalidRequestError if it is invalid."""
         if params.structured_outputs is not None:
-            self._grammars.matcher(params.structured_outputs)
+            self.grammars.matcher(params.structured_outputs)
 
     def knows_constraint(self, params: SamplingParams) -> bool:
         """Whether `token_mask` need not compile a constraint, which may take a second. Raises InvalidRequestError."""
         if params.structured_outputs is None:
             return True
-        return "_grammars" in vars(self) and self._grammars.knows(params.structured_outputs)
-
-    def left_to_client(self, params: SamplingParams) -> tuple[str, ...]:
-        """What the compiled constraint of a request does not hold, such as keywords of its schema."""
-        if params.structured_outputs is None or "_grammars" not in vars(self):
-            return ()
-        return self._grammars.left(params.structured_outputs)
+        return "grammars" in vars(self) and self.grammars.knows(params.structured_outputs)
 
     def dry_breakers(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that break a sequence for DRY. Raises InvalidRequestError, also if DRY is not enabled."""
@@ -481,7 +475,7 @@ class RequestValidator:
         return tuple(dict.fromkeys(found))
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise InvalidRequestError(
                 "the model has no tokenizer.json, so structured_outputs cannot be followed; use allowed_token_ids"

@@ -39,6 +39,7 @@ _SIGNS = (
     ("llama3", "<|python_tag|>"),
     ("llama3", '{"name": function name, "parameters":'),
     ("deepseek", "<｜tool▁calls▁begin｜>"),
+    ("deepseek", "<|tool_calls_section_begin|>"),  # Kimi's, which differs in its tokens
 )
 
 
