@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Callable
@@ -44,6 +45,18 @@ def chat_prompt(engine: EngineClient, messages: list[dict[str, str]], template: 
     return {"prompt": engine.render_chat(messages, chat_template=template), "add_special_tokens": False}
 
 
+def begin_rendering(options: dict[str, Any], template: str | None) -> None:
+    """Start the process that renders chats while the model loads, if there is a template. template: as `chat_prompt`.
+
+    Raises CheckpointError.
+    """
+    files = options.get("files")
+    if template is not None or (files is not None and files.chat_template() is not None):
+        from xla_engine.text import chat_template  # imports much of what an engine needs
+
+        chat_template.begin_rendering()
+
+
 def run_prompt(
     prompt: str, defaults: dict[str, Any], options: dict[str, Any], *, chat: bool | None, system: str | None
 ) -> None:
@@ -54,7 +67,10 @@ def run_prompt(
     """
     template = defaults.pop("chat_template", None)
     _common.check_tokenizer(options["model"])
-    with _common.startup_errors(), _common.load_engine(options, show=sys.stderr.isatty()) as engine:
+    with _common.startup_errors(), contextlib.ExitStack() as stack:
+        if chat is not False:
+            begin_rendering(options, template)
+        engine = stack.enter_context(_common.load_engine(options, show=sys.stderr.isatty()))
         has_template = template is not None or engine.chat_template is not None
         if chat is None and has_template:
             click.echo("(sent as a chat message; --raw completes the text as it is)", err=True)

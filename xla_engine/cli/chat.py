@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xla_engine.cli import _common, _help
-from xla_engine.cli._answer import chat_prompt, show_answer
+from xla_engine.cli._answer import begin_rendering, chat_prompt, show_answer
 from xla_engine.errors import InvalidRequestError, TokenLimitError
 from xla_engine.sampling_params import SamplingParams
 
@@ -74,6 +74,7 @@ def chat(
             click.echo(
                 "the embedded model answers with Python functions; name another with --model", err=True
             )
+        begin_rendering(options, template)
         with _common.load_engine(options, show=sys.stderr.isatty()) as engine:
             if template is None and engine.chat_template is None:
                 raise _common.NotStarted(

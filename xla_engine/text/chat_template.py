@@ -20,7 +20,7 @@ from xla_engine.text.conversation import IMAGE_PART, Message, Skeleton, forms, m
 from xla_engine.text.worker_process import WorkerEndedError, WorkerProcess
 from xla_engine.utils.plain import plain as as_plain
 
-__all__ = ["Message", "chosen_template", "render_chat"]
+__all__ = ["Message", "begin_rendering", "chosen_template", "render_chat"]
 
 CHAT_OPTIONS = (  # arguments of a chat in Python, in addition to those of a request
     "chat_template",
@@ -45,6 +45,11 @@ _MARK = "\ue000continue here\ue000 "  # appended to the message to continue; pri
 
 
 _PROCESS = WorkerProcess("chat_worker.py")
+
+
+def begin_rendering() -> None:
+    """Start the process in which `render_chat` renders, while something else happens here."""
+    _PROCESS.start()
 
 
 def chosen_template(own: ChatTemplate | None, source: str | None) -> ChatTemplate | None:

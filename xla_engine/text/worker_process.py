@@ -17,7 +17,7 @@ class WorkerEndedError(Exception):
 
 
 class WorkerProcess:
-    """A process that answers requests with a worker file. Starts on first use, and again if it dies.
+    """A process that answers requests with a worker file. Starts on first use or by `start`, and again if it dies.
 
     Thread-safe; requests are answered one at a time. The process ends with its parent.
     """
@@ -29,6 +29,14 @@ class WorkerProcess:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
         atexit.register(self.stop)
+
+    def start(self) -> None:
+        """Start the process now, so that the first request does not wait for it."""
+        with (
+            contextlib.suppress(WorkerEndedError),
+            self._lock,
+        ):  # the first request tries again, and reports it
+            self._running()
 
     def ask(self, cpu_limit_s: float, request: str) -> dict[str, Any]:
         """Send a JSON object and return the answer. Raises WorkerEndedError."""
