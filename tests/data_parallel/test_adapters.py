@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.adapters import adapters, write_adapter
-from tests.support.command_line import ROOT
+from tests.support.command_line import ROOT, invoke
 from tests.support.engine_faults import bits
 from tests.support.tensor_parallel import GOLDEN
 from xla_engine.config import EngineConfig
@@ -186,7 +186,7 @@ def test_files_that_have_changed_are_not_taken_for_what_they_were(
 
 @pytest.mark.full
 def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
-    """The lines of one engine, byte for byte."""
+    """The lines of one engine, byte for byte; an audit needs the adapters that the receipts name."""
     model = embedded_model_directory()
     path = write_adapter(tmp_path / "adapter", load_checkpoint(model), modules=("q_proj", "down_proj"))
     lines = [
@@ -203,7 +203,14 @@ def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
     written = []
     for engines in (1, 2):
         target = tmp_path / f"{engines}.jsonl"
-        options = ["--enable-lora", "--lora-modules", f"mine={path}", "--data-parallel-size", str(engines)]
+        adapters = ["--enable-lora", "--lora-modules", f"mine={path}"]
+        options = [
+            *adapters,
+            "--data-parallel-size",
+            str(engines),
+            "--receipts",
+            str(tmp_path / f"{engines}"),
+        ]
         command = ["run", str(tmp_path / "in.jsonl"), "-o", str(target), *options, "--max-num-seqs", "2"]
         command += ["--max-model-len", "128", "--ordered", "--created", "17", "--no-progress"]
         done = subprocess.run(
@@ -218,6 +225,10 @@ def test_a_run_chooses_adapters_by_name(tmp_path: Path) -> None:
     assert written[0] == written[1]
     texts = [json.loads(line)["response"]["body"]["choices"][0]["text"] for line in written[0].splitlines()]
     assert len(set(texts)) > 1
+    for options, status in ((adapters, 0), ([], 2)):
+        found = invoke("audit", tmp_path / "2.jsonl", "--receipts", tmp_path / "2", "--json", *options)
+        assert found.exit_code == status, found.output
+        assert json.loads(found.stdout)["checked"] == (0 if status else 6)
 
 
 @dataclass

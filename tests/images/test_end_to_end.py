@@ -197,7 +197,9 @@ def test_updates_of_weights_leave_the_tower(engine: XlaBatchEngine, model: Path)
 
 @pytest.mark.full
 def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Path) -> None:
-    """Each line has its own answer or error, and an interrupted run resumes to the same bytes."""
+    """Each line has its own answer or error, an interrupted run resumes to the same bytes, and an audit that reads the
+    same pictures accepts its receipts."""
+    folder = Path(shutil.copytree(folder, tmp_path / "pictures"))
     data = f"data:image/png;base64,{base64.b64encode((folder / 'a.png').read_bytes()).decode()}"
     lines = [
         {"prompt": TEXT, "images": ["a.png"]},
@@ -210,6 +212,8 @@ def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Pa
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--model", model, "--max-num-seqs", "2", "--max-model-len", "256", "--max-tokens", "6"]
     options += ["--temperature", "0", "--ordered", "--created", "1", "--allowed-local-media-path", folder]
+    kept = tmp_path / "receipts.jsonl"
+    options += ["--receipts", kept]
     result = invoke("run", source, "-o", out, *options)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     errors = [json.loads(line) for path in tmp_path.glob("*error*") for line in path.read_text().splitlines()]
@@ -223,6 +227,12 @@ def test_a_batch_of_lines_and_its_errors(model: Path, folder: Path, tmp_path: Pa
     out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
     invoke("run", source, "-o", out, "--resume", *options)
     assert out.read_bytes() == whole
+    options = ["--receipts", kept, "--model", model, "--max-num-seqs", "3", "--json"]
+    report = json.loads(invoke("audit", out, *options, "--allowed-local-media-path", folder).stdout)
+    assert (report["verdict"], report["checked"], report["errors"]) == ("accepted", 4, 1), report
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(folder / "b.png")
+    report = json.loads(invoke("audit", out, *options, "--allowed-local-media-path", folder).stdout)
+    assert [each["custom_id"] for each in report["rejected"]] == ["line-3"], report
 
 
 @pytest.mark.full
