@@ -17,7 +17,8 @@ from tests.support.tiers import default
 from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection_report import report_lines
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.checkpoint import load_checkpoint

@@ -23,7 +23,8 @@ from tests.support.models import TINY, TINY_ENGINE
 from tests.support.tensor_parallel import run as run_parallel
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection_report import report_lines
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights

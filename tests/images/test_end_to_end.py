@@ -32,7 +32,8 @@ from xla_engine import LLM, SamplingParams
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection_report import report_lines
 from xla_engine.equivalence.cases import Case
 from xla_engine.equivalence.record import read_record, write_record
 from xla_engine.equivalence.recorder import record_schedule

@@ -20,7 +20,8 @@ from tests.support.tiers import default
 from xla_engine.batch.dry_run import DryRun
 from xla_engine.config import GGUF_INT8, STORED_AS, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection_report import report_lines
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.llm import LLM
 from xla_engine.model_loader.checkpoint import load_checkpoint

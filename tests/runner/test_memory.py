@@ -24,6 +24,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.tools.bench.models import LLAMA_3_2_1B
 from xla_engine.utils import host_memory
+from xla_engine.utils.sizes import size
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -133,7 +134,7 @@ def test_a_control_group_limits_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_470_000_000, "2.47 GB")]
 )
 def test_sizes_in_words(count: int, text: str) -> None:
-    assert memory.size(count) == text
+    assert size(count) == text
     assert re.fullmatch(r"[\d.]+ \w+", text)
 
 

@@ -19,7 +19,8 @@ from xla_engine.batch import earlier_runs
 from xla_engine.cli import main
 from xla_engine.config import GGUF, GGUF_INT8, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.engine.inspection import inspect_model, report_lines
+from xla_engine.engine.inspection import inspect_model
+from xla_engine.engine.inspection_report import report_lines
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.config import RoutedExperts
 from xla_engine.model_loader.checkpoint import random_weights

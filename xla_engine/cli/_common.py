@@ -242,6 +242,19 @@ def begin_start(options: Mapping[str, Any]) -> None:
     begin_compiling(options["isa"])
 
 
+def check_model(options: dict[str, Any], config: EngineConfig) -> None:
+    """Open the model for `load_engine`. Raise CheckpointError or ConfigError before jax is imported if its files show
+    that it cannot run, or not with these options."""
+    from xla_engine.environment import embedded_model_directory
+    from xla_engine.model_loader.describe import describe_decoder
+    from xla_engine.model_loader.model_files import open_model
+
+    if "files" not in options:
+        options["files"] = open_model(options["model"] or embedded_model_directory())
+    model = describe_decoder(options["files"], config)
+    model.options.context_length(model.config.max_position_embeddings)
+
+
 @contextlib.contextmanager
 def load_engine(
     options: dict[str, Any], *, show: bool, times: StartTimes | None = None
@@ -250,18 +263,19 @@ def load_engine(
 
     show: print the progress of loading. times: records how long each part took.
     """
+    fields = config_fields(options)
+    check_model(options, EngineConfig(**fields))
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.model_loader.peft.request import LoRARequest
     from xla_engine.observability.log import engine_log
     from xla_engine.open_engine import open_engine
     from xla_engine.runner.weight_form import note_of
 
-    fields = config_fields(options)
     screen, limit_s = sys.stderr if show else io.StringIO(), options.get("start_timeout_s")
     engines = options.get("data_parallel_size", 1)
     with _start_limit(limit_s), startup_line(screen) as progress:
         progress = progress if times is None else times.following(progress)
-        model = options.get("files", options["model"]) if engines == 1 else options["model"]
+        model = options["files"] if engines == 1 else options["model"]
         engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
     resume_collections()
     with engine:
@@ -287,9 +301,9 @@ def load_engine(
 @contextlib.contextmanager
 def load_one_engine(options: dict[str, Any], *, show: bool) -> Iterator[XlaBatchEngine]:
     """`load_engine` for commands that need a single engine (without `data_parallel_option`)."""
-    from xla_engine.engine.batch_engine import XlaBatchEngine
-
     with load_engine(options, show=show) as engine:
+        from xla_engine.engine.batch_engine import XlaBatchEngine
+
         assert isinstance(engine, XlaBatchEngine)
         yield engine
 
@@ -317,6 +331,7 @@ def sampling_fields(options: dict[str, Any], *, for_reader: bool = False, **give
     fields = {**defaults, **fields, **chosen}
     SamplingParams.from_mapping(fields)
     if defaults and "temperature" not in chosen:
+        check_model(options, EngineConfig(**config_fields(options)))
         from xla_engine.runner.jax_settings import check_platform
 
         check_platform()  # if there is no such device, that is all that is said

@@ -48,12 +48,11 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
         from xla_engine.model_loader.config_only import open_named
 
         named = model or embedded_model_directory()
-        files, config = open_named(named), EngineConfig(**options)  # errors show before jax is imported
-        from xla_engine.engine.inspection import inspect_model, report_lines
-        from xla_engine.runner.kept_leaves import leaves_on_disk
+        files, config = open_named(named), EngineConfig(**options)
+        from xla_engine.engine.inspection import inspect_model
+        from xla_engine.engine.inspection_report import report_lines
 
-        with leaves_on_disk(enabled=config.compile_cache):
-            report, last = inspect_model(files, config), LastRun.of(named)
+        report, last = inspect_model(files, config), LastRun.of(named)
     if as_json:
         told = None if last is None else {**asdict(last), "tokens_per_s": last.tokens_per_s}
         click.echo(json.dumps(report.to_json() | {"last_run": told}))

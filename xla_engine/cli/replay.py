@@ -47,6 +47,7 @@ def load_record(
     stack: contextlib.ExitStack, path: str, model: str | None, *, force: bool
 ) -> tuple[Record, XlaBatchEngine]:
     """Load a record, and an engine with its options and its model, or `model`."""
+    open(path, "rb").close()  # report a missing file before jax is imported
     from dataclasses import asdict
 
     from xla_engine.equivalence.record import read_record

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from xla_engine.cli import _common, _help
+from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.server.settings import ServerSettings, read_api_keys
 from xla_engine.utils.extras import install
@@ -169,6 +170,7 @@ def serve(
         )
         _check_one_of("--tool-parser", settings.tool_parser, TOOL_PARSERS)
         _check_one_of("--reasoning-parser", settings.reasoning_parser, REASONING_PARSERS)
+        _common.check_model(options, EngineConfig(**_common.config_fields(options)))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # jax logs every platform that is missing
     logging.getLogger("xla_engine.server.access").disabled = no_access_log

@@ -96,22 +96,23 @@ def soak(
                 "wheels do not contain the soak tests; run them from a checkout, installed with pip install -e ."
             )
         from xla_engine.config import EngineConfig
-        from xla_engine.environment import embedded_model_directory
+
+        config = EngineConfig(**options)
+        opened: dict[str, Any] = {"model": model}
+        _common.check_model(opened, config)
         from xla_engine.model_loader.checkpoint import load_checkpoint
-        from xla_engine.model_loader.model_files import open_model
         from xla_engine.tools.soak.faults import FaultyTokenizer
         from xla_engine.tools.soak.report import SoakReport
         from xla_engine.tools.soak.soak import soak as run
         from xla_engine.tools.soak.soak import tiny_model
 
-        config = EngineConfig(**options)
         report = SoakReport(seed, first_life)
         server = None
         if http and _can_serve():
             from xla_engine.tools.soak.http_rounds import serving
 
             server = stack.enter_context(serving(model, options, report))
-        files = open_model(embedded_model_directory() if model is None else model)
+        files = opened["files"]
         count = stack.enter_context(counting("rounds", sys.stderr))
         checkpoint = load_checkpoint(files, dtype=config.dtype)
         for _ in run(

@@ -47,12 +47,15 @@ def sweep(
     """
     with _common.startup_errors():
         from xla_engine.config import EngineConfig
+
+        config = EngineConfig(**_common.config_fields(options))
+        _common.check_model(options, config)
         from xla_engine.engine.batch_engine import XlaBatchEngine
         from xla_engine.tools.bench import sweep as measure
 
         made = measure.sweep(
-            partial(XlaBatchEngine.from_pretrained, options["model"]),
-            EngineConfig(**_common.config_fields(options)),
+            partial(XlaBatchEngine.from_pretrained, options["files"]),
+            config,
             widths,
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,

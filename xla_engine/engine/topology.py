@@ -10,7 +10,7 @@ from xla_engine.model_loader.config_only import ConfigOnly, open_shapes
 from xla_engine.model_loader.describe import describe
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.runner.ahead_of_time import CompiledAhead, TopologyReport, compile_ahead
-from xla_engine.runner.memory import size
+from xla_engine.utils.sizes import size
 from xla_engine.utils.startup import StartupProgress, silent
 from xla_engine.utils.tables import aligned
 

@@ -22,8 +22,8 @@ from xla_engine.images.processor import (
 from xla_engine.model_loader.describe import ModelDescription
 from xla_engine.model_loader.vision import VisionCheckpoint, load_vision, read_vision
 from xla_engine.runner.features import places_within, too_few_lanes
-from xla_engine.runner.program_key import cores
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower, slice_operations
+from xla_engine.utils.cores import cores
 from xla_engine.utils.extras import install
 
 if TYPE_CHECKING:

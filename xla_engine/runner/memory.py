@@ -20,6 +20,7 @@ from xla_engine.runner.chips import CHIPS
 from xla_engine.sampling_params import MAX_STOP_TOKEN_IDS
 from xla_engine.utils import host_memory
 from xla_engine.utils.pages_ahead import touched_ahead
+from xla_engine.utils.sizes import size
 
 _LONGEST = 1 << 24  # positions: a multiple of the span, and longer than every window
 
@@ -260,13 +261,3 @@ def check_memory(plan: MemoryPlan) -> None:
     else:
         remedy = "Use dtype bfloat16 instead of float32, a smaller model or a larger device"
     raise ConfigError(f"the engine does not fit: {plan.arithmetic()}. {remedy}")
-
-
-def size(count: int) -> str:
-    """Format bytes in decimal units with three digits: `1.23 GB`."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

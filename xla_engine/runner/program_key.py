@@ -27,6 +27,7 @@ from xla_engine.environment import xla_flags
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner.native_library.instruction_sets import processor
+from xla_engine.utils.cores import cores
 
 _CODE = (".py", ".cc", ".h")
 # Options of JAX that say where programs are kept, what is logged, and which transfers may be implicit.
@@ -59,11 +60,6 @@ def code_digest(*folders: Path) -> str:
 def package_digest() -> str:
     """`code_digest` of the package, as it was when first asked for."""
     return code_digest(Path(__file__).parents[1], *map(Path, (*graphs.__path__, *scheduler.__path__)))
-
-
-def cores() -> int:
-    """The cores of this process, among as many threads XLA divides work."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def platform_key() -> str:

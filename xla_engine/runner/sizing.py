@@ -11,6 +11,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import block_bytes, keeps_every_position, state_bytes
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner import memory
+from xla_engine.utils.sizes import size
 
 # Beyond these, more rows add little throughput but latency; `xla-engine sweep` shows the trade-off.
 MOST_ROWS = {"cpu": 64}
@@ -114,7 +115,7 @@ def resolve_sizes(
         memory.check_memory(plan(slots))
     except ConfigError as error:
         assert memory_bytes is not None
-        share = f"memory_utilization {config.memory_utilization:g} of {memory.size(memory_bytes)}"
+        share = f"memory_utilization {config.memory_utilization:g} of {size(memory_bytes)}"
         raise ConfigError(f"{error} ({share} is the limit for the engine)") from error
     if config.max_num_seqs == AUTO:
         most = MOST_ROWS.get(device.platform, MOST_ROWS_ELSEWHERE)
@@ -151,7 +152,7 @@ def _with_blocks(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> E
             block = block_bytes(spec, config.block_size)
             raise ConfigError(
                 f"kv_cache_memory_bytes {asked} does not hold one request of max_model_len {max_model_len}: {needed} "
-                f"blocks x {memory.size(block)} = {memory.size(needed * block)}. Give {needed * block} or more, or a "
+                f"blocks x {size(block)} = {size(needed * block)}. Give {needed * block} or more, or a "
                 "smaller max_model_len"
             )
     return replace(config, kv_cache_memory_bytes=None, num_blocks=blocks)

@@ -9,12 +9,12 @@ from typing import Any
 
 from xla_engine.environment import cache_directory
 from xla_engine.errors import XlaEngineError
-from xla_engine.runner.program_key import cores
 from xla_engine.tools.bench.card import card, write
 from xla_engine.tools.bench.measure import Options, measure
 from xla_engine.tools.bench.models import SHAPES, find_model
 from xla_engine.tools.bench.peers import PEERS, PeerFailed, parse_peers
 from xla_engine.tools.bench.workloads import WORKLOADS
+from xla_engine.utils.cores import cores
 
 NOT_STARTED = 2
 

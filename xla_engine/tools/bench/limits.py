@@ -7,7 +7,7 @@ from typing import Any
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, features, processor_name
-from xla_engine.runner.program_key import cores
+from xla_engine.utils.cores import cores
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 

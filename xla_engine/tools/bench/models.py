@@ -13,11 +13,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig, RopeScaling
-from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
 from xla_engine.model_loader.config_json import read_config
+from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.families import LLAMA, QWEN2, QWEN3, Family, tensor_sources
 from xla_engine.model_loader.model_files import open_model
 
@@ -100,9 +101,9 @@ class BenchModel:
 
     @property
     def config(self) -> ModelConfig:
-        return (
-            read_config(self.directory) if self.directory.is_dir() else load_checkpoint(self.directory).config
-        )
+        if self.directory.is_dir():
+            return read_config(self.directory)
+        return describe_decoder(open_model(self.directory), EngineConfig()).config
 
 
 def find_model(name: str, cache: Path) -> BenchModel:
@@ -125,6 +126,8 @@ def find_model(name: str, cache: Path) -> BenchModel:
     text = () if tokenizer is None else tuple(tokenizer.encode(_text(), add_special_tokens=False).ids)
     if files.path.is_dir():
         return BenchModel(directory=files.path, text=text)
+    from xla_engine.model_loader.checkpoint import load_checkpoint  # imports jax
+
     checkpoint = load_checkpoint(files, dtype="bfloat16")
     # of its file: leaves are as transformers has them
     config = replace(checkpoint.config, rope_interleaved=False)
@@ -167,6 +170,8 @@ def lively_weights(config: ModelConfig, *, seed: int = 0) -> Weights:
     - the best of many normal logits leads the second by little more than bf16 rounds: rows of the embedding are
       stretched by a log-normal factor, so that fewer tokens compete. With more of it few tokens would ever win.
     """
+    from xla_engine.model_loader.checkpoint import random_weights  # imports jax
+
     weights = random_weights(config, dtype="float32", seed=seed, scale=1.0)
     generator = np.random.default_rng([seed, 1])
     gains = {

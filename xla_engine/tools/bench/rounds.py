@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from xla_engine.runner.program_key import cores
 from xla_engine.tools.bench.figures import complaints, figures
 from xla_engine.tools.bench.limits import busy_seconds
 from xla_engine.tools.bench.peers import (
@@ -27,6 +26,7 @@ from xla_engine.tools.bench.peers import (
     Process,
 )
 from xla_engine.tools.bench.workloads import Workload
+from xla_engine.utils.cores import cores
 
 _REST = 0.3  # seconds between turns: the threads of the engine before stop spinning
 _WARM_UP_TOKENS = 8
