@@ -224,34 +224,36 @@ def _late_of_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "user":
             message, late = _joined([*late, message]) if late else message, []
         elif message["role"] != "tool":
-            told, late = _with_late(told, late), []
+            _add_late(told, late)
+            late = []
         told.append(message)
-    return _with_late(told, late)
+    _add_late(told, late)
+    return told
 
 
-def _with_late(told: list[dict[str, Any]], late: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with others of the user after them."""
-    if not late:
-        return told
-    if told and told[-1]["role"] == "user":
-        return [*told[:-1], _joined([told[-1], *late])]
-    return [*told, _joined(late)]
+def _add_late(told: list[dict[str, Any]], late: list[dict[str, Any]]) -> None:
+    """Add messages of the user as one, at the end of the user's message before them if there is one."""
+    if late and told and told[-1]["role"] == "user":
+        told[-1] = _joined([told[-1], *late])
+    elif late:
+        told.append(_joined(late))
 
 
 def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates in which user and assistant take turns: their messages that follow one another as one."""
-    told: list[dict[str, Any]] = []
-    for message in _late_of_users(messages):
-        last = told[-1] if told else {}
-        if (
-            message["role"] in ("user", "assistant")
-            and last.get("role") == message["role"]
-            and "tool_calls" not in last
-        ):
-            told[-1] = {**message, **_joined((last, message))}
+    return _in_turns(_late_of_users(messages), lambda role: role in ("user", "assistant"))
+
+
+def _in_turns(messages: list[dict[str, Any]], joins: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Messages of one role that follow one another as one, if the role is one that joins. Calls end a message."""
+    runs: list[list[dict[str, Any]]] = []
+    for message in messages:
+        last = runs[-1][-1] if runs else {}
+        if last.get("role") == message["role"] and joins(message["role"]) and "tool_calls" not in last:
+            runs[-1].append(message)
         else:
-            told.append(message)
-    return told
+            runs.append([message])
+    return [run[0] if len(run) == 1 else {**run[-1], **_joined(run)} for run in runs]
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -313,11 +315,8 @@ def _results_of_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "tool":
             message = {name: value for name, value in message.items() if name != "tool_call_id"}
             message["role"] = "user"
-        if told and told[-1]["role"] == message["role"] != "system":
-            told[-1] = _joined((told[-1], message))
-        else:
-            told.append(message)
-    return told
+        told.append(message)
+    return _in_turns(told, lambda role: role != "system")
 
 
 def _written(call: Mapping[str, Any]) -> str:
