@@ -400,7 +400,7 @@ def test_a_dry_run_estimates_from_the_last_run(
     data = b"".join(b'{"prompt": "def f", "max_tokens": %d}\n' % n for n in (1, 40) * 10)
     (tmp_path / "in.jsonl").write_bytes(data)
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
-    assert "new tokens           410 at most\n" in told and "unknown: this model has not run" in told
+    assert "new tokens           410 at most\n" in told and "unknown until this model has run" in told
     run_file(tmp_path, data)  # two tokens each, by this engine
     told = invoke("run", tmp_path / "in.jsonl", *DRY).stdout
     assert "new tokens           410 at most; about 30 if answers are as long as in the last run (2)" in told
