@@ -143,7 +143,10 @@ def quantize(path: Path, small: Path, kind: str) -> None:
 
 
 def convert(model: Path, path: Path, kind: Any) -> None:
-    """Write a Llama or Qwen3 checkpoint as GGUF without a vocabulary; matrices in `kind` (F32, BF16), norms in F32."""
+    """Write a Llama, Qwen2 or Qwen3 checkpoint as GGUF without a vocabulary.
+
+    kind: of matrices, F32 or BF16; vectors are in F32.
+    """
     config = json.loads((model / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     path.parent.mkdir(parents=True, exist_ok=True)
