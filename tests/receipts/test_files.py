@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import random
@@ -52,6 +53,37 @@ def job(tmp_path: Path) -> Job:
 
 def names(job: Job) -> set[str | None]:
     return {each.custom_id for each in check_files(job.results, job.receipts).rejected}
+
+
+def test_requests_are_those_of_the_input(job: Job, tmp_path: Path) -> None:
+    """In any spelling of the same JSON, packed or not, with blank lines where they were."""
+    source = tmp_path / "in.jsonl"
+    lines = [f'{{"prompt": "p{number}",  "custom_id": "c{number}"}}' for number in range(3)]
+
+    def found(*changed: str) -> list[tuple[str | None, str]]:
+        source.write_text("\n".join(changed))
+        with gzip.open(tmp_path / "in.jsonl.gz", "wb") as packed:
+            packed.write(source.read_bytes())
+        plain, unpacked = (
+            [
+                (each.custom_id, each.why.replace(str(path), "in"))
+                for each in check_files(job.results, job.receipts, None, path).rejected
+            ]
+            for path in (source, tmp_path / "in.jsonl.gz")
+        )
+        assert plain == unpacked
+        return plain
+
+    assert found(*lines) == []
+    other = lines[1].replace("p1", "p2")
+    assert found(lines[0], other, lines[2]) == [("c1", "the request is not that of line 2 of in")]
+    assert found(*lines[:2]) == [("c2", "in has no line 3")]
+    assert found(*lines, lines[0]) == [(None, "line 4 of in has no receipt")]
+    assert found(lines[0], "", *lines[1:]) == [
+        ("c2", "the request is not that of line 3 of in"),
+        (None, "line 4 of in has no receipt"),
+        ("c1", "in has no line 2"),
+    ]
 
 
 def test_an_untouched_job_has_no_fault(job: Job) -> None:

@@ -136,7 +136,7 @@ def receipt_line(
     raw: the line; None if it was too long. answer: its output line. outputs: one for each prompt; none with an error.
     error: the code of the answer's error.
     """
-    request = _request(raw)
+    request = request_in(raw)
     return dump_line(
         {
             "custom_id": custom_id,
@@ -150,7 +150,8 @@ def receipt_line(
     )
 
 
-def _request(raw: bytes | None) -> dict[str, Any] | None:
+def request_in(raw: bytes | None) -> dict[str, Any] | None:
+    """The request of an input line, as receipts have it; None if it is no JSON object, or was too long."""
     try:
         return None if raw is None else load_object(raw, nan_is_null=True)
     except ValueError:  # its answer is an error

@@ -34,6 +34,12 @@ from xla_engine.utils.progress import counting
     help="Reject receipts that are not signed with this Ed25519 key: 64 hex digits, or a file in PEM or OpenSSH's "
     "format.",
 )
+@click.option(
+    "--input",
+    "requests_path",
+    metavar="INPUT",
+    help="Reject receipts whose requests are not the lines of this file.  [default: accept those of the receipts]",
+)
 @click.option("--json", "as_json", is_flag=True, help="A report as JSON.")
 @_common.model_options
 @_common.lora_options
@@ -48,6 +54,7 @@ def audit(
     sample: float | None,
     sample_seed: int | None,
     public_key: str | None,
+    requests_path: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -69,7 +76,7 @@ def audit(
     Example:
       xla-engine run in.jsonl -o out.jsonl --receipts out.receipts.jsonl
       xla-engine audit out.jsonl --receipts out.receipts.jsonl
-      xla-engine audit out.jsonl --receipts out.receipts.jsonl --sample 0.05 --json
+      xla-engine audit out.jsonl --receipts out.receipts.jsonl --input in.jsonl --sample 0.05 --json
     """
     demanded = {name for name in options if _given(context, name)}
 
@@ -86,6 +93,7 @@ def audit(
             load,
             demanded=demanded,
             public_key=None if public_key is None else read_public_key(public_key),
+            requests=requests_path,
             sample=sample,
             sample_seed=sample_seed,
             progress=None if count is None else lambda done: count(""),

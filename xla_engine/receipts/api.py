@@ -84,16 +84,24 @@ def audit_outputs(engine: XlaBatchEngine, outputs: Sequence[RequestOutput]) -> A
     return report
 
 
-def verify(results: Path | str, receipts: Path | str, *, public_key: str | None = None) -> AuditReport:
+def verify(
+    results: Path | str,
+    receipts: Path | str,
+    *,
+    public_key: str | None = None,
+    requests: Path | str | None = None,
+) -> AuditReport:
     """Check two files against each other without a model: digests, root, signature, each answer once and none missing.
 
     Arguments:
         results, receipts: as `xla-engine run` or `write` wrote them.
         public_key: who must have signed the receipts: 64 hex digits, or the file of a key.
+        requests: the file of lines that was to run; None accepts those of the receipts.
 
     Raises ReceiptError for a file that cannot be read as receipts, and OSError.
     """
-    files = check_files(results, receipts, None if public_key is None else read_public_key(public_key))
+    key = None if public_key is None else read_public_key(public_key)
+    files = check_files(results, receipts, key, requests)
     return files.report()
 
 
@@ -105,6 +113,7 @@ def audit(
     sample: float | None = None,
     sample_seed: int | None = None,
     public_key: str | None = None,
+    requests: Path | str | None = None,
     **engine_options: Any,
 ) -> AuditReport:
     """Check two files against each other, and compute the answers, or a sample of them, again.
@@ -114,7 +123,7 @@ def audit(
         model: as in `LLM`; None is the embedded model.
         sample: the share of the answers to compute again, such as 0.05; None for all.
         sample_seed: of the sample; None for a random one.
-        public_key: who must have signed the receipts: 64 hex digits, or the file of a key.
+        public_key, requests: as in `verify`.
         engine_options: fields of `EngineConfig`. Those that change answers are taken from the receipts if left out.
 
     Returns the report; `raise_if_rejected` fails a test with it. Raises ReceiptError, ConfigError, CheckpointError and
@@ -132,6 +141,7 @@ def audit(
         load,
         demanded=demanded,
         public_key=None if public_key is None else read_public_key(public_key),
+        requests=requests,
         sample=sample,
         sample_seed=sample_seed,
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from xla_engine.batch.receipts import FORMAT, VERSION, MerkleTree, sha256_of
+from xla_engine.batch.lines import read_lines
+from xla_engine.batch.receipts import FORMAT, VERSION, MerkleTree, request_in, sha256_of
 from xla_engine.batch.record_ids import parse_record_id
-from xla_engine.batch.resume import file_lines
+from xla_engine.batch.resume import file_lines, is_packed
 from xla_engine.batch.signatures import why_not_signed
 from xla_engine.engine.identity import tokens_sha256
 from xla_engine.errors import ReceiptError
@@ -74,8 +76,14 @@ class _Answer:
     used: bool = False
 
 
-def check_files(results: Path | str, receipts: Path | str, public_key: str | None = None) -> CheckedFiles:
+def check_files(
+    results: Path | str,
+    receipts: Path | str,
+    public_key: str | None = None,
+    requests: Path | str | None = None,
+) -> CheckedFiles:
     """Read both files and compare them. public_key: who must have signed the receipts; None for anybody, or nobody.
+    requests: the file of lines that was to run; None if it is not known.
 
     Raises ReceiptError if the receipts have no header that this version can read, and OSError.
     """
@@ -114,7 +122,23 @@ def check_files(results: Path | str, receipts: Path | str, public_key: str | Non
         for each in answers.values()
         if not each.used
     ]
+    if requests is not None:
+        rejected += _other_requests(files, requests)
     return files
+
+
+def _other_requests(files: CheckedFiles, path: Path | str) -> Iterator[Objection]:
+    """Receipts whose request is not that of their input line, and lines that have none."""
+    left = dict(files.claims)
+    with gzip.open(path) if is_packed(path) else open(path, "rb") as source:
+        for line in read_lines(cast("BinaryIO", source)):
+            claim = left.pop(line.number, None)
+            if claim is None:
+                yield Objection(None, f"line {line.number} of {path} has no receipt")
+            elif sha256_of(request_in(line.raw)) != sha256_of(claim.receipt["request"]):
+                yield Objection(claim.custom_id, f"the request is not that of line {line.number} of {path}")
+    for claim in left.values():
+        yield Objection(claim.custom_id, f"{path} has no line {claim.line}")
 
 
 def _read_answers(path: Path | str) -> tuple[dict[int, _Answer], list[Objection]]:

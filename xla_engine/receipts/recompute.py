@@ -147,6 +147,7 @@ def audit_files(
     *,
     demanded: Collection[str] = (),
     public_key: str | None = None,
+    requests: Path | str | None = None,
     sample: float | None = None,
     sample_seed: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -155,12 +156,13 @@ def audit_files(
 
     load: opens an engine with the given fields of `EngineConfig`, and others of the caller's choice. demanded: fields
         and "model", if the caller chose them: receipts that say otherwise are rejected. public_key: who must have
-        signed the receipts, in hex digits; None for anybody, or nobody. sample: the share of answers
+        signed the receipts, in hex digits; None for anybody, or nobody. requests: the file of lines that was to run;
+        None accepts those of the receipts. sample: the share of answers
         to compute again; None for all. sample_seed: of the choice; None for a random one.
 
     Raises ReceiptError, OSError, and what `load` raises.
     """
-    files = check_files(results, receipts, public_key)
+    files = check_files(results, receipts, public_key, requests)
     header = files.header
     seed = secrets.randbits(63) if sample_seed is None else sample_seed
     claims = chosen(files, sample, seed)
