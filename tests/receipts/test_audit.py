@@ -62,12 +62,9 @@ def lines_of(engine: XlaBatchEngine, count: int, seed: int) -> list[Record]:
     return lines
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.release)])
-def test_honest_answers_are_accepted(
-    count: int, engine: XlaBatchEngine, auditor: XlaBatchEngine, tmp_path: Path
-) -> None:
+def test_honest_answers_are_accepted(engine: XlaBatchEngine, auditor: XlaBatchEngine, tmp_path: Path) -> None:
     """Every drawn field, errors of requests, and n answers. By prefill, most tokens are accepted drafts."""
-    lines = lines_of(engine, count, seed=3)
+    lines = lines_of(engine, 40, seed=3)
     lines += [
         {"custom_id": "bad", "prompt": [1], "max_tokens": 0},
         {"custom_id": "long", "prompt": [1] * 400},
