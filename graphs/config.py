@@ -209,6 +209,8 @@ class ModelConfig:
     post_norm: a norm after attention, and one after the MLP.
     layer_norm: norms subtract the mean.
     norm_bias: norms of the residual stream have a bias.
+    gated_mlp: the MLP has a gate; otherwise it is two products with the activation between them.
+    head_bias: the output head has a bias.
     use_parallel_residual: attention and MLP have the same normalised input.
     embedding_multiplier: factor of the embeddings.
     residual_multiplier: factor of the outputs of attention and MLP.
@@ -257,6 +259,8 @@ class ModelConfig:
     encoder: EncoderForm | None = None
     llama_4_scaling_beta: float | None = None
     norm_bias: bool = False
+    gated_mlp: bool = True
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

@@ -18,7 +18,15 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.products import Input, Norm, Products, looked_up, normed
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.parameters import LeafMaker
-from xla_engine.graphs.model.sublayers import AttentionMixer, DeltaNet, Linear, Mlp, RoutedMlp, value
+from xla_engine.graphs.model.sublayers import (
+    AttentionMixer,
+    DeltaNet,
+    Linear,
+    RoutedMlp,
+    biased,
+    mlp_of,
+    value,
+)
 from xla_engine.graphs.ops.norms import centred
 from xla_engine.graphs.sampling.logits import Logits
 
@@ -38,20 +46,14 @@ class Layer(nnx.Module):
     """One transformer layer. There may be norms before and after the token mixer, and before and after the MLP."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
-        d, experts = c.hidden_size, c.experts_of(index)
         self.config, self.sharding = c, make.sharding
         self.is_last = index + 1 == c.num_hidden_layers
         self.input_norm = StreamNorm(make, c) if c.pre_norm else None
         self.mixer = (DeltaNet if c.is_linear(index) else AttentionMixer)(make, c, index)
         self.post_attention_norm = StreamNorm(make, c) if c.post_norm else None
-        self.pre_feedforward_norm = (
-            StreamNorm(make, c) if c.pre_norm and not c.use_parallel_residual else None
-        )
-        self.mlp: Mlp | RoutedMlp
-        if experts is None:
-            self.mlp = Mlp(make, d, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
-        else:
-            self.mlp = RoutedMlp(make, d, experts)
+        second = c.pre_norm and not c.use_parallel_residual
+        self.pre_feedforward_norm = StreamNorm(make, c) if second else None
+        self.mlp = mlp_of(make, c, index)
         self.post_feedforward_norm = StreamNorm(make, c) if c.post_norm else None
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
@@ -63,11 +65,9 @@ class Layer(nnx.Module):
         norm = None if self.input_norm is None else self.input_norm()
         mixed = self.mixer(self._centred(x), norm, call)
         residual = self._added(x, self.mixer.output, mixed, self.post_attention_norm, products)
-        source = x
+        source = self._centred(x if self.config.use_parallel_residual else residual)
         if not self.config.use_parallel_residual:
-            source, second = residual, self.pre_feedforward_norm
-            norm = None if second is None else second()
-        source = self._centred(source)
+            norm = None if self.pre_feedforward_norm is None else self.pre_feedforward_norm()
         if isinstance(self.mlp, RoutedMlp):
             return self.mlp(products, source, norm, residual)
         hidden = self.mlp(products, source, norm, self.config.hidden_act)
@@ -101,6 +101,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Layer(make, c, index) for index in range(c.num_hidden_layers)])
         self.final_norm = StreamNorm(make, c)
         self.head = None if tied else Linear(make, shape, cut, role="head")
+        self.head_bias = make.vector(c.vocab_size) if c.head_bias else None
 
     def hidden(self, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
         """The residual stream of `tokens [N]` before each layer and after the last: float32 `[N, D]`."""
@@ -132,8 +133,7 @@ class Decoder(nnx.Module):
 
     def normed(self, x: jax.Array) -> jax.Array:
         """`x [N, D]` after the final norm."""
-        c = self.config
-        return normed(centred(x) if c.layer_norm else x, self.final_norm())
+        return normed(centred(x) if self.config.layer_norm else x, self.final_norm())
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
         """Logits of the residual stream `[N, D]`, float32."""
@@ -149,4 +149,4 @@ class Decoder(nnx.Module):
             return (cap * jnp.tanh(flat / cap)).reshape(logits.shape)
 
         found = products.head(head.values, self.final_norm(), x, self.sharding)
-        return cast("Logits", jax.tree.map(shaped, found))
+        return cast("Logits", jax.tree.map(shaped, biased(found, value(self.head_bias))))

@@ -21,7 +21,9 @@ from xla_engine.graphs.linear.products import (
     Role,
     Term,
     Weight,
+    activate,
     gathered,
+    kept_dtype,
     normed,
 )
 from xla_engine.graphs.lora.form import Matrices, part_ends
@@ -29,9 +31,11 @@ from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.leaves import Leaf
 from xla_engine.graphs.model.parameters import LeafMaker, Param
 from xla_engine.graphs.ops.coded import Coded, CodedForm, Order, coded_form
+from xla_engine.graphs.ops.encoder_rows import activated
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
+from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
 
 
@@ -186,6 +190,31 @@ class Mlp(nnx.Module):
         return gathered(self.gate_up.gated(products, x, norm, activation), self.sharding, self.kind)
 
 
+class PlainMlp(nnx.Module):
+    """As `Mlp`, without a gate."""
+
+    def __init__(self, make: LeafMaker, d: int, inner: int, *, bias: bool) -> None:
+        self.sharding, cut = make.sharding, make.sharding.cut("mlp")
+        self.up = Linear(make, (inner, d), cut)
+        self.up_bias = make.vector(inner, cut) if bias else None
+        self.down = Linear(make, (d, inner), make.sharding.cut("residual"), bias=bias)
+
+    def __call__(
+        self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
+    ) -> jax.Array:
+        """As `Mlp`, for an activation of `graphs.ops.encoder_rows`."""
+        assert activation != "silu"
+        before = self.up(products, x, norm=norm)
+        bias = jnp.zeros(before.shape[1], jnp.float32) if self.up_bias is None else self.up_bias[...]
+        dtype = kept_dtype(self.up.values)
+        if products.isa is None:
+            flat = flatly(functools.partial(activate, activation=activation), before + bias)
+            return self.sharding.gather(flat.astype(dtype), "mlp")
+        live = jnp.ones(len(x), bool) if products.live is None else products.live
+        out = activated(before, bias, activation, dtype, (products.isa, live))
+        return self.sharding.gather(out, "mlp")
+
+
 class RoutedMlp(nnx.Module):
     """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`."""
 
@@ -255,6 +284,22 @@ class RoutedMlp(nnx.Module):
             return route(logits, count, renormalise=renormalise, live=live)
         factor = form.routed_scaling_factor
         return route_by_sigmoid(logits, correction, count, renormalise=renormalise, factor=factor, live=live)
+
+
+def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | RoutedMlp:
+    """The MLP of layer `index`, or its experts."""
+    if (experts := c.experts_of(index)) is not None:
+        return RoutedMlp(make, c.hidden_size, experts)
+    if not c.gated_mlp:
+        return PlainMlp(make, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+    return Mlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
+
+
+def biased(logits: Logits, bias: jax.Array | None) -> Logits:
+    """Logits plus the head's bias `[V]`, if it has one."""
+    if bias is None:
+        return logits
+    return ByRow(logits.values + bias) if isinstance(logits, ByRow) else logits + bias[:, None]
 
 
 def kept(

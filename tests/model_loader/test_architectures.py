@@ -41,8 +41,6 @@ REFUSALS = {
     "GLM-OCR": "Use Qwen3-VL",
     "PaddleOCR-VL": "Use Qwen3-VL",
     "DeepSeek-OCR-2": "Use Qwen3-VL",
-    "starcoder2-3b": "Use Qwen2.5-Coder",
-    "phi-2": "Use Phi-3.5",
 }
 
 

@@ -29,7 +29,7 @@ IN_CI = (
     *QUICK,
     *("smollm3", "ministral", "qwen2", "qwen3", "gemma3_vision"),
     *("phi3_long", "olmo2", "granite", "cohere2", "gpt_oss_mxfp4", "qwen3_next"),
-    *("exaone4", "glm4", "glm4_moe", "ministral3", "stablelm"),
+    *("exaone4", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4

@@ -102,6 +102,7 @@ def load_weights(model: ModelDescription) -> Checkpoint:
 
 # Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
 _LATER: dict[str, Any] = {"encoder": None, "llama_4_scaling_beta": None, "norm_bias": False}
+_LATER |= {"gated_mlp": True, "head_bias": False}
 _LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
 
 

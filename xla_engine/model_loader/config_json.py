@@ -125,7 +125,7 @@ def transformers_model(fields: Fields) -> tuple[ModelConfig, Family]:
     """`read_model` in transformers' layout, whatever files the model is in; adapters and trainers use this layout."""
     family = _family(fields)
     fields = _text_fields(fields, family) if family.text_type else fields
-    fields = fields.with_defaults(family.defaults)
+    fields = fields.with_defaults(_defaults(fields, family))
     _check_plain(fields, family)
     if not family.mxfp4:
         check_quantisation(fields)
@@ -177,6 +177,18 @@ def read_special_tokens(files: ModelFiles, config: ModelConfig) -> SpecialTokens
         if len(bos) > 1:
             fields.fail("bos_token_id", "more than one id. Keep the one that begins a text")
     return SpecialTokens(eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
+
+
+def _defaults(fields: Fields, family: Family) -> Mapping[str, Any]:
+    """The family's defaults; a rotary part that a rope object gives is none of them."""
+    given = any(
+        rope.given("partial_rotary_factor") for rope in fields.objects("rope_parameters", "rope_scaling")
+    )
+    return {
+        name: value
+        for name, value in family.defaults.items()
+        if not (given and name == "partial_rotary_factor")
+    }
 
 
 def _size(fields: Fields, name: str, default: int | None = None) -> int:

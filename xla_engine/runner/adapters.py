@@ -25,6 +25,11 @@ def lora_form(
     """The room for adapters that an engine asks for; None: none. Raises ConfigError where it cannot have any."""
     if not config.enable_lora:
         return None
+    if not model.gated_mlp:
+        raise ConfigError(
+            "enable_lora is for models whose MLP has a gate. Merge the adapter into the checkpoint with PEFT's "
+            "merge_and_unload()"
+        )
     if model.experts is not None or model.delta is not None:
         raise ConfigError(
             "enable_lora is for dense models; this one has routed experts or recurrent layers. Merge the adapter into "

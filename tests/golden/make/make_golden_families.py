@@ -268,6 +268,16 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         shape(36, 6, 3, head_dim=10, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
         | {"attention_bias": True, "tie_word_embeddings": True, "mlp_only_layers": [1]},
     ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        0.3,
+        shape(40, 5, 1, sliding_window=19, tie_word_embeddings=False) | rope("default", 1e4),
+    ),
+    "phi": (
+        "PhiForCausalLM",
+        0.4,
+        shape(40, 5, 1) | rope("default", 1e4, partial_rotary_factor=0.5),
+    ),
     "stablelm": (
         "StableLmForCausalLM",
         0.4,
@@ -490,10 +500,12 @@ def random_model(name: str, seed: int) -> Any:
     model = kind(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     less_one = architecture.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norm weights are stored so
+    shifted = architecture.startswith(("StableLm", "Starcoder2", "PhiFor"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
-            if "norm" in parameter_name and (not less_one or "linear_attn" in parameter_name):
+            shift = shifted and parameter_name.endswith("bias")  # one constant for all would drown the tokens
+            if "norm" in parameter_name and not shift and (not less_one or "linear_attn" in parameter_name):
                 parameter += 1
             if parameter_name.endswith("A_log"):
                 parameter -= 3  # slow decay: what lies far behind still counts

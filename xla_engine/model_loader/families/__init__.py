@@ -38,7 +38,7 @@ _ALL = (
     experts.GLM4_MOE,
     *(experts.QWEN3_NEXT, experts.QWEN3_5, experts.QWEN3_5_MOE, experts.QWEN3_5_MOE_VISION),
     *(variants.SEED_OSS, variants.ERNIE4_5, variants.HELIUM, variants.EXAONE4, variants.GLM, variants.GLM4),
-    variants.STABLELM,
+    *(variants.STABLELM, variants.STARCODER2, variants.PHI),
 )
 OTHER_DECODERS: dict[tuple[str, Any], Family] = {  # of the same vision model, by the type of text_config
     (family.architecture, family.text_type): family for family in (dense.MINISTRAL3_VISION,)

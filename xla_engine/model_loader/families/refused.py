@@ -27,8 +27,6 @@ REFUSED = {
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
-    "PhiForCausalLM": ("norms with a bias and an MLP without a gate", "Phi-3.5 or Phi-4-mini"),
-    "Starcoder2ForCausalLM": ("norms with a bias and an MLP without a gate", "Qwen2.5-Coder"),
     "GlmOcrForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "PaddleOCRVLForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),

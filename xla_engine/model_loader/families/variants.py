@@ -1,11 +1,20 @@
 """More families of decoders without experts, made of the parts of `dense`: Seed-OSS, ERNIE 4.5, Helium, EXAONE 4,
-GLM and StableLM."""
+GLM, StableLM, Starcoder2 and Phi."""
 
 from dataclasses import replace
 from typing import Any
 
 from xla_engine.graphs.config import FULL
-from xla_engine.model_loader.families.dense import FUSED, OLMO, TENSORS, all_but_each, layer_count, sliding
+from xla_engine.model_loader.families.dense import (
+    ATTENTION,
+    FUSED,
+    MODEL,
+    OLMO,
+    TENSORS,
+    all_but_each,
+    layer_count,
+    sliding,
+)
 from xla_engine.model_loader.families.family import Family, Tensors, with_bias
 from xla_engine.model_loader.json_fields import Fields
 
@@ -160,4 +169,74 @@ STABLELM = Family(
     reads=("partial_rotary_factor",),
     flags=_stablelm,
     defaults={"partial_rotary_factor": 0.25, "max_position_embeddings": 4096},
+)
+
+
+# Starcoder2 and Phi have StableLM's norms and an MLP without a gate.
+_PLAIN: dict[str, Any] = {"layer_norm": True, "norm_bias": True, "gated_mlp": False}
+
+
+def _starcoder2(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("use_bias", default=True)
+    return {
+        **_PLAIN,
+        **sliding(fields),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "rms_norm_eps": fields.number("norm_epsilon", high=1.0, default=1e-5),
+    }
+
+
+def _phi(fields: Fields) -> dict[str, Any]:
+    if fields.flag("qk_layernorm", default=False):
+        fields.fail("qk_layernorm", "not supported (a norm for each head). Use another checkpoint")
+    return {
+        **_PLAIN,
+        "use_parallel_residual": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "rms_norm_eps": fields.number("layer_norm_eps", high=1.0, default=1e-5),
+    }
+
+
+STARCODER2 = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    tensors={
+        **MODEL,
+        **ATTENTION,
+        **NORMS,
+        **with_bias("up", "mlp.c_fc"),
+        **with_bias("down", "mlp.c_proj"),
+    },
+    reads=("sliding_window",),
+    flags=_starcoder2,
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
+    activations={"gelu_pytorch_tanh": "gelu_tanh"},
+)
+PHI = Family(
+    architecture="PhiForCausalLM",
+    model_type="phi",
+    tensors={
+        **MODEL,
+        **ATTENTION,
+        **with_bias("input_norm", "input_layernorm"),
+        **with_bias("final_norm", "model.final_layernorm"),
+        **with_bias("output", "self_attn.dense"),
+        **with_bias("up", "mlp.fc1"),
+        **with_bias("down", "mlp.fc2"),
+        "head_bias": ("lm_head.bias",),
+    },
+    reads=("partial_rotary_factor",),
+    flags=_phi,
+    defaults={"hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "max_position_embeddings": 2048},
+    activations={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
 )
