@@ -64,7 +64,17 @@ def test_parts_of_every_weight_make_the_whole(
         cut = spec.leaves[leaf].cut
         if cut is None:
             last = leaf.rsplit(".", 1)[-1]
-            assert last.endswith(("norm", "router", "router_bias", "shared_gate", "scale")) or (
+            whole = (
+                "norm",
+                "norm_bias",
+                "router",
+                "router_bias",
+                "correction",
+                "shared_gate",
+                "scale",
+                "head_bias",
+            )
+            assert last.endswith(whole) or (
                 ".delta." in leaf and not has_native_rule(checkpoint.config.delta)
             )
             continue

@@ -36,14 +36,14 @@ READ_SETS = {  # what a reader wants to do: the page and section that names the 
 CEILINGS = {
     "lines to add a sampling parameter": 1114,
     "lines to add an output to a step": 2415,
-    "lines to change what a norm computes": 1220,
+    "lines to change what a norm computes": 1214,
     "lines to find a bug in stop strings": 689,
     "lines to see how a step works": 1998,
     "files to see how a step works": 8,
     "class names used twice": 12,
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
-    "lines of instruments, per thousand": 156,
+    "lines of instruments, per thousand": 153,
 }
 
 
