@@ -33,7 +33,8 @@ FAMILIES = sorted((path.name for path in GOLDEN.iterdir()), key=lambda name: (na
 
 @pytest.mark.parametrize("name", default(FAMILIES, len(QUICK)))
 def test_it_has_transformers_tokens_and_logits(name: str) -> None:
-    golden = np.load(GOLDEN / name / "golden.npz")
+    with np.load(GOLDEN / name / "golden.npz") as file:
+        golden = dict(file)
     prompts = [row[row >= 0].tolist() for row in golden["prompts"]]
     whole = [
         [*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, golden["tokens"].tolist(), strict=True)

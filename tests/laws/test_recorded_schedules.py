@@ -71,7 +71,7 @@ class Recorded:
             self._pipeline.in_flight.append((plan, self._sample(plan)))
             self._log.started(plan, self._tick())
             self.seen.update(
-                {name: len(getattr(plan, name)) for name in ("reuses", "copies", "parks", "replays")}
+                {name: len(getattr(plan.moves, name)) for name in ("reuses", "copies", "parks", "replays")}
             )
         if self._pipeline.is_due(started=plan is not None):
             if plan is not None:  # else the log does not tell whether it came before the plan

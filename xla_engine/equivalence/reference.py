@@ -21,11 +21,13 @@ ARCHITECTURES = (
     *("llama", "smollm3", "mistral", "ministral", "granite", "phi3", "qwen2", "qwen3", "qwen3_vl_text"),
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
-    *("exaone4", "glm", "glm4"),
+    *("exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
+_CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
+_PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _QUERIES = 256  # positions whose scores are in memory at a time
 
 
@@ -67,11 +69,13 @@ class Reference:
         for index in range(c["num_hidden_layers"]):
             x = self._layer(x, ends, index)
             progress()
-        x = self._norm(x, "norm")
+        x = self._norm(x, "final_layernorm" if c["model_type"] == "phi" else "norm")
         tied = c.get("tie_word_embeddings") or not self._files.has("lm_head")
         head = read("embed_tokens" if tied else "lm_head")
         for stream, first in zip(np.split(x, ends), firsts, strict=True):
             logits = stream[first:] @ head.T * np.float32(logit_factor(c))
+            if self._files.has("lm_head.bias"):
+                logits += self._files.read("lm_head.bias")
             yield capped(logits, final_cap(c))
 
     def _layer(self, x: Array, ends: Array, index: int) -> Array:
@@ -80,7 +84,9 @@ class Reference:
         factor = np.float32(c.get("residual_multiplier") or 1)
         mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
-        if c["model_type"] in ("cohere", "cohere2"):  # attention and MLP in parallel
+        if c["model_type"] in ("cohere", "cohere2", "phi") or c.get(
+            "use_parallel_residual"
+        ):  # one beside the other
             normed = self._norm(x, f"{name}input_layernorm")
             return x + mixer(normed, ends, index) + mlp(normed, name)
         if c["model_type"] in ("olmo2", "olmo3", "exaone4"):  # norms after, none before
@@ -104,18 +110,19 @@ class Reference:
         return out + self._files.read(f"{name}.bias") if self._files.has(f"{name}.bias") else out
 
     def _norm(self, x: Array, name: str) -> Array:
-        """RMSNorm, or LayerNorm for Cohere; Gemma and Qwen3-Next store weights less one."""
+        """RMSNorm or LayerNorm, plus the bias if there is one; Gemma and Qwen3-Next store weights less one."""
         c, weight = self._config, self._files.read(name)
         if c["model_type"] in (*_GEMMA, *_HYBRID) and not self._files.norms_whole:
             weight = weight + 1
-        if c["model_type"] in ("cohere", "cohere2"):
+        if c["model_type"] in _CENTRED:
             x = x - x.mean(axis=-1, keepdims=True)
-        return rms_norm(x, weight, epsilon(c))
+        out = rms_norm(x, weight, epsilon(c))
+        return out + self._files.read(f"{name}.bias") if self._files.has(f"{name}.bias") else out
 
     def _attention(self, x: Array, ends: Array, index: int) -> Array:
         c, name, read, has = self._config, f"layers.{index}.self_attn.", self._files.read, self._files.has
         heads, kv_heads, width = c["num_attention_heads"], key_heads(c), head_dim(c)
-        if has(f"{name}qkv_proj"):  # Phi: one weight
+        if has(f"{name}qkv_proj"):  # Phi 3: one weight
             sizes = np.cumsum([heads * width, kv_heads * width])
             q, k, v = np.split(self._linear(x, f"{name}qkv_proj"), sizes, axis=1)
         else:
@@ -135,17 +142,30 @@ class Reference:
         turn = partial(rotated, angles=angles, factor=factor, adjacent=adjacent)
         out = np.concatenate(
             [
-                attend(turn(q), turn(k), v, attention_scale(c), window(c, index), attention_cap(c), sinks)
+                attend(
+                    turn(q) * query_factors(c, len(q)),
+                    turn(k),
+                    v,
+                    attention_scale(c),
+                    window(c, index),
+                    attention_cap(c),
+                    sinks,
+                )
                 for q, k, v in zip(*(np.split(each, ends) for each in (q, k, v)), strict=True)
             ]
         )
         out = out if gate is None else out * sigmoid(gate)
-        return self._linear(out.reshape(len(x), -1), f"{name}o_proj")
+        return self._linear(
+            out.reshape(len(x), -1), name + ("dense" if c["model_type"] == "phi" else "o_proj")
+        )
 
     def _mlp(self, x: Array, name: str, part: str = "mlp.") -> Array:
+        if (plain := _PLAIN.get(self._config["model_type"])) is not None:  # no gate
+            hidden = activation(self._config)(self._linear(x, f"{name}{part}{plain[0]}"))
+            return self._linear(hidden, f"{name}{part}{plain[1]}")
         if self._files.has(f"{name}{part}gate_proj"):
             gate, up = (self._linear(x, f"{name}{part}{each}_proj") for each in ("gate", "up"))
-        else:  # Phi: one weight
+        else:  # Phi 3: one weight
             gate, up = np.split(self._linear(x, f"{name}{part}gate_up_proj"), 2, axis=1)
         return self._linear(activation(self._config)(gate) * up, f"{name}{part}down_proj")
 
@@ -159,16 +179,28 @@ class Reference:
         c, kind = self._config, self._config["model_type"]
         scores = self._linear(x, self._router(name))  # [N, E]
         count = c.get("num_experts_per_tok") or {"mixtral": 2, "gpt_oss": 4}.get(kind, 8)
-        chosen = np.argsort(-scores, axis=1, kind="stable")[:, :count]  # [N, K]
+        if kind == "glm4_moe":  # sigmoids, and a correction that only chooses
+            scores = sigmoid(scores)
+            corrected = scores + self._files.read(f"{self._router(name)}.e_score_correction_bias")
+        else:
+            corrected = scores
+        chosen = np.argsort(-corrected, axis=1, kind="stable")[:, :count]  # [N, K]
         # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
         renormalised = c.get("norm_topk_prob", kind in _HYBRID) or kind in ("mixtral", "gpt_oss")
         among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
-        weights = softmax(among) if renormalised else np.take_along_axis(softmax(among), chosen, axis=1)
+        if kind == "glm4_moe":
+            among = np.take_along_axis(scores, chosen, axis=1)
+            total = among.sum(axis=1, keepdims=True) if c.get("norm_topk_prob", True) else np.float32(1)
+            weights = among / total * np.float32(c.get("routed_scaling_factor") or 1)
+        else:
+            weights = softmax(among) if renormalised else np.take_along_axis(softmax(among), chosen, axis=1)
         out = np.zeros_like(x)
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
             out[rows] += weights[rows, places, None] * self._expert(x[rows], name, int(expert))
-        if kind in _HYBRID:  # and one expert for all tokens, with a gate
+        if kind == "glm4_moe":  # and one expert for all tokens
+            out += self._mlp(x, name, "mlp.shared_experts.")
+        if kind in _HYBRID:  # the same, with a gate
             shared = self._mlp(x, name, "mlp.shared_expert.")
             out += sigmoid(self._linear(x, f"{name}mlp.shared_expert_gate")) * shared
         return out
@@ -340,15 +372,15 @@ def delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array) -> Array
 
 
 def epsilon(c: Config) -> float:
-    if c["model_type"] in ("cohere", "cohere2"):
-        return float(c.get("layer_norm_eps") or 1e-5)
-    late = ("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4")
+    if c["model_type"] in _CENTRED:
+        return float(c.get("layer_norm_eps") or c.get("norm_epsilon") or 1e-5)
+    late = ("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4", "glm4_moe", "ministral3")
     usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
     return float(c.get("rms_norm_eps") or usual.get(c["model_type"], 1e-6))
 
 
 def activation(c: Config) -> Callable[[Array], Array]:
-    default = "gelu_pytorch_tanh" if c["model_type"] in _GEMMA else "silu"
+    default = "gelu_pytorch_tanh" if c["model_type"] in (*_GEMMA, *_PLAIN) else "silu"
     name = c.get("hidden_activation") or c.get("hidden_act") or default
     return silu if name in ("silu", "swish") else gelu_tanh
 
@@ -380,6 +412,15 @@ def attention_scale(c: Config) -> float:
     return float(c.get("attention_multiplier") or head_dim(c) ** -0.5)
 
 
+def query_factors(c: Config, length: int) -> Array:
+    """What multiplies the queries of each position, `[length, 1, 1]`: a temperature that grows with the context."""
+    rope = c.get("rope_parameters") or {}
+    beta = rope.get("llama_4_scaling_beta") if c["model_type"] == "ministral3" else None
+    contexts = np.arange(length) // (rope.get("original_max_position_embeddings") or length)
+    factors = 1 + np.float32(beta or 0) * np.log1p(contexts.astype(np.float32))
+    return factors.astype(np.float32)[:, None, None]
+
+
 def attention_cap(c: Config) -> float | None:
     return c.get("attn_logit_softcapping", 50.0) if c["model_type"] == "gemma2" else None
 
@@ -403,7 +444,11 @@ def slides(c: Config, index: int) -> bool:
         return bool((index + 1) % (pattern if pattern and kind in own else period))
     if kind in ("qwen2", "qwen3"):
         return bool(index >= c.get("max_window_layers", 28))
-    return not rotates(c, index) if kind == "smollm3" else kind in ("mistral", "ministral", "mixtral", "phi3")
+    return (
+        not rotates(c, index)
+        if kind == "smollm3"
+        else kind in ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
+    )
 
 
 def window(c: Config, index: int) -> int | None:
@@ -411,7 +456,7 @@ def window(c: Config, index: int) -> int | None:
     switched = ("qwen2", "qwen3", "qwen3_vl_text", "smollm3")
     if c["model_type"] in switched and not c.get("use_sliding_window"):
         return None
-    default = {"gpt_oss": 128, "mixtral": None, "phi3": None}.get(c["model_type"], 4096)
+    default = {"gpt_oss": 128, "mixtral": None, "phi3": None, "starcoder2": None}.get(c["model_type"], 4096)
     return c.get("sliding_window", default) if slides(c, index) else None
 
 
@@ -447,7 +492,11 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
     }
     theta = float(rope.get("rope_theta") or c.get("rope_theta") or defaults.get(kind, 10000.0))
     share = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor")
-    usual = {**dict.fromkeys(_HYBRID, 0.25), **dict.fromkeys(("glm", "glm4"), 0.5)}
+    usual = {
+        **dict.fromkeys(_HYBRID, 0.25),
+        **dict.fromkeys(("glm", "glm4", "glm4_moe", "phi"), 0.5),
+        "stablelm": 0.25,
+    }
     dims = int(head_dim(c) * (share or usual.get(kind, 1.0)))
     return frequencies(c, rope, theta, dims, context_length)
 

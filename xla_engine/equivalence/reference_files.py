@@ -99,7 +99,7 @@ class SafetensorsFiles:
     def _full(self, name: str) -> str | None:
         """The stored name, without the end that tells how a weight is quantised."""
         full = self._prefix + name
-        if name == "lm_head":  # beside the decoder
+        if name.startswith("lm_head"):  # beside the decoder
             heads = (each for each in self._stored if "lm_head." in each)
             full = next((each.partition("lm_head")[0] + name for each in heads), full)
         ends = ("", ".weight", ".qweight", ".weight_packed", "_blocks")
