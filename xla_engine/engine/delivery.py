@@ -122,7 +122,7 @@ class Delivery:
             if reason is not None and table.get(name) is not None:  # a stop string may have ended it already
                 self.end(name, reason)
         for sequence in decoded.kept:
-            if sequence.finished or not sequence.collector.every_token:
+            if not sequence.collector.every_token or sequence.finished:
                 continue
             if sequence.failure is not None:
                 self._give(sequence, sequence.decode_text, None)
