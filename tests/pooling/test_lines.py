@@ -170,8 +170,8 @@ def test_the_server_answers_as_a_batch_does(llm: LLM) -> None:
             )
             for name in ("data", "results"):
                 assert alias.get(name) == usual.get(name)
-        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
-        vector = client.embeddings.create(model="any", input=TEXTS[1]).data[0].embedding
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+            vector = client.embeddings.create(model="any", input=TEXTS[1]).data[0].embedding
         assert vector == np.frombuffer(base64.b64decode(expected[1]["data"][0]["embedding"]), "<f4").tolist()
         refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, timeout=1800)
         assert refused.status_code == 400 and "pools" in refused.text

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -206,9 +207,6 @@ def test_langchain(forced: Forced, stream: bool) -> None:
     langchain_openai = pytest.importorskip("langchain_openai", reason=reason)
     agents = pytest.importorskip("langchain.agents", reason=reason)
     forced.begin()
-    model = langchain_openai.ChatOpenAI(
-        base_url=forced.url, api_key="none", model="model", max_retries=0, streaming=stream
-    )
 
     def get_weather(city: str) -> str:
         """The weather in a city."""
@@ -218,14 +216,23 @@ def test_langchain(forced: Forced, stream: bool) -> None:
         """Adds two numbers."""
         return forced.add(a, b)
 
-    agent = agents.create_agent(model, tools=[get_weather, add])
-    ask = {"messages": [{"role": "user", "content": ASK}]}
-    if not stream:
-        forced.ended(agent.invoke(ask)["messages"][-1].content)
-        return
-    texts = [
-        piece.content
-        for piece, _ in agent.stream(ask, stream_mode="messages")
-        if type(piece).__name__ == "AIMessageChunk"
-    ]
-    forced.ended("".join(texts))
+    with httpx.Client(timeout=1800) as http:
+        model = langchain_openai.ChatOpenAI(
+            base_url=forced.url,
+            api_key="none",
+            model="model",
+            max_retries=0,
+            streaming=stream,
+            http_client=http,
+        )
+        agent = agents.create_agent(model, tools=[get_weather, add])
+        ask = {"messages": [{"role": "user", "content": ASK}]}
+        if not stream:
+            forced.ended(agent.invoke(ask)["messages"][-1].content)
+            return
+        texts = [
+            piece.content
+            for piece, _ in agent.stream(ask, stream_mode="messages")
+            if type(piece).__name__ == "AIMessageChunk"
+        ]
+        forced.ended("".join(texts))

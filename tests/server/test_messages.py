@@ -286,30 +286,33 @@ def test_a_bodys_error_is_an_api_error() -> None:
 def test_anthropics_client_reads_streams_and_tools(server: Running) -> None:
     """With the package `anthropic` (extra `judges`)."""
     anthropic = pytest.importorskip("anthropic", reason="pip install anthropic (extra judges) runs this test")
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    plain = {name: ASK[name] for name in ("model", "max_tokens")} | {"extra_body": {"temperature": 0}}
-    ask: Any = plain | {"messages": ASK["messages"]}
-    whole = client.messages.create(**ask)
-    with client.messages.stream(**ask) as stream:
-        text = "".join(stream.text_stream)
-        final = stream.get_final_message()
-    assert whole.content[0].text == text == final.content[0].text and final.usage.input_tokens >= 0
-    assert client.messages.count_tokens(model="embedded", messages=ASK["messages"]).input_tokens > 0
-    messages: list[Any] = list(ASK["messages"])
-    tools: Any = {"tools": [FUNCTION], "tool_choice": {"type": "any"}, "max_tokens": 60}
-    for streamed in (False, True):
-        asked = {**ask, **tools, "messages": messages}
-        if streamed:
-            with client.messages.stream(**asked) as stream:
-                answer = stream.get_final_message()
-        else:
-            answer = client.messages.create(**asked)
-        assert answer.stop_reason == "tool_use"
-        (call,) = answer.content
-        assert call.name == "add" and set(call.input) == {"a", "b"}
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
-        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(**{**ask, "extra_body": {"temperature": -1}})
-    with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**{**ask, "model": "claude"})
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        plain = {name: ASK[name] for name in ("model", "max_tokens")} | {"extra_body": {"temperature": 0}}
+        ask: Any = plain | {"messages": ASK["messages"]}
+        whole = client.messages.create(**ask)
+        with client.messages.stream(**ask) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert whole.content[0].text == text == final.content[0].text and final.usage.input_tokens >= 0
+        assert client.messages.count_tokens(model="embedded", messages=ASK["messages"]).input_tokens > 0
+        messages: list[Any] = list(ASK["messages"])
+        tools: Any = {"tools": [FUNCTION], "tool_choice": {"type": "any"}, "max_tokens": 60}
+        for streamed in (False, True):
+            asked = {**ask, **tools, "messages": messages}
+            if streamed:
+                with client.messages.stream(**asked) as stream:
+                    answer = stream.get_final_message()
+            else:
+                answer = client.messages.create(**asked)
+            assert answer.stop_reason == "tool_use"
+            (call,) = answer.content
+            assert call.name == "add" and set(call.input) == {"a", "b"}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
+            messages += [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": [result]},
+            ]
+        with pytest.raises(anthropic.BadRequestError):
+            client.messages.create(**{**ask, "extra_body": {"temperature": -1}})
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**ask, "model": "claude"})
