@@ -26,7 +26,7 @@ from xla_engine.openai.requests import LineRequest, line_error
 from xla_engine.openai.results import ResultHeader, error_line, result_line
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.utils.token_sample import logprob_bits, logprob_of
+from xla_engine.utils.comparison import logprob_bits, logprob_of
 
 Tokens = tuple[int, ...]
 

@@ -69,12 +69,14 @@ def test_an_altered_sample_is_caught_at_its_step(
     report = replay(tiny, altered(honest, alter))
     difference = report.difference
     assert difference is not None and not report.ok
-    assert (difference.request_id, difference.position) == (name, position)
+    assert difference.sampled is not None
+    assert (difference.request_id, difference.sampled.position) == (name, position)
     assert difference.step == step_of(tiny, honest, name, position) == report.steps
     slots = {(name, slot) for step in honest.steps for name, slot, _ in step.admitted}
     assert (name, difference.slot) in slots
-    assert difference.recorded is not None and difference.found is not None
-    distance = [a ^ b for a, b in zip(difference.recorded, difference.found, strict=True)]  # type: ignore[operator]
+    recorded, found = difference.sampled.expected, difference.sampled.found
+    assert recorded is not None and found is not None
+    distance = [a ^ b for a, b in zip(recorded.bits[:2], found.bits[:2], strict=True)]  # type: ignore[operator]
     assert distance == ([1, 0] if what == "token" else [0, 1])
     assert difference.gap is not None and "gap" in difference.gap
     text = "\n".join(report.lines())

@@ -35,7 +35,7 @@ def test_embedded_model_alone_equals_batched(embedded: XlaBatchEngine) -> None:
     assert len({(case.prompt_token_ids, str(case.params)) for case in cases}) == 220
     report = verify(embedded, requests=220, schedules=2, seed=0, lags=(0, 1))
     assert report.lines() and report.ok, "\n".join(report.lines())
-    assert report.tokens > 1500
+    assert report.compared.tokens > 1500
     assert report.admitted_mid_stream > 150
     assert report.aborted_neighbours > 0
     assert report.finish_reasons["stop"] > 0, "some requests must end by a stop id"

@@ -72,9 +72,16 @@ def test_scheduler_imports_only_the_standard_library(path: Path) -> None:
     assert roots(path) <= {*sys.stdlib_module_names, "scheduler"}
 
 
-@pytest.mark.parametrize("path", modules("xla_engine/same_bits"), ids=str)
+COMPARISON = "xla_engine.utils.comparison"
+
+
+@pytest.mark.parametrize(
+    "path", [*modules("xla_engine/same_bits"), ROOT / f"{COMPARISON.replace('.', '/')}.py"], ids=str
+)
 def test_the_checks_of_servers_need_the_standard_library_only(path: Path) -> None:
-    found = {name for name in imports(path) if not name.startswith("xla_engine.same_bits.")}
+    found = {
+        name for name in imports(path) if not name.startswith("xla_engine.same_bits.") and name != COMPARISON
+    }
     allowed = {*sys.stdlib_module_names, *(["pytest"] if path.name == "pytest_plugin.py" else [])}
     assert {name.split(".")[0] for name in found} <= allowed
 

@@ -136,7 +136,7 @@ def test_noise_keyed_by_the_step_is_caught_by_verify(
     monkeypatch.setattr("xla_engine.runner.programs.decode_step", decode_counts_steps)
     monkeypatch.setattr("xla_engine.graphs.steps.decode.sample", noise_keyed_by_step)
     report = verify(make_engine(replace(UNCHECKED, max_num_seqs=4)), requests=40, schedules=1, seed=12)
-    assert report.differing_tokens > 0
+    assert report.compared.differing_tokens > 0
 
 
 def in_sixteen_parts(weights: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def test_a_bucket_that_changes_the_order_of_sums_is_caught_by_verify_and_at_star
     assert verify(engine, requests=40, schedules=1, seed=13).ok, "the largest bucket alone keeps the law"
     engine.runner.sizes = engine.runner.sizes._replace(keys=engine.config.buckets(engine.max_model_len))
     report = verify(engine, requests=40, schedules=1, seed=13)
-    assert report.differing_bits > 0
+    assert report.compared.differing_bits > 0
 
 
 def chunk_length_shows(self: Any, layer: Any, qkv: Any, call: Any, lanes: Extents) -> Any:

@@ -20,7 +20,6 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.openai.requests import line_of
-from xla_engine.receipts.claimed import Departure, first_departure
 from xla_engine.receipts.recompute import DRAFTS, audit_files
 
 pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="only the C++ kernels verify what they decoded")
@@ -256,9 +255,3 @@ def test_answers_without_the_kernels_are_generated_again_with_the_sizes_of_the_r
     assert report.ok and report.method == "regeneration" and report.checked == 8, report.lines()
     report = audited(engine, job, demanded=("isa",))
     assert report.exit_status == 2 and "--isa none" in report.unchecked[0].why
-
-
-def test_the_first_departure() -> None:
-    assert first_departure([1, 2, 3], [1, 2]) is None
-    assert first_departure([1, 2, 3], [4], start=1) == Departure(1, 2, 4)
-    assert first_departure([1], [1, 5]) == Departure(1, None, 5)

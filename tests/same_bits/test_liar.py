@@ -11,7 +11,7 @@ import pytest
 from tests.support.liar import Liar, LiarTarget, serving
 from tests.support.tiers import default
 from xla_engine.same_bits import Answer, Ask, CallableTarget, Choice, HttpTarget, Report, TargetError, check
-from xla_engine.same_bits.report import DifferenceFound, compare
+from xla_engine.same_bits.report import DifferenceFound, cause_of, compare
 
 # A fault, the checks that see it, and the cause or words that name it.
 NUMBERS: list[tuple[str, str, str]] = [
@@ -159,17 +159,17 @@ def test_a_difference_is_classified_by_what_rounding_can_do() -> None:
     right = made(2, -0.5, 0.01)
     near, far = compare(right, made(3, -0.51, 0.005)), compare(right, made(3, -0.5, 4.0))
     large = compare(right, made(2, -1.5, 0.01))
-    assert near is not None and (near.position, near.gap, near.cause(near.delta or 0)) == (
+    assert near is not None and (near.position, near.gap, cause_of(near, near.delta or 0)) == (
         1,
         0.01,
         "rounding",
     )
-    assert far is not None and far.cause(0.01) == "not rounding" and far.cause(1.0) == "unclear"
-    assert large is not None and large.position is None and large.cause(1.0) == "not rounding"
+    assert far is not None and cause_of(far, 0.01) == "not rounding" and cause_of(far, 1.0) == "unclear"
+    assert large is not None and large.position is None and cause_of(large, 1.0) == "not rounding"
     assert (
         compare(right, right) is None and compare(Choice(text="ab"), Choice(text="abc"), begins=True) is None
     )
     infinite = compare(right, made(2, float("nan"), 0.01))
     assert infinite is not None and infinite.delta == float("inf")
     shorter = compare(right, Choice(tokens=(1,), logprobs=(-0.5,)))
-    assert shorter is not None and shorter.right == "the end"
+    assert shorter is not None and shorter.found == "the end"

@@ -78,7 +78,7 @@ _PARSERS: dict[str, Any] = {  # by what help calls the value
 def _type_of(about: Option) -> Any:
     """The type of an option's values on the command line; None leaves it to the default."""
     if about.metavar == "POLICY":
-        return Policy()
+        return PolicyName()
     if about.metavar in _PARSERS:
         return str
     if about.least is not None:
@@ -179,7 +179,7 @@ class RenamedOption(click.Option):
         return super(RenamedOption, shown).get_help_record(ctx)
 
 
-class Policy(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.2
+class PolicyName(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.2
     """A scheduling policy: its name, or an import path, which may begin in the working directory."""
 
     name = "policy"

@@ -10,12 +10,12 @@ from click.core import ParameterSource
 from xla_engine.cli import _common, _help
 from xla_engine.utils.progress import counting
 
+_QUESTION = ("results", "receipts", "sample", "sample_seed", "public_key", "requests")  # of `audit_files`
+
 
 @click.command(cls=_help.Sectioned, short_help="Check the answers of a run against their receipts.")
-@click.argument("results_path", metavar="RESULTS")
-@click.option(
-    "--receipts", "receipts_path", metavar="FILE", required=True, help="What `run --receipts` wrote."
-)
+@click.argument("results", metavar="RESULTS")
+@click.option("--receipts", metavar="FILE", required=True, help="What `run --receipts` wrote.")
 @click.option(
     "--sample",
     type=click.FloatRange(0, 1, min_open=True),
@@ -36,7 +36,7 @@ from xla_engine.utils.progress import counting
 )
 @click.option(
     "--input",
-    "requests_path",
+    "requests",
     metavar="INPUT",
     help="Reject receipts whose requests are not the lines of this file.  [default: accept those of the receipts]",
 )
@@ -49,12 +49,6 @@ from xla_engine.utils.progress import counting
 def audit(
     context: click.Context,
     /,
-    results_path: str,
-    receipts_path: str,
-    sample: float | None,
-    sample_seed: int | None,
-    public_key: str | None,
-    requests_path: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -78,25 +72,20 @@ def audit(
       xla-engine audit out.jsonl --receipts out.receipts.jsonl
       xla-engine audit out.jsonl --receipts out.receipts.jsonl --input in.jsonl --sample 0.05 --json
     """
+    question = {name: options.pop(name) for name in _QUESTION}
     demanded = {name for name in options if _given(context, name)}
 
     def load(fields: dict[str, Any]) -> Any:
         return _common.load_one_engine({**options, **fields}, show=True)
 
     with _common.startup_errors(), counting("answers", sys.stderr) as count:
-        from xla_engine.batch.signatures import read_public_key
         from xla_engine.receipts.recompute import audit_files
 
         report = audit_files(
-            results_path,
-            receipts_path,
-            load,
+            load=load,
             demanded=demanded,
-            public_key=None if public_key is None else read_public_key(public_key),
-            requests=requests_path,
-            sample=sample,
-            sample_seed=sample_seed,
             progress=None if count is None else lambda done: count(""),
+            **question,
         )
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report.lines()))
     sys.exit(report.exit_status)

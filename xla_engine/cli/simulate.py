@@ -87,7 +87,7 @@ goal_options = _help.together(
 @click.option(
     "--policy",
     "policies",
-    type=_help.Policy(),
+    type=_help.PolicyName(),
     multiple=True,
     help="Which request goes first; repeatable, to compare. Custom policies by import path.  [default: as recorded]",
 )

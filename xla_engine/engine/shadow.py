@@ -10,6 +10,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from xla_engine.config import EngineConfig
@@ -18,7 +19,7 @@ from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import NO_TOKEN, BlockTable, Chunk, FinishReason, Moves, Plan, Row, Sample, Slot
-from xla_engine.utils.token_sample import logprob_bits
+from xla_engine.utils.comparison import TokenSample, first_difference
 
 _log = logging.getLogger("xla_engine.shadow")
 _NAME = "shadow"  # the request's id, in plans that no scheduler sees
@@ -27,12 +28,11 @@ _MOST_UNREAD = 2  # steps of the probe in flight at most
 
 
 class _Case(NamedTuple):
-    """A finished request and its expected results. logprobs: None if it did not ask for any."""
+    """A finished request and its expected results, with log-probabilities if it asked for any."""
 
     request_id: str
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] | None
+    samples: tuple[TokenSample, ...]
     settings: RowSettings
 
 
@@ -67,10 +67,9 @@ class ShadowProbe:
         output = sequence.output()
         (found,) = output.outputs
         if found.token_ids and len(self._waiting) < MOST_WAITING:
-            case = _Case(
-                sequence.request_id, output.prompt_token_ids, found.token_ids, found.logprobs, settings
-            )
-            self._waiting.append(case)
+            logprobs = repeat(None) if found.logprobs is None else found.logprobs
+            samples = tuple(map(TokenSample, found.token_ids, logprobs))
+            self._waiting.append(_Case(sequence.request_id, output.prompt_token_ids, samples, settings))
 
     def step(self) -> bool:
         """Read finished steps and start one, right after the engine has started its own; False if there is none to do.
@@ -143,7 +142,7 @@ class ShadowProbe:
                 moves=Moves(tables=self._tables() if at == 0 else ()),
             )
         rows = (Row(slot=self._slot, request_id=_NAME),)
-        for _ in case.tokens[1:]:
+        for _ in case.samples[1:]:
             yield Plan(step=0, decode=rows)
 
     def _tables(self) -> tuple[BlockTable, ...]:
@@ -168,11 +167,11 @@ class ShadowProbe:
                     "request %r differs from its repetition alone by plain decode: token %d of %d %s",
                     case.request_id,
                     self._seen,
-                    len(case.tokens),
+                    len(case.samples),
                     why,
                 )
             self._seen += 1
-            if why is not None or self._seen == len(case.tokens):
+            if why is not None or self._seen == len(case.samples):
                 self.requests += 1
                 self._forget()
                 return
@@ -180,14 +179,13 @@ class ShadowProbe:
 
 def _difference(case: _Case, place: int, sample: Sample) -> str | None:
     """Describe how a sample differs from the request's result; None if it does not."""
-    if sample.token_id != case.tokens[place]:
-        now = "nothing" if sample.token_id == NO_TOKEN else str(sample.token_id)
-        return f"was {case.tokens[place]} and is {now}"
-    if case.logprobs is None or sample.logprob is None:
+    then = case.samples[place]
+    now = TokenSample(sample.token_id, None if then.logprob is None else sample.logprob)
+    if first_difference([then], [now], place) is None:
         return None
-    if logprob_bits(then := case.logprobs[place]) == logprob_bits(sample.logprob):
-        return None
-    return f"had log-probability {then:.9g}, has {sample.logprob:.9g}"
+    if then.token_id != now.token_id:
+        return f"was {then.token_id} and is {'nothing' if now.token_id == NO_TOKEN else now.token_id}"
+    return f"had log-probability {then.logprob:.9g}, has {now.logprob:.9g}"
 
 
 def _is_ready(step: InFlight) -> bool:

@@ -12,7 +12,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from xla_engine.engine.speculation.proposer import NoProposer, Proposer, Recorde
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.equivalence.cases import Case, draw_cases
 from xla_engine.equivalence.forward_pass import ForwardPass, logit_gap
-from xla_engine.equivalence.verify import VerifyReport, compare
+from xla_engine.equivalence.verify import compare, counts, samples_of, words
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.outputs import CompletionOutput
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.speculative_config import ON_DEVICE, SpeculativeConfig
+from xla_engine.utils.comparison import ComparedAnswers, TokenSample
 from xla_engine.utils.extras import install
 from xla_engine.utils.tables import aligned
 
@@ -40,18 +42,13 @@ class LevelResult:
     """How often the results of one configuration, or of another engine, differ from this engine's.
 
     level: "B" or "C". name: what this engine was compared with.
-    requests, tokens: compared ones.
-    differing_tokens: tokens whose ids differ.
-    differing_bits: equal tokens whose logprob bits differ; None if bits are not compared.
+    compared: how much was compared and differs.
     notes: first differences, explained.
     """
 
     level: str
     name: str
-    requests: int
-    tokens: int = 0
-    differing_tokens: int = 0
-    differing_bits: int | None = 0
+    compared: ComparedAnswers = field(default_factory=ComparedAnswers)
     notes: list[str] = field(default_factory=list)
 
 
@@ -103,26 +100,17 @@ def _compared(
     reference: ForwardPass | None = None,
 ) -> LevelResult:
     """Compare two runs of the same requests. reference: gives the logits at first differences."""
-    report = VerifyReport()
+    result = LevelResult(level="B", name=name)
     for case in cases:
-        compare(case.request_id, 0, expected[case.request_id], found[case.request_id], report)
+        compare(case.request_id, expected[case.request_id], found[case.request_id], result.compared)
     prompts = {case.request_id: case.prompt_token_ids for case in cases}
-    notes = []
-    for difference in report.divergences[:_EXPLAINED]:
-        note, known = f"{name}: {difference}", expected[difference.request_id].token_ids
+    for request_id, difference in islice(result.compared.differences.items(), _EXPLAINED):
+        note, known = f"{name}: {words(request_id, difference)}", expected[request_id].token_ids
         if reference is not None:
-            prefix = (*prompts[difference.request_id], *known[: difference.position])
+            prefix = (*prompts[request_id], *known[: difference.position])
             note += f"; logit gap {logit_gap(reference, prefix).size:.3g}"
-        notes.append(note)
-    return LevelResult(
-        level="B",
-        name=name,
-        requests=len(cases),
-        tokens=report.tokens,
-        differing_tokens=report.differing_tokens,
-        differing_bits=report.differing_bits,
-        notes=notes,
-    )
+        result.notes.append(note)
+    return result
 
 
 def _decode_against_prefill(
@@ -141,13 +129,10 @@ def _decode_against_prefill(
         for case, position in places
     ]
     found = run_together(engine, forced)
-    result = LevelResult(level="B", name="prefill for decode", requests=len(forced), tokens=len(forced))
+    result = LevelResult(level="B", name="prefill for decode")
     for (case, position), alone in zip(places, forced, strict=True):
-        whole, single = expected[case.request_id], found[alone.request_id]
-        if single.token_ids[0] != whole.token_ids[position]:
-            result.differing_tokens += 1
-        elif single.logprobs != (whole.logprobs or ())[position : position + 1]:
-            result.differing_bits = (result.differing_bits or 0) + 1
+        whole, single = samples_of(expected[case.request_id]), samples_of(found[alone.request_id])
+        result.compared.add(alone.request_id, whole[position : position + 1], single)
     return result
 
 
@@ -218,17 +203,20 @@ def against_transformers(
         python or sys.executable, checkpoint.path, [list(case.prompt_token_ids) for case in cases]
     )
     reference = ForwardPass(checkpoint)
-    result = LevelResult(level="C", name="transformers, float32", requests=len(cases), differing_bits=None)
+    result = LevelResult(
+        level="C", name="transformers, float32", compared=ComparedAnswers(differing_bits=None)
+    )
     for case, expected in zip(cases, theirs, strict=True):
         tokens = found[case.request_id].token_ids
-        result.tokens += len(expected)
-        different = [at for at, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b]
-        result.differing_tokens += len(different)
-        if different and len(result.notes) < _EXPLAINED:
-            prefix = (*case.prompt_token_ids, *tokens[: different[0]])
+        difference = result.compared.add(
+            case.request_id, list(map(TokenSample, expected)), list(map(TokenSample, tokens))
+        )
+        if difference is not None and len(result.notes) < _EXPLAINED:
+            at = difference.position or 0
+            prefix = (*case.prompt_token_ids, *tokens[:at])
             result.notes.append(
-                f"transformers: request {case.request_id}, token {different[0]}: {tokens[different[0]]} against "
-                f"{expected[different[0]]}; logit gap {logit_gap(reference, prefix).size:.3g}"
+                f"transformers: request {case.request_id}, token {at}: {tokens[at]} against {expected[at]}; "
+                f"logit gap {logit_gap(reference, prefix).size:.3g}"
             )
     return result
 
@@ -258,7 +246,11 @@ def _ask_oracle(python: str, model: Path, prompts: list[list[int]]) -> list[list
 
 def as_json(against: str, results: Sequence[LevelResult], *, ok: bool) -> dict[str, Any]:
     """The results as a JSON object. ok: no difference breaks a promise."""
-    return {"against": against, "ok": ok, "results": [asdict(each) for each in results]}
+    found = [
+        {"level": each.level, "name": each.name, **counts(each.compared), "notes": each.notes}
+        for each in results
+    ]
+    return {"against": against, "ok": ok, "results": found}
 
 
 def table(results: Sequence[LevelResult]) -> list[str]:
@@ -267,7 +259,6 @@ def table(results: Sequence[LevelResult]) -> list[str]:
         ("level", "against", "requests", "tokens", "differing tokens", "differing bits")
     ]
     for each in results:
-        bits = "-" if each.differing_bits is None else str(each.differing_bits)
-        counts = map(str, (each.requests, each.tokens, each.differing_tokens))
-        rows.append((each.level, each.name, *counts, bits))
+        numbers = ("-" if count is None else str(count) for count in counts(each.compared).values())
+        rows.append((each.level, each.name, *numbers))
     return [*aligned(rows), *(f"  {note}" for result in results for note in result.notes)]

@@ -30,7 +30,7 @@ from xla_engine.sampling_params import SamplingParams
 from xla_engine.scheduler import PromptImage
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.speculative_config import SpeculativeConfig
-from xla_engine.utils.token_sample import first_difference, logprob_bits
+from xla_engine.utils.comparison import TokenSample, first_difference, logprob_bits, logprob_of
 
 FORMAT, VERSION = "xla-engine record", 1
 
@@ -54,17 +54,21 @@ class Trace:
         mine, theirs = self._samples(), other._samples()
         shared = min(len(mine), len(theirs))
         if "abort" in (self.end, other.end):
-            return first_difference(mine[:shared], theirs[:shared])
-        position = first_difference(mine, theirs)
-        return shared if position is None and self.end != other.end else position
+            mine, theirs = mine[:shared], theirs[:shared]
+        elif self.end != other.end and mine == theirs:
+            return shared
+        difference = first_difference(mine, theirs)
+        return None if difference is None else difference.position
 
-    def sample(self, position: int) -> tuple[int, int | None] | None:
-        """(token id, logprob bits) at a position; None past the end."""
+    def sample(self, position: int) -> TokenSample | None:
+        """The sample at a position; None past the end."""
         return self._samples()[position] if position < len(self.token_ids) else None
 
-    def _samples(self) -> list[tuple[int, int | None]]:
-        bits: Sequence[int | None] = [None] * len(self.token_ids) if self.bits is None else self.bits
-        return list(zip(self.token_ids, bits, strict=True))
+    def _samples(self) -> list[TokenSample]:
+        if self.bits is None:
+            return list(map(TokenSample, self.token_ids))
+        pairs = zip(self.token_ids, self.bits, strict=True)
+        return [TokenSample(token_id, logprob_of(bits)) for token_id, bits in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

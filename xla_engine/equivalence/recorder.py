@@ -15,7 +15,7 @@ from xla_engine.observability.observer import Observer
 from xla_engine.observability.step_log import parts_of
 from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import Chunk, Events, Plan, Row, Slot, TokenEvent, VerifyRow
-from xla_engine.utils.token_sample import logprob_bits
+from xla_engine.utils.comparison import TokenSample, logprob_bits, logprob_of
 
 
 class Credit(NamedTuple):
@@ -25,6 +25,10 @@ class Credit(NamedTuple):
     token_id: int
     bits: int | None
     end: str | None
+
+    @property
+    def sample(self) -> TokenSample:
+        return TokenSample(self.token_id, None if self.bits is None else logprob_of(self.bits))
 
 
 def _ignore(*_: object) -> None:

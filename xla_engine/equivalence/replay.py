@@ -13,11 +13,9 @@ from xla_engine.equivalence.recorder import Credit, Recorder
 from xla_engine.errors import EngineFaultError, RecordMismatchError
 from xla_engine.outputs import CompletionOutput
 from xla_engine.scheduler import Plan, Speculation
-from xla_engine.utils.token_sample import logprob_of
+from xla_engine.utils.comparison import Difference, TokenSample, logprob_bits
 
 _CHEAP_BYTES = 2 * 2**30  # of weights: the reference holds a second copy of them
-
-Sampled = tuple[int, int | None]  # token id and logprob bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +25,7 @@ class ReplayDifference:
     what: the difference in words.
     step, turn: where in the schedule it is.
     slot, request_id: of the request concerned; None if it is not a single request.
-    position: of the generated token.
-    recorded: the token sampled there; None past the end of the request.
-    found: the same in the replay.
+    sampled: the generated token that differs, as recorded and in the replay; None if plans differ.
     gap: the two largest reference logits there, in words; None if not computed.
     """
 
@@ -38,21 +34,23 @@ class ReplayDifference:
     turn: int | None = None
     slot: int | None = None
     request_id: str | None = None
-    position: int | None = None
-    recorded: Sampled | None = None
-    found: Sampled | None = None
+    sampled: Difference[TokenSample] | None = None
     gap: str | None = None
 
     def lines(self) -> list[str]:
         """The difference as text."""
         names = ("step", "turn", "slot", "request", "generated token")
-        values = (self.step, self.turn, self.slot, self.request_id, self.position)
+        position = None if self.sampled is None else self.sampled.position
+        values = (self.step, self.turn, self.slot, self.request_id, position)
         place = ", ".join(
             f"{name} {value}" for name, value in zip(names, values, strict=True) if value is not None
         )
         lines = [f"first difference: {place}" if place else "first difference", f"  {self.what}"]
-        if self.position is not None:
-            lines += [f"  recorded  {sampled(self.recorded)}", f"  now       {sampled(self.found)}"]
+        if self.sampled is not None:
+            lines += [
+                f"  recorded  {sampled(self.sampled.expected)}",
+                f"  now       {sampled(self.sampled.found)}",
+            ]
         if self.gap is not None:
             lines.append(f"  logits    {self.gap}")
         return lines
@@ -87,14 +85,13 @@ class ReplayReport:
         return [*lines, "NOT the same as recorded"]
 
 
-def sampled(sample: Sampled | None) -> str:
-    """A token and its logprob in words."""
+def sampled(sample: TokenSample | None) -> str:
+    """A token and its logprob in words, with the bits."""
     if sample is None:
         return "ended before"
-    token_id, bits = sample
-    return f"token {token_id}" + (
-        "" if bits is None else f"  logprob {logprob_of(bits):.9g}  bits {bits:08x}"
-    )
+    if sample.logprob is None:
+        return str(sample)
+    return f"token {sample.token_id}  logprob {sample.logprob:.9g}  bits {logprob_bits(sample.logprob):08x}"
 
 
 def engine_config(record: Record, *, force: bool = False) -> EngineConfig:
@@ -154,7 +151,7 @@ def replay(engine: XlaBatchEngine, record: Record, *, force: bool = False) -> Re
             f"a step failed during the replay, so its result is meaningless: {engine.last_fault}"
         )
     difference = check.difference
-    if difference is not None and difference.position is not None:
+    if difference is not None and difference.sampled is not None:
         difference = _with_gap(engine, record, difference)
     return ReplayReport(
         steps=check.same_steps, tokens=check.same_tokens, difference=difference, fresh=record.fresh
@@ -241,11 +238,11 @@ class _Check:
         name = credit.request_id
         recorded = self._record.batched.get(name, Trace(token_ids=(), bits=None, end=None))
         position = self._positions[name] = self._positions.get(name, 0) + 1
-        expected, found = recorded.sample(position - 1), (credit.token_id, credit.bits)
+        expected, found = recorded.sample(position - 1), credit.sample
         ends = recorded.end if position == len(recorded.token_ids) and recorded.end != "abort" else None
         if expected == found and ends == credit.end:
             return None
-        if expected is None or expected[0] != found[0]:
+        if expected is None or expected.token_id != found.token_id:
             what = "results: another token"
         elif expected != found:
             what = "results: the same token with other logprob bits"
@@ -257,9 +254,7 @@ class _Check:
             turn=step.read,
             slot=_slot_of(self._recorder.steps[: number + 1], name),
             request_id=name,
-            position=position - 1,
-            recorded=expected,
-            found=found,
+            sampled=Difference(position=position - 1, expected=expected, found=found),
         )
 
 
@@ -306,10 +301,10 @@ def _slot_of(steps: Sequence[Step], request_id: str) -> int | None:
 
 
 def _with_gap(engine: XlaBatchEngine, record: Record, difference: ReplayDifference) -> ReplayDifference:
-    name, position = difference.request_id, difference.position
-    assert name is not None and position is not None
+    name = difference.request_id
+    assert name is not None and difference.sampled is not None
     case = next(case for case in record.schedule.requests if case.request_id == name)
-    prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[:position])
+    prefix = (*case.prompt_token_ids, *record.batched[name].token_ids[: difference.sampled.position])
     if engine.runner.weights.nbytes > _CHEAP_BYTES or case.images:  # the reference reads no pictures
         return difference
     from xla_engine.equivalence.forward_pass import ForwardPass, logit_gap

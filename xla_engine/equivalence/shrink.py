@@ -382,7 +382,7 @@ def _token_words(record: Record, name: str, position: int) -> str | None:
     sample = None if ended is None else ended.sample(position)
     if sample is None:
         return None
-    words = f"{name}[{position}]={sample[0]}"
+    words = f"{name}[{position}]={sample.token_id}"
     if name in record.alone and record.alone[name].first_difference(record.batched[name]) == position:
         words += " <- differs"
     return words

@@ -6,8 +6,8 @@ arrival steps, slots (by arrival), lags and aborted neighbours are random.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -19,42 +19,35 @@ from xla_engine.equivalence.schedule import Action, draw_schedule, run_alone, ru
 from xla_engine.observability.observer import Observer
 from xla_engine.outputs import CompletionOutput, Logprob
 from xla_engine.runner.compile_cache import compiled_by_this_thread, compiles_of_this_thread
-from xla_engine.scheduler import Chunk, Plan, Swap
+from xla_engine.scheduler import NO_TOKEN, Chunk, Plan, Swap
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
-from xla_engine.utils.token_sample import TokenSample, logprob_bits
+from xla_engine.utils.comparison import ComparedAnswers, Difference, TokenSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first difference between a request's runs alone and batched; None: the run had ended."""
+    """The first difference between a request's runs alone, which is expected, and batched."""
 
     request_id: str
     schedule: int
-    position: int
-    alone: TokenSample | None
-    batched: TokenSample | None
+    difference: Difference[TokenSample]
 
     def __str__(self) -> str:
-        return (
-            f"schedule {self.schedule}, request {self.request_id}, generated token {self.position}: "
-            f"alone {self.alone or 'ended'}, batched {self.batched or 'ended'}"
-        )
+        return f"schedule {self.schedule}, {words(self.request_id, self.difference)}"
 
 
 @dataclass(slots=True, kw_only=True)
 class VerifyReport:
     """What one verification compared and found.
 
-    requests, schedules: how many were drawn.
-    tokens: compared ones.
+    schedules: how many were drawn.
+    compared: the requests and tokens that were compared, and how many differ.
     aborted_neighbours: requests aborted to disturb the others.
     preempted: slots taken away.
     cached_tokens: prompt tokens found in the prefix cache.
     admissions: how often a request got a slot, again after a preemption included. admitted_mid_stream: those while
         other requests held slots. recycled_slots: those to a slot that another request of the schedule had before.
     finish_reasons: counts over the runs alone.
-    differing_tokens: tokens whose id differs from the run alone.
-    differing_bits: equal tokens whose logprobs differ in their float32 bits.
     compiled: programs that the calling thread compiled after warm-up; must be empty.
     failed_steps: steps that failed and were rerun.
     start_up_check: the result of the engine's start-up check.
@@ -62,9 +55,8 @@ class VerifyReport:
     record: of the first schedule that differs from the runs alone, else of the last; None without `keep_record`.
     """
 
-    requests: int = 0
     schedules: int = 0
-    tokens: int = 0
+    compared: ComparedAnswers = field(default_factory=ComparedAnswers)
     aborted_neighbours: int = 0
     preempted: int = 0
     cached_tokens: int = 0
@@ -72,8 +64,6 @@ class VerifyReport:
     admitted_mid_stream: int = 0
     recycled_slots: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    differing_tokens: int = 0
-    differing_bits: int = 0
     compiled: list[str] = field(default_factory=list)
     failed_steps: int = 0
     start_up_check: str = "not run"
@@ -90,18 +80,21 @@ class VerifyReport:
 
     def as_json(self) -> dict[str, Any]:
         """The report as a JSON object, without the record; null stands for log-probabilities that are not finite."""
-        counts = {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name not in ("finish_reasons", "divergences", "record")
-        }
+        apart = ("compared", "finish_reasons", "divergences", "record")
         return {
             "against": "alone",
             "ok": self.ok,
-            **counts,
+            **counts(self.compared),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in apart},
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "divergences": [
-                {**asdict(each), "alone": _finite(each.alone), "batched": _finite(each.batched)}
+                {
+                    "request_id": each.request_id,
+                    "schedule": each.schedule,
+                    "position": each.difference.position,
+                    "alone": _finite(each.difference.expected),
+                    "batched": _finite(each.difference.found),
+                }
                 for each in self.divergences
             ],
         }
@@ -112,17 +105,17 @@ class VerifyReport:
         names = ", ".join(self.compiled)
         lines = [
             "level                      A  (in a batch against alone, through the same executables)",
-            f"requests                   {self.requests}  ({reasons})",
+            f"requests                   {self.compared.requests}  ({reasons})",
             f"schedules                  {self.schedules}",
-            f"tokens compared            {self.tokens}",
+            f"tokens compared            {self.compared.tokens}",
             f"admissions                 {self.admissions}",
             f"admitted mid-stream        {self.admitted_mid_stream}",
             f"into a recycled slot       {self.recycled_slots}",
             f"neighbours aborted         {self.aborted_neighbours}",
             f"preempted                  {self.preempted}",
             f"tokens found in slots      {self.cached_tokens}",
-            f"differing tokens           {self.differing_tokens}",
-            f"differing logprob bits     {self.differing_bits}",
+            f"differing tokens           {self.compared.differing_tokens}",
+            f"differing logprob bits     {self.compared.differing_bits}",
             f"compiles after warm-up     {self.compiles_after_warmup}"
             + (f"  ({names})" if self.compiled else ""),
             *([f"steps that failed          {self.failed_steps}"] if self.failed_steps else []),
@@ -173,7 +166,7 @@ def verify(
     lags: of the schedules, in turn. progress: called after each run of a request, with "alone" or "batched".
     keep_record: run schedules from a blank cache, so that they are reproducible, and keep a record in the report.
     """
-    report = VerifyReport(requests=requests, schedules=schedules)
+    report = VerifyReport(schedules=schedules)
     if engine.self_check is not None:
         report.start_up_check = engine.self_check.promise
     cases = draw_cases(engine, requests, seed, every_field=True)
@@ -204,7 +197,12 @@ def verify(
             with engine.observers.having(Admissions(engine, report).observer):
                 batched = run_schedule(engine, drawn, on_action=count)
         for case in dealt:
-            compare(case.request_id, schedule, alone[case.request_id], batched[case.request_id], report)
+            name = case.request_id
+            difference = compare(name, alone[name], batched[name], report.compared)
+            if difference is not None:
+                report.divergences.append(
+                    Divergence(request_id=name, schedule=schedule, difference=difference)
+                )
             if progress is not None:
                 progress("batched")
     report.cached_tokens = engine.stats().cached_tokens - known
@@ -214,57 +212,36 @@ def verify(
 
 
 def compare(
-    request_id: str, schedule: int, alone: CompletionOutput, batched: CompletionOutput, report: VerifyReport
-) -> None:
-    """Add one pair to the report: token ids, bits of their logprobs and of the most likely tokens', finish reason."""
-    left, right = samples_of(alone), samples_of(batched)
-    report.tokens += len(left)
-    first: int | None = None
-    for position, (a, b) in enumerate(zip_longest(left, right)):
-        if a == b:
-            continue
-        if a is None or b is None or a[0] != b[0]:
-            report.differing_tokens += 1
-        else:
-            report.differing_bits += 1
-        first = position if first is None else first
-    if first is None and alone.finish_reason != batched.finish_reason:
-        first = len(left)
-    if first is not None:
-        report.divergences.append(
-            Divergence(
-                request_id=request_id,
-                schedule=schedule,
-                position=first,
-                alone=_at(alone, first),
-                batched=_at(batched, first),
-            )
-        )
+    request_id: str, expected: CompletionOutput, found: CompletionOutput, compared: ComparedAnswers
+) -> Difference[TokenSample] | None:
+    """Count one pair: token ids, bits of their logprobs and of the most likely tokens', and the finish reason."""
+    ends = expected.finish_reason == found.finish_reason
+    return compared.add(request_id, samples_of(expected), samples_of(found), ends=ends)
 
 
-def samples_of(output: CompletionOutput) -> list[tuple[Any, Any]]:
-    """For each generated token: (token id, logprob bits and, if requested, bits of the most likely tokens by id).
-
-    Missing values are None, which also counts as a difference.
-    """
-    bits = list(map(logprob_bits, output.logprobs or ()))
-    top = bits_of(output.top_logprobs or ({},) * len(bits))
-    return list(zip_longest(output.token_ids, zip_longest(bits, top)))
-
-
-def bits_of(places: Iterable[Mapping[int, Logprob] | None] | None) -> list[dict[int, int] | None]:
-    """The logprob bits of the most likely tokens at each place, by id; None where there are none."""
+def samples_of(output: CompletionOutput) -> list[TokenSample]:
+    """The generated tokens with their log-probabilities. A value that one output lacks counts as a difference."""
+    columns = zip_longest(output.token_ids, output.logprobs or (), map(tops, output.top_logprobs or ()))
     return [
-        None if place is None else {token: logprob_bits(each.logprob) for token, each in place.items()}
-        for place in places or ()
+        TokenSample(NO_TOKEN if token is None else token, logprob, top) for token, logprob, top in columns
     ]
 
 
-def _at(output: CompletionOutput, position: int) -> TokenSample | None:
-    if position >= min(len(output.token_ids), len(output.logprobs or ())):
-        return None
-    assert output.logprobs is not None
-    return TokenSample(output.token_ids[position], output.logprobs[position])
+def tops(place: Mapping[int, Logprob] | None) -> dict[int, float] | None:
+    """The log-probabilities of the most likely tokens at a place, by id; None where there are none."""
+    return None if place is None else {token: each.logprob for token, each in place.items()}
+
+
+def words(request_id: str, difference: Difference[TokenSample]) -> str:
+    """Where a batched run of a request left the run alone."""
+    alone, batched = difference.expected or "ended", difference.found or "ended"
+    return f"request {request_id}, generated token {difference.position}: alone {alone}, batched {batched}"
+
+
+def counts(compared: ComparedAnswers) -> dict[str, int | None]:
+    """How much was compared and differs, as JSON has it."""
+    names = ("requests", "tokens", "differing_tokens", "differing_bits")
+    return {name: getattr(compared, name) for name in names}
 
 
 def _finite(sample: TokenSample | None) -> tuple[int, float | None] | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.batch.receipts import receipts_header
-from xla_engine.batch.signatures import read_public_key
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.open_engine import EngineClient, engine_config
@@ -100,9 +99,7 @@ def verify(
 
     Raises ReceiptError for a file that cannot be read as receipts, and OSError.
     """
-    key = None if public_key is None else read_public_key(public_key)
-    files = check_files(results, receipts, key, requests)
-    return files.report()
+    return check_files(results, receipts, public_key, requests).report()
 
 
 def audit(
@@ -140,7 +137,7 @@ def audit(
         receipts,
         load,
         demanded=demanded,
-        public_key=None if public_key is None else read_public_key(public_key),
+        public_key=public_key,
         requests=requests,
         sample=sample,
         sample_seed=sample_seed,

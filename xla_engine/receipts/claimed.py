@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from xla_engine.engine.speculation.proposer import CERTAIN, Proposal
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """The first token of a sequence that differs. claimed: None if the claim has ended."""
-
-    position: int
-    claimed: int | None
-    sampled: int
-
-
-def first_departure(claimed: Sequence[int], sampled: Sequence[int], start: int = 0) -> Departure | None:
-    """Where sampled tokens, of the position `start` on, leave the claimed ones; None if they are their beginning."""
-    for position, token in enumerate(sampled, start):
-        known = claimed[position] if position < len(claimed) else None
-        if known != token:
-            return Departure(position, known, token)
-    return None
+from xla_engine.utils.comparison import Difference, first_difference
 
 
 class ClaimedAnswers:
@@ -35,7 +17,7 @@ class ClaimedAnswers:
     """
 
     def __init__(self) -> None:
-        self.different: dict[str, Departure] = {}
+        self.different: dict[str, Difference[int]] = {}
         self._claims: dict[str, Sequence[int]] = {}
         self._known: dict[str, int] = {}
 
@@ -54,7 +36,8 @@ class ClaimedAnswers:
         start = self._known[name]
         self._known[name] = start + len(tokens)
         if name in self._claims and name not in self.different:
-            found = first_departure(self._claims[name], tokens, start)
+            claimed = self._claims[name][start : start + len(tokens)]
+            found = first_difference(claimed, tokens, start)
             if found is not None:
                 self.different[name] = found
 

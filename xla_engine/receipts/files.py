@@ -14,7 +14,7 @@ from xla_engine.batch.lines import read_lines
 from xla_engine.batch.receipts import FORMAT, VERSION, MerkleTree, request_in, sha256_of
 from xla_engine.batch.record_ids import parse_record_id
 from xla_engine.batch.resume import file_lines, is_packed
-from xla_engine.batch.signatures import why_not_signed
+from xla_engine.batch.signatures import read_public_key, why_not_signed
 from xla_engine.engine.identity import tokens_sha256
 from xla_engine.errors import ReceiptError
 from xla_engine.receipts.report import AuditReport, Objection
@@ -82,11 +82,14 @@ def check_files(
     public_key: str | None = None,
     requests: Path | str | None = None,
 ) -> CheckedFiles:
-    """Read both files and compare them. public_key: who must have signed the receipts; None for anybody, or nobody.
+    """Read both files and compare them.
+
+    public_key: who must have signed the receipts, as 64 hex digits or the file of a key; None for anybody, or nobody.
     requests: the file of lines that was to run; None if it is not known.
 
-    Raises ReceiptError if the receipts have no header that this version can read, and OSError.
+    Raises ReceiptError if the receipts have no header that this version can read, or the key is none, and OSError.
     """
+    signer = None if public_key is None else read_public_key(public_key)
     answers, rejected = _read_answers(results)
     lines = file_lines(receipts)
     first = next(lines, b"")
@@ -113,7 +116,7 @@ def check_files(
                 None, f"{receipts} has no root: the run did not finish, or the file was cut; resume the run"
             )
         )
-    if (why := why_not_signed(files.footer, tree.root, public_key)) is not None:
+    if (why := why_not_signed(files.footer, tree.root, signer)) is not None:
         rejected.append(Objection(None, why))
     else:
         files.signed_by = files.footer.get("public_key")

@@ -27,9 +27,10 @@ from xla_engine.engine.requests.sequence import sequence_ids
 from xla_engine.errors import ConfigError, ReceiptError
 from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.openai.results import ResultHeader
-from xla_engine.receipts.claimed import ClaimedAnswers, Departure, first_departure
+from xla_engine.receipts.claimed import ClaimedAnswers
 from xla_engine.receipts.files import CheckedFiles, Claim, check_files
 from xla_engine.receipts.report import AuditReport, Objection
+from xla_engine.utils.comparison import Difference, first_difference
 from xla_engine.utils.json_line import dump_line
 from xla_engine.utils.shown import shown
 
@@ -156,9 +157,9 @@ def audit_files(
 
     load: opens an engine with the given fields of `EngineConfig`, and others of the caller's choice. demanded: fields
         and "model", if the caller chose them: receipts that say otherwise are rejected. public_key: who must have
-        signed the receipts, in hex digits; None for anybody, or nobody. requests: the file of lines that was to run;
-        None accepts those of the receipts. sample: the share of answers
-        to compute again; None for all. sample_seed: of the choice; None for a random one.
+        signed the receipts, as 64 hex digits or the file of a key; None for anybody, or nobody. requests: the file of
+        lines that was to run; None accepts those of the receipts. sample: the share of answers to compute again; None
+        for all. sample_seed: of the choice; None for a random one.
 
     Raises ReceiptError, OSError, and what `load` raises.
     """
@@ -339,10 +340,8 @@ class _Compared:
         if len(mine["choices"]) != len(claimed["choices"]):
             return f"it has {len(claimed['choices'])} choices in its receipt, not {len(mine['choices'])}"
         for at, (old, new) in enumerate(zip(claimed["choices"], mine["choices"], strict=True)):
-            if (found := first_departure(old["token_ids"], new["token_ids"])) is not None:
+            if (found := first_difference(old["token_ids"], new["token_ids"])) is not None:
                 return self._token(at, found)
-            if (end := len(new["token_ids"])) < len(old["token_ids"]):
-                return f"choice {at}, token {end}: {self._named(old['token_ids'][end])}, where the answer has ended"
             if old["logprob_bits_sha256"] != new["logprob_bits_sha256"]:
                 return (
                     self._logprob(claim, answer) or f"choice {at}: its tokens have other log-probability bits"
@@ -359,15 +358,18 @@ class _Compared:
             return None
         return _path(_comparable(claim.answer), _comparable(answer))
 
-    def _token(self, choice: int, found: Departure) -> str:
-        where = f"choice {choice}, token {found.position}"
-        if found.claimed is None:
-            return f"{where}: the answer ends, where the model goes on with {self._named(found.sampled)}"
-        return f"{where}: {self._named(found.claimed)}, where the model gives {self._named(found.sampled)}"
+    def _token(self, choice: int, difference: Difference[int]) -> str:
+        where = f"choice {choice}, token {difference.position}"
+        claimed, sampled = difference.expected, difference.found
+        if claimed is None:
+            return f"{where}: the answer ends, where the model goes on with {self._named(sampled)}"
+        if sampled is None:
+            return f"{where}: {self._named(claimed)}, where the answer has ended"
+        return f"{where}: {self._named(claimed)}, where the model gives {self._named(sampled)}"
 
-    def _named(self, token: int) -> str:
+    def _named(self, token: int | None) -> str:
         tokenizer = self._engine.tokenizer
-        if tokenizer is None or token >= self._engine.validator.vocab_size:
+        if tokenizer is None or token is None or token >= self._engine.validator.vocab_size:
             return str(token)
         return f"{token} {tokenizer.token_bytes(token).decode(errors='replace')!r}"
 

@@ -22,10 +22,10 @@ from xla_engine.same_bits.report import (
     SEED_IGNORED,
     UNCLEAR,
     WORST_FIRST,
-    Difference,
     Finding,
     Report,
     ReportRow,
+    cause_of,
     compare,
     digits,
 )
@@ -41,6 +41,7 @@ from xla_engine.same_bits.target import (
     Target,
     TargetError,
 )
+from xla_engine.utils.comparison import Difference
 
 AMONG = (8, 48)  # other requests beside one
 LONG = (8, 48, 256)
@@ -54,7 +55,7 @@ _NEEDED = {  # features of a target, and what it means if one is missing
     "score": ("score", "the target returns no log-probabilities of prompts of token ids"),
 }
 DRAWN = "drawn"  # why two answers differ, until all comparisons of a kind are known
-_NOTHING = Difference(position=None, left="", right="", delta=None, gap=None)
+_NOTHING = Difference(position=None, expected="", found="")
 
 
 def check(
@@ -166,7 +167,7 @@ class _Checks:
 
     def _compare(
         self, label: str, ask: Ask, left: Answer, right: Answer, *, begins: bool = False, cause: str = ""
-    ) -> Difference | None:
+    ) -> Difference[str] | None:
         """Count one comparison of first choices, and what is found; None if they agree or one failed."""
         if left.error is not None or right.error is not None:
             self._row.failed += 1
@@ -179,7 +180,7 @@ class _Checks:
             self._found(label, ask, found, cause)
         return found
 
-    def _found(self, label: str, ask: Ask, difference: Difference, cause: str) -> None:
+    def _found(self, label: str, ask: Ask, difference: Difference[str], cause: str) -> None:
         command = self._target.reproduce(ask)
         self._row.findings.append(Finding(label=label, difference=difference, command=command, cause=cause))
 
@@ -194,7 +195,7 @@ class _Checks:
             if row.largest > 0 or any(each.cause != DRAWN for each in row.findings):
                 drawn = f"{UNCLEAR}: a draw, where other answers changed too"
             for place, each in enumerate(row.findings):
-                cause = drawn if each.cause == DRAWN else each.cause or each.difference.cause(row.largest)
+                cause = drawn if each.cause == DRAWN else each.cause or cause_of(each.difference, row.largest)
                 row.findings[place] = replace(each, cause=cause)
             row.findings.sort(key=lambda each: WORST_FIRST.index(each.cause.partition(":")[0]))
         if 0 < self._digits <= 5:
@@ -403,7 +404,7 @@ def _version() -> str:
     return "(not installed)"
 
 
-def compare_answers(left: Answer, right: Answer) -> Difference | None:
+def compare_answers(left: Answer, right: Answer) -> Difference[str] | None:
     """The first difference of their first choices; None if one has none."""
     return compare(left.choices[0], right.choices[0]) if left.choices and right.choices else None
 

@@ -9,10 +9,12 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xla_engine.same_bits.target import Choice
+from xla_engine.utils.comparison import Difference, first_difference
 
 NOT_REPEATABLE, SEED_IGNORED = "not repeatable", "seed ignored"
 ROUNDING, NOT_ROUNDING, UNCLEAR = "rounding", "not rounding", "unclear"
@@ -23,49 +25,41 @@ SAME, DIFFERS, NOT_VISIBLE = "same", "differs", "not visible"
 _DECISIVE = ("repeat", "co-batch")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """position: of the first other token, or character if only text is visible; None if only log-probabilities differ.
-    left, right: what stands there. delta: largest difference of log-probabilities before it, in nats; None if they
-    are not visible. gap: between the two likeliest tokens there, the larger of both answers'."""
-
-    position: int | None
-    left: str
-    right: str
-    delta: float | None
-    gap: float | None
-
-    def cause(self, largest: float) -> str:
-        """largest: the largest `delta` of all comparisons of this kind."""
-        if self.delta is not None and self.delta > LARGE:
-            return NOT_ROUNDING
-        if self.position is None:
-            return ROUNDING
-        if self.delta is None or self.gap is None:
-            return UNCLEAR
-        if self.gap <= 2 * largest:
-            return ROUNDING
-        return NOT_ROUNDING if self.gap > max(10 * largest, LARGE) else UNCLEAR
+def cause_of(difference: Difference[str], largest: float) -> str:
+    """The likely cause of a difference. largest: the largest `delta` of all comparisons of this kind."""
+    if difference.delta is not None and difference.delta > LARGE:
+        return NOT_ROUNDING
+    if difference.position is None:
+        return ROUNDING
+    if difference.delta is None or difference.gap is None:
+        return UNCLEAR
+    if difference.gap <= 2 * largest:
+        return ROUNDING
+    return NOT_ROUNDING if difference.gap > max(10 * largest, LARGE) else UNCLEAR
 
 
-def compare(left: Choice, right: Choice, *, begins: bool = False) -> Difference | None:
-    """The first difference of two answers, or None. begins: `right` may go on where `left` ends."""
+def compare(left: Choice, right: Choice, *, begins: bool = False) -> Difference[str] | None:
+    """The first difference of two answers, in words, or None. begins: `right` may go on where `left` ends.
+
+    Its position is that of a character if only text is visible.
+    """
     of_tokens = bool(left.tokens or right.tokens)
-    one, two = (left.tokens, right.tokens) if of_tokens else (left.text, right.text)
-    shared = min(len(one), len(two))
-    first = next((place for place in range(shared) if one[place] != two[place]), shared)
-    ended = len(one) == first and (begins or len(two) == first)
+    one: Sequence[int | str] = left.tokens if of_tokens else left.text
+    two: Sequence[int | str] = right.tokens if of_tokens else right.text
+    found = first_difference(one, two[: len(one)] if begins else two)
+    ended = found is None
+    first = len(one) if found is None else found.position or 0
     delta = _delta(left.logprobs, right.logprobs, first) if of_tokens else None
     if ended and not delta and (begins or not of_tokens or left.text == right.text):
         return None
     if ended and not delta:  # equal tokens with other text
         left_text, right_text = repr(left.text[-20:]), repr(right.text[-20:])
-        return Difference(position=None, left=left_text, right=right_text, delta=None, gap=None)
+        return Difference(position=None, expected=left_text, found=right_text)
     gaps = [each.gaps[first] for each in (left, right) if each.gaps and first < len(each.gaps)]
     return Difference(
         position=None if ended else first,
-        left="" if ended else _shown(one, first),
-        right="" if ended else _shown(two, first),
+        expected="" if ended else _shown(one, first),
+        found="" if ended else _shown(two, first),
         delta=delta,
         gap=None if ended or not gaps else max(gaps),
     )
@@ -89,7 +83,7 @@ def _or_infinite(value: float) -> float:
     return value if value == value else math.inf
 
 
-def _shown(sequence: str | tuple[int | str, ...], place: int) -> str:
+def _shown(sequence: Sequence[int | str], place: int) -> str:
     return repr(sequence[place]) if place < len(sequence) else "the end"
 
 
@@ -108,14 +102,14 @@ class Finding:
     command: repeats the request."""
 
     label: str
-    difference: Difference
+    difference: Difference[str]
     cause: str
     command: str | None
 
     def __str__(self) -> str:
         found, parts = self.difference, [f"{self.label}: {self.cause}"]
         if found.position is not None:
-            parts.append(f"first other token at {found.position}: {found.left} and {found.right}")
+            parts.append(f"first other token at {found.position}: {found.expected} and {found.found}")
         if found.delta is not None:
             where = "" if found.position is None else "before it "
             parts.append(f"log-probabilities {where}differ by up to {found.delta:.3g}")
@@ -235,6 +229,9 @@ class Report:
         record = dataclasses.asdict(self) | {"exit_status": self.exit_status, "causes": sorted(self.causes)}
         for row, given in zip(self.rows, record["rows"], strict=True):
             given["verdict"] = row.verdict
+            for finding in given["findings"]:
+                found = finding["difference"]
+                found |= {"left": found.pop("expected"), "right": found.pop("found")}
         return json.dumps(_finite(record), allow_nan=False)
 
     def _head(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from xla_engine.runner.self_check.probe import (
     enough_blocks,
 )
 from xla_engine.runner.vision_tower import VisionTower
-from xla_engine.utils.token_sample import TokenSample
+from xla_engine.utils.comparison import TokenSample, first_difference
 
 _logger = logging.getLogger("xla_engine.self_check")
 # Samples of each probe, and whether it has neighbours; the later attempts are for small pools of blocks.
@@ -285,8 +285,7 @@ def _difference(found: Found, expected: Found) -> Iterator[str]:
         if found.hidden[position] != expected.hidden[position]:
             yield f"the hidden state of position {position} has other bits"
             return
-    for index, (left, right) in enumerate(zip(found.samples, expected.samples, strict=False)):
-        one, other = TokenSample(*left[:2]), TokenSample(*right[:2])
-        if one.bits != other.bits:
-            yield f"sample {index} is {one}, not {other}"
-            return
+    shared = min(len(found.samples), len(expected.samples))
+    ours, theirs = ([TokenSample(*each[:2]) for each in side.samples[:shared]] for side in (found, expected))
+    if (difference := first_difference(theirs, ours)) is not None:
+        yield f"sample {difference.position} is {difference.found}, not {difference.expected}"

@@ -9,20 +9,19 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.requests.output_collector import OutputCollector
-from xla_engine.equivalence.verify import bits_of, samples_of
+from xla_engine.equivalence.verify import samples_of, tops
 from xla_engine.errors import EngineClosedError, InvalidRequestError
 from xla_engine.model_loader.checkpoint import Checkpoint
 from xla_engine.observability.observer import Observer
 from xla_engine.outputs import RequestOutput
 from xla_engine.runner.runner import Runner
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import QueueFullError
+from xla_engine.scheduler import NO_TOKEN, QueueFullError
 from xla_engine.tools.soak.faults import (
     PLANTED,
     STEP_TIMEOUT_S,
@@ -33,6 +32,7 @@ from xla_engine.tools.soak.faults import (
 )
 from xla_engine.tools.soak.report import SoakReport
 from xla_engine.tools.soak.requests import SoakRequest, bad_requests, draw_requests, stems
+from xla_engine.utils.comparison import TokenSample, first_difference
 
 ENDS = ("drain", "hang", "close", "lost")
 OWN_ENDS = ("stop", "length", "error")
@@ -432,12 +432,15 @@ def _difference(alone: RequestOutput, found: RequestOutput) -> str | None:
         is_whole = got.finish_reason in OWN_ENDS and PLANTED not in str(found.error)
         samples = samples_of(got)
         others = samples_of(expected)[: None if is_whole else len(samples)]
-        for place, (one, other) in enumerate(zip_longest(samples, others)):
-            if one != other:
-                return f"sequence {got.index}, sample {place}: {one}, alone {other}"
+        if (first := first_difference(others, samples)) is not None:
+            return f"sequence {got.index}, sample {first.position}: {first.found}, alone {first.expected}"
         for name in ("finish_reason", "stop_reason", "text") if is_whole else ():
             if (one := getattr(got, name)) != (other := getattr(expected, name)):
                 return f"sequence {got.index}, {name}: {one!r}, alone {other!r}"
-        if is_whole and bits_of(found.prompt_logprobs) != bits_of(alone.prompt_logprobs):
+        if is_whole and _prompt(found) != _prompt(alone):
             return "log-probabilities of the prompt"
     return None
+
+
+def _prompt(output: RequestOutput) -> list[TokenSample]:
+    return [TokenSample(NO_TOKEN, None, tops(place)) for place in output.prompt_logprobs or ()]

@@ -173,10 +173,10 @@ class Engine:
         """Law 1 on this very engine: differences between alone and batched."""
         report = verify(self.engine, requests=requests, schedules=2)
         return {
-            "requests": report.requests,
-            "tokens": report.tokens,
-            "differing_tokens": report.differing_tokens,
-            "differing_bits": report.differing_bits,
+            "requests": report.compared.requests,
+            "tokens": report.compared.tokens,
+            "differing_tokens": report.compared.differing_tokens,
+            "differing_bits": report.compared.differing_bits,
             "compiles": report.compiles_after_warmup,
             "ok": report.ok,
         }
