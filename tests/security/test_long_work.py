@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.engine.test_delivery import Spelling
 from xla_engine.openai import answers
 from xla_engine.openai.answers import answer_pieces
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.requests import LineError, parse_record
 from xla_engine.openai.results import ResultHeader, result_body
 from xla_engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -58,7 +58,7 @@ def tops(ids: list[int], width: int | None) -> tuple[dict[int, Logprob], ...] | 
 
 
 @st.composite
-def answered(draw: st.DrawFn) -> tuple[Call, list[RequestOutput]]:
+def answered(draw: st.DrawFn) -> tuple[HttpCall, list[RequestOutput]]:
     """A request, and a result that an engine may have returned for it."""
     is_chat, width = draw(st.booleans()), draw(st.sampled_from([None, 0, 1, 20]))
     n, most = draw(st.integers(1, 4)), draw(st.integers(1, 40))
@@ -107,7 +107,7 @@ def answered(draw: st.DrawFn) -> tuple[Call, list[RequestOutput]]:
                 else (None, *(scores(each, max(told, 1)) for each in ids[1:])),
             )
         )
-    return Call(request=request, return_token_ids=draw(st.booleans())), outputs
+    return HttpCall(request=request, return_token_ids=draw(st.booleans())), outputs
 
 
 def values_in(answer: dict[str, Any]) -> int:
@@ -124,7 +124,7 @@ def values_in(answer: dict[str, Any]) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(case=answered())
-def test_an_answer_in_pieces_is_the_answer(case: tuple[Call, list[RequestOutput]]) -> None:
+def test_an_answer_in_pieces_is_the_answer(case: tuple[HttpCall, list[RequestOutput]]) -> None:
     """For any n, prompts, echo and log-probabilities: the same JSON, in small pieces within the limit."""
     call, outputs = case
     header = ResultHeader(created=0, model="m", tokenizer=Letters())
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_repeated_is_encoded_once(n: int) -> None:
     )
     letters = Letters()
     header = ResultHeader(created=0, model="m", tokenizer=letters)
-    pieces = list(answer_pieces(Call(request=request), [output], "name", header))
+    pieces = list(answer_pieces(HttpCall(request=request), [output], "name", header))
     assert letters.asked <= 480 * 22 + n * 22
     assert len(json.loads(b"".join(pieces))["choices"][-1]["logprobs"]["tokens"]) == 481
     kept = {id(piece) for piece in pieces if len(piece) > 1000}

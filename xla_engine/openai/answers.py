@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.logprobs import (
     ENTRIES,
     ChatLogprobs,
@@ -129,7 +129,7 @@ def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[byt
 
 
 def answer_pieces(
-    call: Call, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
+    call: HttpCall, outputs: Sequence[RequestOutput], name: str, header: ResultHeader
 ) -> Iterator[bytes]:
     """Yield the JSON of `result_body`, with the usage and, if requested, the token ids.
 

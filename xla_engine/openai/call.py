@@ -6,7 +6,7 @@ from xla_engine.openai.requests import LineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class HttpCall:
     """One parsed POST.
 
     request: the request of a batch line with this body.

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from xla_engine.openai.answers import Columns, completion_columns, counted, prompt_columns, spelled
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.logprobs import ChatLogprobs, TextLogprobs, logprob_blocks
 from xla_engine.openai.results import ReasoningTokens, ResultHeader, asked_for, completion_usage
 from xla_engine.outputs import CompletionOutput, RequestOutput
@@ -48,7 +48,7 @@ class _Head:
 class ChunkWriter:
     """Turns the outputs of one call into chunks. The texts of a choice's chunks join to its text."""
 
-    def __init__(self, call: Call, name: str, header: ResultHeader, *, thinking: bool = False) -> None:
+    def __init__(self, call: HttpCall, name: str, header: ResultHeader, *, thinking: bool = False) -> None:
         self._call = call
         self._thinking = thinking
         self._header = header

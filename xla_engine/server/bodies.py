@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.pooling import POOLING_URLS
 from xla_engine.openai.requests import LineError, LineRequest, parse_record
 from xla_engine.server.errors import ApiError, ClientGone, invalid, refused
@@ -129,7 +129,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 def parse_call(
     body: Mapping[str, Any], url: str, defaults: Mapping[str, Any], model_names: Sequence[str]
-) -> Call:
+) -> HttpCall:
     """Parse the body of a generation or pooling request. Raises ApiError, naming the field and the remedy.
 
     defaults: as in `parse_line`.
@@ -137,14 +137,14 @@ def parse_call(
     rest = dict(body)
     check_model(rest.get("model"), model_names)
     if url in POOLING_URLS:
-        return Call(request=_parsed(rest, url, defaults))
+        return HttpCall(request=_parsed(rest, url, defaults))
     stream = _flag(rest, "stream")
     token_ids = _flag(rest, "return_token_ids")
     options = rest.pop("stream_options", None)
     usage = {} if options is None else _stream_options(options, stream)
     if "best_of" in rest and rest["best_of"] == (rest.get("n") or 1):
         del rest["best_of"]
-    return Call(
+    return HttpCall(
         request=_parsed(rest, url, defaults),
         stream=stream,
         include_usage=usage.get("include_usage", False),

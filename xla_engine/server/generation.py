@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from xla_engine.openai.answers import answer_pieces
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.chunks import DONE, ChunkWriter, event
 from xla_engine.openai.results import answer_prefix, asked_for, output_error, result_body
 from xla_engine.outputs import CompletionOutput, RequestOutput
@@ -58,7 +58,7 @@ class Generation:
             except ClientGone:
                 cut_off(scope)
 
-    async def _read(self, scope: Scope, receive: Receive) -> Call:
+    async def _read(self, scope: Scope, receive: Receive) -> HttpCall:
         bodies = self._service.bodies
         async with bodies.whole(scope, receive) as raw:
             return await bodies.parsed(lambda: self._parse(raw, scope), self._size(raw, scope))
@@ -67,11 +67,11 @@ class Generation:
         """How many bytes `_parse` reads."""
         return len(raw)
 
-    def _parse(self, raw: bytes, scope: Scope) -> Call:
+    def _parse(self, raw: bytes, scope: Scope) -> HttpCall:
         service = self._service
         return parse_call(read_json(raw), self._url, service.defaults(), service.model_names)
 
-    async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
+    async def _submit(self, scope: Scope, call: HttpCall, name: str) -> Submission:
         try:
             return await self._service.submit(
                 call.request,
@@ -84,7 +84,7 @@ class Generation:
         except Exception as error:
             raise api_error(error) from error
 
-    async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
+    async def _answer(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         """Wait until all prompts have ended, and send one answer."""
         whole, service = await self._whole(call, submission), self._service
         header = service.header()
@@ -94,7 +94,7 @@ class Generation:
             return
         await send_whole(send, service.turns, answer_pieces(call, whole, name, header))
 
-    async def _whole(self, call: Call, submission: Submission) -> list[RequestOutput]:
+    async def _whole(self, call: HttpCall, submission: Submission) -> list[RequestOutput]:
         """The outputs of all prompts. Raises ApiError when the first of them fails."""
         parts: list[dict[int, CompletionOutput]] = [{} for _ in call.request.prompts]
         last: list[RequestOutput | None] = [None] * len(parts)
@@ -111,7 +111,7 @@ class Generation:
             if output is not None
         ]
 
-    async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
+    async def _stream(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         """Send new text whenever the socket accepts more."""
         turns = self._service.turns
         writer = ChunkWriter(call, name, self._service.header(), thinking=submission.thinking)
@@ -128,7 +128,7 @@ class Generation:
 
 
 def _events(
-    call: Call, writer: ChunkWriter, news: list[tuple[int, RequestOutput]], *, whole: bool
+    call: HttpCall, writer: ChunkWriter, news: list[tuple[int, RequestOutput]], *, whole: bool
 ) -> Iterator[bytes]:
     """The events of new outputs, up to the first failure. whole: these are the last outputs."""
     for index, output in news:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from xla_engine.errors import XlaEngineError
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.fields import CHAT_URL
 from xla_engine.openai.results import AnswerWriter
 from xla_engine.prompts import TextPair, prompt_parts
@@ -42,21 +42,21 @@ class Messages:
     def size(self, raw: bytes, scope: Scope) -> int:
         return len(raw)
 
-    def parse(self, raw: bytes, scope: Scope) -> Call:
+    def parse(self, raw: bytes, scope: Scope) -> HttpCall:
         """The call of a body. Raises ApiError."""
         service = self._service
         return parse_call(chat_of(read_json(raw)), CHAT_URL, service.defaults(), service.model_names)
 
-    def shorter(self, call: Call, without: int) -> Call | None:
+    def shorter(self, call: HttpCall, without: int) -> HttpCall | None:
         return None
 
-    def writer(self, call: Call, name: str, submission: Submission) -> AnswerWriter[MessageBuilder]:
+    def writer(self, call: HttpCall, name: str, submission: Submission) -> AnswerWriter[MessageBuilder]:
         header = self._service.header()
         model = call.request.model or header.model
         build = partial(MessageBuilder, name.replace("chatcmpl-", "msg_"), model)
         return AnswerWriter(call.request, header, build, thinking=submission.thinking)
 
-    def ended(self, call: Call, writer: AnswerWriter[MessageBuilder], submission: Submission) -> None:
+    def ended(self, call: HttpCall, writer: AnswerWriter[MessageBuilder], submission: Submission) -> None:
         pass
 
     async def count_tokens(self, request: Request) -> Response:

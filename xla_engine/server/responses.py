@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.chunks import DONE
 from xla_engine.openai.fields import CHAT_URL
 from xla_engine.openai.response_items import FieldError, items_of, referenced
@@ -49,14 +49,14 @@ class Responses:
         may_follow = any(name in raw for name in names)
         return len(raw) + (self.memory.held(scope["state"].get("tenant", "")) if may_follow else 0)
 
-    def parse(self, raw: bytes, scope: Scope) -> Call:
+    def parse(self, raw: bytes, scope: Scope) -> HttpCall:
         """The call of a body. Raises ApiError."""
         try:
             return self._parsed(raw, scope)
         except FieldError as error:
             raise ApiError(400, str(error), code=error.code, param=error.param) from error
 
-    def _parsed(self, raw: bytes, scope: Scope) -> Call:
+    def _parsed(self, raw: bytes, scope: Scope) -> HttpCall:
         service, body = self._service, read_json(raw)
         tenant, previous = scope["state"].get("tenant", ""), body.get("previous_response_id")
         items = self.memory.resolved(tenant, items_of(body.get("input")))
@@ -74,7 +74,7 @@ class Responses:
         kept = [StoredItem.of(item) for item in items] if body.get("store") else []
         return replace(call, request=replace(call.request, response={**body, "input": kept}))
 
-    def shorter(self, call: Call, without: int) -> Call | None:
+    def shorter(self, call: HttpCall, without: int) -> HttpCall | None:
         """A call without this number of its oldest messages, if it has `truncation: "auto"`."""
         if (call.request.response or {}).get("truncation") != "auto":
             return None
@@ -85,11 +85,11 @@ class Responses:
             return None
         return replace(call, request=replace(call.request, prompts=(replace(chat, messages=messages),)))
 
-    def writer(self, call: Call, name: str, submission: Submission) -> AnswerWriter[ResponseBuilder]:
+    def writer(self, call: HttpCall, name: str, submission: Submission) -> AnswerWriter[ResponseBuilder]:
         header, thinking = self._service.header(), submission.thinking
         return response_writer(call.request, name, header, thinking=thinking, pack=_packed)
 
-    def ended(self, call: Call, writer: AnswerWriter[ResponseBuilder], submission: Submission) -> None:
+    def ended(self, call: HttpCall, writer: AnswerWriter[ResponseBuilder], submission: Submission) -> None:
         """Keep a response that has ended, if requested."""
         body = call.request.response
         if body is not None and body.get("store"):

@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Scope, Send
 
 from xla_engine.openai.answers import PAUSE
-from xla_engine.openai.call import Call
+from xla_engine.openai.call import HttpCall
 from xla_engine.openai.fields import CHAT_URL
 from xla_engine.openai.results import AnswerWriter, Builder, output_error
 from xla_engine.server.errors import ApiError, ended
@@ -40,19 +40,19 @@ class Form(Protocol):
 
     end: bytes
 
-    def parse(self, raw: bytes, scope: Scope) -> Call:
+    def parse(self, raw: bytes, scope: Scope) -> HttpCall:
         """The call of a body. Raises ApiError."""
 
     def size(self, raw: bytes, scope: Scope) -> int:
         """How many bytes `parse` reads, at most."""
 
-    def shorter(self, call: Call, without: int) -> Call | None:
+    def shorter(self, call: HttpCall, without: int) -> HttpCall | None:
         """A call without this number of its oldest messages; None if there is none."""
 
-    def writer(self, call: Call, name: str, submission: Submission) -> AnswerWriter[Any]:
+    def writer(self, call: HttpCall, name: str, submission: Submission) -> AnswerWriter[Any]:
         """The writer of an answer, whose builder is a `Told`."""
 
-    def ended(self, call: Call, writer: AnswerWriter[Any], submission: Submission) -> None:
+    def ended(self, call: HttpCall, writer: AnswerWriter[Any], submission: Submission) -> None:
         """Called with each answer that has a result, before its last event is sent."""
 
 
@@ -66,10 +66,10 @@ class Written(Generation):
     def _size(self, raw: bytes, scope: Scope) -> int:
         return self._form.size(raw, scope)
 
-    def _parse(self, raw: bytes, scope: Scope) -> Call:
+    def _parse(self, raw: bytes, scope: Scope) -> HttpCall:
         return self._form.parse(raw, scope)
 
-    async def _submit(self, scope: Scope, call: Call, name: str) -> Submission:
+    async def _submit(self, scope: Scope, call: HttpCall, name: str) -> Submission:
         """Queue the call, or a shorter one if it does not fit."""
         without, shorter = 0, call
         while True:
@@ -82,7 +82,7 @@ class Written(Generation):
                     raise
                 shorter = replace(call, request=found.request)
 
-    async def _answer(self, send: Send, call: Call, name: str, submission: Submission) -> None:
+    async def _answer(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         (output,) = await self._whole(call, submission)
         writer = self._form.writer(call, name, submission)
         async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output, int(time.time()))):
@@ -90,7 +90,7 @@ class Written(Generation):
         self._form.ended(call, writer, submission)
         await send_json(send, 200, msgspec.json.encode(writer.builder.response))
 
-    async def _stream(self, send: Send, call: Call, name: str, submission: Submission) -> None:
+    async def _stream(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         turns, writer = self._service.turns, self._form.writer(call, name, submission)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         async for part in turns.parts(map(_event, writer.builder.begin())):
@@ -102,7 +102,7 @@ class Written(Generation):
         await send_part(send, self._form.end)
         await send_part(send, b"", last=True)
 
-    def _events(self, call: Call, writer: AnswerWriter[Any], submission: Submission) -> Iterator[bytes]:
+    def _events(self, call: HttpCall, writer: AnswerWriter[Any], submission: Submission) -> Iterator[bytes]:
         """The events of new output, up to a failure."""
         for _, output in submission.take():
             if (error := output_error(call.request, output)) is not None:

@@ -13,7 +13,7 @@ from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.llm import given
 from xla_engine.vllm.outputs import OutputStream, RequestOutput
 from xla_engine.vllm.sampling_params import SamplingParams
-from xla_engine.vllm.tokenizer import Tokenizer
+from xla_engine.vllm.tokenizer import VllmTokenizer
 
 
 class LLMEngine:
@@ -67,9 +67,9 @@ class LLMEngine:
         """Forget what earlier prompts left in the cache; requests that run keep their slots."""
         self._engine.reset_prefix_cache()
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> VllmTokenizer:
         """The checkpoint's tokenizer and chat template. Raises ConfigError where it has none."""
-        return Tokenizer(self._engine)
+        return VllmTokenizer(self._engine)
 
     def close(self) -> None:
         """Free device memory."""
@@ -140,9 +140,9 @@ class AsyncLLM:
         """Resume after `pause_generation`."""
         self._llm.resume()
 
-    async def get_tokenizer(self) -> Tokenizer:
+    async def get_tokenizer(self) -> VllmTokenizer:
         """As `LLMEngine.get_tokenizer`."""
-        return Tokenizer(self._llm.engine)
+        return VllmTokenizer(self._llm.engine)
 
     async def reset_prefix_cache(self, **_: Any) -> None:
         """Forget what earlier prompts left in the cache; requests that run keep their slots."""

@@ -30,7 +30,7 @@ from xla_engine.vllm.engine_args import EngineArgs
 from xla_engine.vllm.metrics import Metric, metrics
 from xla_engine.vllm.outputs import PoolingOutput, RequestOutput, vllm_output
 from xla_engine.vllm.sampling_params import BeamSearchParams, SamplingParams
-from xla_engine.vllm.tokenizer import Tokenizer, tokenised
+from xla_engine.vllm.tokenizer import VllmTokenizer, tokenised
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -232,9 +232,9 @@ class LLM:
             for each, values in numbers
         ]
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self) -> VllmTokenizer:
         """The checkpoint's tokenizer and chat template. Raises ConfigError where it has none."""
-        return Tokenizer(self._llm.engine)
+        return VllmTokenizer(self._llm.engine)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """The number of devices of an engine, or with `include_dp` of all engines."""

@@ -21,7 +21,7 @@ class Encoding(dict[str, Any]):
         raise AttributeError(name)
 
 
-class Tokenizer:
+class VllmTokenizer:
     """An engine's tokenizer and chat template; methods and meaning are transformers'.
 
     Raises ConfigError where the model has no tokenizer.

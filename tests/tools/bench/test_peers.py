@@ -83,7 +83,7 @@ def fake_workers(folder: Path, ours: str = "", theirs: str = "", *, arrivals: bo
     shutil.copy(Path(peers.__file__).parent / "workers" / "worker.py", worker)
     for kind, fault in (("xla", ours), ("hf", theirs)):
         (folder / f"{kind}.py").write_text(
-            f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}\nStatic = judge = Engine\n"
+            f"FAULT, ARRIVALS = {fault!r}, {arrivals}\n{FAKE}\nOwnEngine = Static = judge = Engine\n"
         )
     return worker
 

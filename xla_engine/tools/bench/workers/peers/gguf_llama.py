@@ -33,7 +33,7 @@ class Sequence:
     seen: int = 0
 
 
-class Engine:
+class LlamaCpp:
     """llama.cpp's side of the protocol in `worker.py`."""
 
     def __init__(self, threads: int) -> None:

@@ -17,7 +17,7 @@ import openvino_genai
 PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
-class Engine:
+class OpenVino:
     """OpenVINO's side of the protocol in `worker.py`."""
 
     def __init__(self, threads: int) -> None:

@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 PROMPT_TOKENS = 2048  # prompt tokens of a step besides the decoding rows
 
 
-class Engine:
+class VllmCpu:
     """vLLM's side of the protocol in `worker.py`."""
 
     room = math.inf  # it has a queue
