@@ -20,6 +20,7 @@ from xla_engine.batch.receipts import MerkleTree, canonical
 from xla_engine.batch.signatures import Signer
 from xla_engine.errors import ReceiptError
 from xla_engine.receipts.files import check_files
+from xla_engine.receipts.requests import Asked
 
 
 def _root(lines: Sequence[bytes]) -> bytes:
@@ -67,7 +68,7 @@ def test_requests_are_those_of_the_input(job: Job, tmp_path: Path) -> None:
         plain, unpacked = (
             [
                 (each.custom_id, each.why.replace(str(path), "in"))
-                for each in check_files(job.results, job.receipts, None, path).rejected
+                for each in check_files(job.results, job.receipts, None, Asked(path=path)).rejected
             ]
             for path in (source, tmp_path / "in.jsonl.gz")
         )

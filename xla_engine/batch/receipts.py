@@ -2,7 +2,8 @@
 
 A file of receipts is JSON lines: a header, a receipt for each answer, and at the end a footer with the root of a
 Merkle tree over all lines before it, as in RFC 6962 (section 2.1), over the bytes of each line without its newline.
-`docs/receipts.md` describes every field. A run that has not finished has no footer; resuming it completes the file.
+Receipts of a table also have the table's digest. `docs/receipts.md` describes every field. A run that has not finished
+has no footer; resuming it completes the file.
 
 Canonical JSON here is Python's `json.dumps` with sorted names, without spaces, in ASCII.
 """
@@ -28,6 +29,9 @@ from xla_engine.utils.json_line import dump_line, load_object
 from xla_engine.utils.new_file import replacing
 
 FORMAT, VERSION = "xla-engine-receipts", 1
+TABLE = "table"  # in the header of receipts whose results are the rows of a table
+TABLE_SHA256 = "table_sha256"  # the only field of the line behind their receipts
+_FOOTER_BYTES = 1024  # more than a footer has
 _ONE_ORDER = ("avx512_bf16", "avx512", "avx2", "neon")  # their kernels sum in the same order
 
 
@@ -96,8 +100,13 @@ class Made(Protocol):
     def identity(self) -> EngineIdentity: ...
 
 
-def receipts_header(engine: Made, header: ResultHeader, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line of a file, as JSON values. defaults: sampling fields for lines that do not set them."""
+def receipts_header(
+    engine: Made, header: ResultHeader, defaults: Mapping[str, Any], *, table: bool = False
+) -> dict[str, Any]:
+    """The first line of a file, as JSON values.
+
+    defaults: sampling fields for lines that do not set them. table: whether the results are the rows of a table.
+    """
     identity, tokenizer, template = engine.identity(), engine.tokenizer, engine.chat_template
     return {
         "format": FORMAT,
@@ -120,7 +129,13 @@ def receipts_header(engine: Made, header: ResultHeader, defaults: Mapping[str, A
         "created": header.created,
         "hashes": header.hashes,
         "defaults": dict(defaults),
+        **({"results": TABLE} if table else {}),
     }
+
+
+def whole_line(answer: bytes) -> bytes:
+    """What the digest of an answer covers in a file of lines: its output line, without the newline."""
+    return answer.removesuffix(b"\n")
 
 
 def receipt_line(
@@ -133,8 +148,8 @@ def receipt_line(
 ) -> bytes:
     """The receipt of one input line.
 
-    raw: the line; None if it was too long. answer: its output line. outputs: one for each prompt; none with an error.
-    error: the code of the answer's error.
+    raw: the line; None if it was too long. answer: what its digest covers. outputs: one for each prompt; none with an
+    error. error: the code of the answer's error.
     """
     request = request_in(raw)
     return dump_line(
@@ -143,7 +158,7 @@ def receipt_line(
             "line": line,
             "request": request,
             "request_sha256": sha256_of(request),
-            "answer_sha256": hashlib.sha256(answer.removesuffix(b"\n")).hexdigest(),
+            "answer_sha256": hashlib.sha256(answer).hexdigest(),
             "error": error,
             "choices": [_choice(each) for output in outputs for each in output.outputs],
         }
@@ -230,9 +245,21 @@ class ReceiptFile:
         """Write a whole line."""
         self._add(receipt)
 
-    def finish(self) -> None:
-        """Write the root."""
+    def is_finished(self) -> bool:
+        """Whether the file has a root already. Raises OSError."""
+        if not self.path.exists():
+            return False
+        with open(self.path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _FOOTER_BYTES, 0))
+            last = file.read().splitlines()[-1:] or [b""]
+        return last[0].startswith(b'{"root": ')
+
+    def finish(self, table_sha256: str | None = None) -> None:
+        """Write the root. table_sha256: of the bytes of the table that has the results; None for a file of lines."""
         assert self._tree is not None and self._sink is not None
+        if table_sha256 is not None:
+            self._add(dump_line({TABLE_SHA256: table_sha256}))
         self._sink.write(dump_line(footer_line(self._tree, self.signer)))
         self.close()
 
@@ -255,7 +282,7 @@ class ReceiptFile:
             same = all(
                 known[name] == json.loads(json.dumps(header[name]))
                 for name in ("format", "version", "model", "system_fingerprint", "defaults")
-            )
+            ) and known.get("results") == header.get("results")
         except (ValueError, KeyError, TypeError):
             same = False
         if not same:
@@ -284,6 +311,10 @@ def merge_receipts(
         if header is not None and (differing := [name for name in _SHARED if mine[name] != header[name]]):
             raise OutputError(
                 f"{path} has another {', '.join(differing)} than {paths[0]}; merge the shards of one job"
+            )
+        if mine.get("results") == TABLE:
+            raise OutputError(
+                f"{path} has the receipts of a table; the tables of shards are not merged, so audit each with its own"
             )
         header = mine if header is None else header
         numbered = [(number, line) for line in rest if (number := _number(line)) is not None]
@@ -318,7 +349,7 @@ def _header_of(line: bytes, path: Path) -> dict[str, Any]:
 
 
 def footer_line(tree: MerkleTree, signer: Signer | None = None) -> dict[str, Any]:
-    """The last line. lines: the number of receipts."""
+    """The last line. lines: the number of those between the header and it."""
     signature = {} if signer is None else signer.fields(tree.root)
     return {"root": tree.root, "lines": tree.count - 1, **signature}
 

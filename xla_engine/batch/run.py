@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
-from xla_engine.batch.receipts import receipt_line
+from xla_engine.batch.receipts import receipt_line, whole_line
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, whole_request
@@ -63,7 +63,7 @@ class BatchRun:
     engine: an `XlaBatchEngine`; requests from other callers are left alone.
     lines: from `read_lines`.
     sink: takes output lines. errors: takes error lines; None writes them to `sink`. receipts: takes a receipt of each
-        line, before the line itself.
+        line, before the line itself. hashed: what its digest covers of an output line.
     header: the fields that all results share.
     defaults: sampling fields for lines that do not set them.
     done: lines that an earlier run finished, which are skipped.
@@ -80,6 +80,7 @@ class BatchRun:
         header: ResultHeader,
         errors: Writer | None = None,
         receipts: Writer | None = None,
+        hashed: Callable[[bytes], bytes] = whole_line,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
@@ -90,7 +91,7 @@ class BatchRun:
         self._lines = iter(lines)
         self._sink = sink
         self._errors = sink if errors is None else errors
-        self._receipts = receipts
+        self._receipts, self._hashed = receipts, hashed
         self._header = header
         self._reader = LineReader(defaults)
         self._salt = salt_of(defaults)
@@ -279,7 +280,7 @@ class BatchRun:
         answer = result_line(request, outputs, job.name, self._header)
         receipt = b""
         if self._receipts is not None:
-            receipt = receipt_line(job.raw, request.line, request.custom_id, answer, outputs)
+            receipt = receipt_line(job.raw, request.line, request.custom_id, self._hashed(answer), outputs)
         self._put(request.line, self._sink, answer, receipt)
         del self._jobs[job.request.line]
         self.totals.ok += 1
@@ -312,7 +313,8 @@ class BatchRun:
     def _put_error(self, error: LineError, name: str, raw: bytes | None) -> None:
         answer, receipt = error_line(error, name), b""
         if self._receipts is not None:
-            receipt = receipt_line(raw, error.line, error.custom_id, answer, (), error.code)
+            covered = self._hashed(answer)
+            receipt = receipt_line(raw, error.line, error.custom_id, covered, (), error.code)
         self._put(error.line, self._errors, answer, receipt)
         self.totals.failed[error.code] += 1
         if len(self.totals.first_errors) < SHOWN_ERRORS:

@@ -23,6 +23,7 @@ from xla_engine.batch.datasets.tables import Table
 from xla_engine.batch.encodings import as_utf8, check_is_utf8
 from xla_engine.batch.lines import Line, count_lines, read_lines
 from xla_engine.batch.output_file import Mode
+from xla_engine.batch.receipts import ReceiptFile
 from xla_engine.batch.record_ids import DigestedLines
 from xla_engine.batch.resume import is_packed
 from xla_engine.batch.shards import Shard, state_path
@@ -194,8 +195,16 @@ class TableOutput:
             )
         return True
 
-    def finish(self, source: Input, shard: Shard | None, *, failed: bool) -> None:
-        """Write the table, and delete the journal unless lines failed, because --retry-failed needs it then."""
+    @property
+    def has_rows(self) -> bool:
+        """Whether results become rows; otherwise they are copied to a URL as lines."""
+        return kind_of(self.out) in OUTPUTS
+
+    def finish(
+        self, source: Input, shard: Shard | None, receipts: ReceiptFile | None = None, *, failed: bool
+    ) -> None:
+        """Write the table and the end of its receipts, and delete the journal unless lines failed, because
+        --retry-failed needs it then."""
         publish(
             self.journal,
             self.out,
@@ -204,6 +213,8 @@ class TableOutput:
             pictures=self._pictures,
             answers=self._answers,
         )
+        if receipts is not None:  # before the journal is deleted, so that a killed run can be resumed
+            receipts.finish(digest_of(self.out, "sha256") if self.has_rows else None)
         if not failed:
             marker = Finished(table=digest_of(self.out), input=self._lines.digest, shard=_shard_text(shard))
             marker.write(self.journal, self.out)

@@ -19,9 +19,10 @@ import click
 
 import xla_engine
 from xla_engine.batch.datasets.answers import AnswerColumns
+from xla_engine.batch.datasets.output import answer_cell
 from xla_engine.batch.earlier_runs import LastRun, elsewhere, recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
-from xla_engine.batch.receipts import ReceiptFile, receipts_header
+from xla_engine.batch.receipts import ReceiptFile, receipts_header, whole_line
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.shards import Shard, ShardOutput
@@ -185,12 +186,12 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             if table is not None:
                 if files.errors is not None:
                     raise OutputError(f"{files.output} has a column for errors; leave out --errors")
-                if files.receipts is not None:
-                    raise OutputError(
-                        f"{files.output} is a table, and receipts are of lines; write the results to a .jsonl file"
-                    )
                 table.check(files.source, files.mode)
                 files = replace(files, output=str(table.journal))
+            receipts = None
+            if files.receipts is not None:
+                signer = None if files.sign is None else Signer.read(files.sign)
+                receipts = ReceiptFile(Path(files.receipts), files.mode, signer)
             source = stack.enter_context(
                 open_lines(
                     files.source,
@@ -203,6 +204,10 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             )
             lines = source.lines if table is None else table.begin(source, settings.defaults)
             if table is not None and table.is_whole(lines, settings.shard):
+                if receipts is not None and not receipts.is_finished():
+                    raise OutputError(
+                        f"{table.out} is complete, and was written without {receipts.path}; run again with --overwrite"
+                    )
                 return RunTotals(), [f"{table.out} is complete; there is nothing to do"]
             request, lines = check_first_line(lines, files.source, engine_options["model"], settings.defaults)
             done = FinishedLines()
@@ -213,11 +218,9 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                 if path is not None
             ]
             _check_distinct([source.file, *(output.file for output in outputs)], files)
-            receipts = None
-            if files.receipts is not None:
-                signer = None if files.sign is None else Signer.read(files.sign)
-                receipts = ReceiptFile(Path(files.receipts), files.mode, signer)
-                receipts.check((files.source, files.output, files.errors))
+            if receipts is not None:
+                published = None if table is None else table.out
+                receipts.check((files.source, files.output, files.errors, published))
             for output in outputs:
                 output.claim(done)
             lines = shard.begin(lines, settings.defaults)
@@ -240,7 +243,8 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             sinks = [output.begin() for output in outputs]
             if receipts is not None:
                 stack.callback(receipts.close)
-                receipts.begin(receipts_header(engine, header, settings.defaults), done)
+                rows = table is not None and table.has_rows
+                receipts.begin(receipts_header(engine, header, settings.defaults, table=rows), done)
         began = time.monotonic()
         progress = Progress(
             source.total, slots=engine.max_num_seqs, before=len(done), stream=sys.stderr if shows else None
@@ -251,6 +255,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             sinks[0],
             errors=sinks[-1],
             receipts=receipts,
+            hashed=answer_cell if table is not None and table.has_rows else whole_line,
             header=header,
             defaults=settings.defaults,
             ordered=settings.ordered,
@@ -277,11 +282,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             ).keep(engine_options["model"] or embedded_model_directory())
             for output in outputs:
                 output.close()
-            if receipts is not None:
-                receipts.finish()
             shard.finish(done, totals, header.system_fingerprint)
             if table is not None:
-                table.finish(source, settings.shard, failed=bool(done.errors or totals.failed))
+                table.finish(source, settings.shard, receipts, failed=bool(done.errors or totals.failed))
+            elif receipts is not None:
+                receipts.finish()
     cold_start = None
     if totals.first_token_at is not None:
         cold_start = totals.first_token_at - _process_start()

@@ -11,6 +11,7 @@ from xla_engine.cli import _common, _help
 from xla_engine.utils.progress import counting
 
 _QUESTION = ("results", "receipts", "sample", "sample_seed", "public_key", "requests")  # of `audit_files`
+_COLUMNS = ("prompt", "template", "id", "image", "sampling")  # of a table as INPUT
 
 
 @click.command(cls=_help.Sectioned, short_help="Check the answers of a run against their receipts.")
@@ -38,8 +39,15 @@ _QUESTION = ("results", "receipts", "sample", "sample_seed", "public_key", "requ
     "--input",
     "requests",
     metavar="INPUT",
-    help="Reject receipts whose requests are not the lines of this file.  [default: accept those of the receipts]",
+    help="Reject receipts whose requests are not the lines of this file, or the rows of this table.  [default: accept "
+    "those of the receipts]",
 )
+@click.option("--prompt-column", "prompt", metavar="NAME", help="As in `run`, for a table as INPUT.")
+@click.option("--prompt-template", "template", metavar="TEXT", help="As in `run`.")
+@click.option("--id-column", "id", metavar="NAME", help="As in `run`.")
+@click.option("--image-column", "image", metavar="NAME", help="As in `run`.")
+@click.option("--sampling-columns", "sampling", metavar="NAME,...", help="As in `run`.")
+@click.option("--shard", metavar="I/N", help="INPUT is that of all shards, and RESULTS of this one.")
 @click.option("--json", "as_json", is_flag=True, help="A report as JSON.")
 @_common.model_options
 @_common.lora_options
@@ -49,6 +57,7 @@ _QUESTION = ("results", "receipts", "sample", "sample_seed", "public_key", "requ
 def audit(
     context: click.Context,
     /,
+    shard: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -73,6 +82,10 @@ def audit(
       xla-engine audit out.jsonl --receipts out.receipts.jsonl --input in.jsonl --sample 0.05 --json
     """
     question = {name: options.pop(name) for name in _QUESTION}
+    columns = {name: options.pop(name) for name in _COLUMNS}
+    if question["requests"] is None and (any(columns.values()) or shard is not None):
+        raise click.UsageError("columns and --shard are those of --input; add --input INPUT.")
+    columns["sampling"] = [name for name in (columns["sampling"] or "").split(",") if name]
     demanded = {name for name in options if _given(context, name)}
 
     def load(fields: dict[str, Any]) -> Any:
@@ -80,7 +93,10 @@ def audit(
 
     with _common.startup_errors(), counting("answers", sys.stderr) as count:
         from xla_engine.receipts.recompute import audit_files
+        from xla_engine.receipts.requests import Asked
 
+        if question["requests"] is not None:
+            question["requests"] = Asked.of(question["requests"], columns, shard)
         report = audit_files(
             load=load,
             demanded=demanded,

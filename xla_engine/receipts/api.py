@@ -16,6 +16,7 @@ from xla_engine.outputs import RequestOutput
 from xla_engine.receipts import recompute
 from xla_engine.receipts.files import Claim, check_files
 from xla_engine.receipts.report import AuditReport
+from xla_engine.receipts.requests import Asked
 from xla_engine.receipts.writing import answered, header_of, save_outputs, write_answers
 
 
@@ -89,17 +90,22 @@ def verify(
     *,
     public_key: str | None = None,
     requests: Path | str | None = None,
+    columns: Mapping[str, Any] | None = None,
+    shard: str | None = None,
 ) -> AuditReport:
     """Check two files against each other without a model: digests, root, signature, each answer once and none missing.
 
     Arguments:
         results, receipts: as `xla-engine run` or `write` wrote them.
         public_key: who must have signed the receipts: 64 hex digits, or the file of a key.
-        requests: the file of lines that was to run; None accepts those of the receipts.
+        requests: the file of lines, or the table, that was to run; None accepts the requests in the receipts.
+        columns: those of a table, as in `run`: any of prompt, template, id, image, sampling.
+        shard: I/N, of the input; None for the whole input.
 
-    Raises ReceiptError for a file that cannot be read as receipts, and OSError.
+    Raises ReceiptError for a file that cannot be read as receipts, ConfigError, and OSError.
     """
-    return check_files(results, receipts, public_key, requests).report()
+    asked = None if requests is None else Asked.of(requests, columns, shard)
+    return check_files(results, receipts, public_key, asked).report()
 
 
 def audit(
@@ -111,6 +117,8 @@ def audit(
     sample_seed: int | None = None,
     public_key: str | None = None,
     requests: Path | str | None = None,
+    columns: Mapping[str, Any] | None = None,
+    shard: str | None = None,
     **engine_options: Any,
 ) -> AuditReport:
     """Check two files against each other, and compute the answers, or a sample of them, again.
@@ -120,7 +128,7 @@ def audit(
         model: as in `LLM`; None is the embedded model.
         sample: the share of the answers to compute again, such as 0.05; None for all.
         sample_seed: of the sample; None for a random one.
-        public_key, requests: as in `verify`.
+        public_key, requests, columns, shard: as in `verify`.
         engine_options: fields of `EngineConfig`. Those that change answers are taken from the receipts if left out.
 
     Returns the report; `raise_if_rejected` fails a test with it. Raises ReceiptError, ConfigError, CheckpointError and
@@ -138,7 +146,7 @@ def audit(
         load,
         demanded=demanded,
         public_key=public_key,
-        requests=requests,
+        requests=None if requests is None else Asked.of(requests, columns, shard),
         sample=sample,
         sample_seed=sample_seed,
     )

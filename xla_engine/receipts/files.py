@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from xla_engine.batch.lines import read_lines
-from xla_engine.batch.receipts import FORMAT, VERSION, MerkleTree, request_in, sha256_of
-from xla_engine.batch.record_ids import parse_record_id
-from xla_engine.batch.resume import file_lines, is_packed
+from xla_engine.batch.datasets.output import digest_of
+from xla_engine.batch.receipts import FORMAT, TABLE, TABLE_SHA256, VERSION, MerkleTree, sha256_of
+from xla_engine.batch.resume import file_lines
 from xla_engine.batch.signatures import read_public_key, why_not_signed
 from xla_engine.engine.identity import tokens_sha256
 from xla_engine.errors import ReceiptError
+from xla_engine.receipts.answers import Answer, id_of, line_answers, object_of, table_answers
 from xla_engine.receipts.report import AuditReport, Objection
+from xla_engine.receipts.requests import Asked
 from xla_engine.utils.json_line import dump_line
+from xla_engine.utils.shown import shown
 
 _FIELDS = {"custom_id", "line", "request", "request_sha256", "answer_sha256", "error", "choices"}
 _CHOICE = {"token_ids", "tokens_sha256", "logprob_bits_sha256"}
@@ -67,46 +66,45 @@ class CheckedFiles:
         )
 
 
-@dataclass(slots=True)
-class _Answer:
-    """A line of the result file."""
-
-    sha256: str
-    record: dict[str, Any]
-    used: bool = False
-
-
 def check_files(
     results: Path | str,
     receipts: Path | str,
     public_key: str | None = None,
-    requests: Path | str | None = None,
+    requests: Asked | None = None,
 ) -> CheckedFiles:
     """Read both files and compare them.
 
     public_key: who must have signed the receipts, as 64 hex digits or the file of a key; None for anybody, or nobody.
-    requests: the file of lines that was to run; None if it is not known.
+    requests: what was to run; None if it is not known.
 
     Raises ReceiptError if the receipts have no header that this version can read, or the key is none, and OSError.
     """
     signer = None if public_key is None else read_public_key(public_key)
-    answers, rejected = _read_answers(results)
     lines = file_lines(receipts)
     first = next(lines, b"")
-    files = CheckedFiles(_header(first, receipts), rejected=rejected)
+    header = _header(first, receipts)
+    is_table = header.get("results") == TABLE
+    answers, rejected = table_answers(results, receipts) if is_table else line_answers(results)
+    files, readable = CheckedFiles(header, rejected=rejected), not rejected
     tree = MerkleTree()
     tree.add(first.removesuffix(b"\n"))
     names: dict[str, int] = {}
+    written: list[Any] = []  # digests of the table
     ended = False
     for number, line in enumerate(lines, 2):
         where = f"{receipts} line {number}"
-        record = _object(line)
+        record = object_of(line)
         if ended:
-            rejected.append(Objection(_id_of(record), f"{where}: a line after the root"))
+            rejected.append(Objection(id_of(record), f"{where}: a line after the root"))
         elif record is not None and "root" in record:
             ended = True
             files.footer, files.root = record, str(record["root"])
             _check_footer(files, tree, line)
+        elif is_table and record is not None and record.keys() == {TABLE_SHA256}:
+            tree.add(line.removesuffix(b"\n"))
+            written.append(record[TABLE_SHA256])
+            if line != dump_line(record):
+                rejected.append(Objection(None, f"{where}: not written as receipts are"))
         else:
             tree.add(line.removesuffix(b"\n"))
             _add(files, answers, names, record, line, where)
@@ -116,69 +114,33 @@ def check_files(
                 None, f"{receipts} has no root: the run did not finish, or the file was cut; resume the run"
             )
         )
+    if is_table and written != [digest := digest_of(str(results), "sha256")]:
+        rejected.append(
+            Objection(
+                None,
+                f"the SHA-256 of {results} is {digest}, in the receipts {shown(written[0] if written else None)}: the "
+                "table was changed",
+            )
+        )
     if (why := why_not_signed(files.footer, tree.root, signer)) is not None:
         rejected.append(Objection(None, why))
     else:
         files.signed_by = files.footer.get("public_key")
     rejected += [
-        Objection(_id_of(each.record), "the answer has no receipt")
+        Objection(id_of(each.record), "the answer has no receipt")
         for each in answers.values()
         if not each.used
     ]
     if requests is not None:
-        rejected += _other_requests(files, requests)
+        claims = {number: claim.receipt for number, claim in files.claims.items()}
+        rejected += requests.other_requests(claims)
+        if is_table and readable:
+            rejected += requests.other_cells(results, [*answers])
     return files
 
 
-def _other_requests(files: CheckedFiles, path: Path | str) -> Iterator[Objection]:
-    """Receipts whose request is not that of their input line, and lines that have none."""
-    left = dict(files.claims)
-    with gzip.open(path) if is_packed(path) else open(path, "rb") as source:
-        for line in read_lines(cast("BinaryIO", source)):
-            claim = left.pop(line.number, None)
-            if claim is None:
-                yield Objection(None, f"line {line.number} of {path} has no receipt")
-            elif sha256_of(request_in(line.raw)) != sha256_of(claim.receipt["request"]):
-                yield Objection(claim.custom_id, f"the request is not that of line {line.number} of {path}")
-    for claim in left.values():
-        yield Objection(claim.custom_id, f"{path} has no line {claim.line}")
-
-
-def _read_answers(path: Path | str) -> tuple[dict[int, _Answer], list[Objection]]:
-    found: dict[int, _Answer] = {}
-    rejected = []
-    for place, line in enumerate(file_lines(path), 1):
-        record = _object(line)
-        identity = None if record is None else parse_record_id(record.get("id"))
-        if record is None or identity is None or not isinstance(record.get("custom_id"), str):
-            name = _id_of(record)
-            rejected.append(Objection(name, f"{path} line {place}: not a whole line of results"))
-        elif identity[0] in found:
-            rejected.append(
-                Objection(_id_of(record), f"{path} line {place}: a second answer of the same line")
-            )
-        else:
-            digest = hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
-            found[identity[0]] = _Answer(digest, record)
-    return found, rejected
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line; None if it is none."""
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _id_of(record: Mapping[str, Any] | None) -> str | None:
-    name = None if record is None else record.get("custom_id")
-    return name if isinstance(name, str) else None
-
-
 def _header(line: bytes, path: Path | str) -> dict[str, Any]:
-    record = _object(line)
+    record = object_of(line)
     if record is None or record.get("format") != FORMAT:
         raise ReceiptError(f"{path} is not a file of receipts: its first line is no header of {FORMAT}")
     if record.get("version") != VERSION:
@@ -193,6 +155,8 @@ def _header(line: bytes, path: Path | str) -> dict[str, Any]:
         record.get("created"), int
     ):
         raise ReceiptError(f"{path}: its header has no valid platform or time")
+    if record.get("results") not in (None, TABLE):
+        raise ReceiptError(f"{path}: its header has no valid kind of results")
     if not isinstance(record.get("system_fingerprint", 0), str | None):
         raise ReceiptError(f"{path}: its header has no valid system_fingerprint")
     return record
@@ -211,7 +175,7 @@ def _check_footer(files: CheckedFiles, tree: MerkleTree, line: bytes) -> None:
 
 def _add(
     files: CheckedFiles,
-    answers: Mapping[int, _Answer],
+    answers: Mapping[int, Answer],
     names: dict[str, int],
     record: dict[str, Any] | None,
     line: bytes,
@@ -221,7 +185,7 @@ def _add(
     rejected = files.rejected
     if record is None or (wrong := _malformed(record)) is not None:
         rejected.append(
-            Objection(_id_of(record), f"{where}: not a receipt" + (f": {wrong}" if record else ""))
+            Objection(id_of(record), f"{where}: not a receipt" + (f": {wrong}" if record else ""))
         )
         return
     name, number = record["custom_id"], record["line"]
@@ -248,6 +212,8 @@ def _add(
         rejected.append(Objection(name, f"the answer of line {number} has the custom_id of another"))
     if answer.sha256 != record["answer_sha256"]:
         rejected.append(Objection(name, "answer_sha256 is not that of the answer: it was changed"))
+    elif answer.why is not None:
+        rejected.append(Objection(name, answer.why))
 
 
 def _malformed(record: Mapping[str, Any]) -> str | None:

@@ -30,6 +30,7 @@ from xla_engine.openai.results import ResultHeader
 from xla_engine.receipts.claimed import ClaimedAnswers
 from xla_engine.receipts.files import CheckedFiles, Claim, check_files
 from xla_engine.receipts.report import AuditReport, Objection
+from xla_engine.receipts.requests import Asked
 from xla_engine.utils.comparison import Difference, first_difference
 from xla_engine.utils.json_line import dump_line
 from xla_engine.utils.shown import shown
@@ -148,18 +149,18 @@ def audit_files(
     *,
     demanded: Collection[str] = (),
     public_key: str | None = None,
-    requests: Path | str | None = None,
+    requests: Asked | None = None,
     sample: float | None = None,
     sample_seed: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditReport:
     """Check two files against each other, and compute the answers, or a sample of them, again.
 
-    load: opens an engine with the given fields of `EngineConfig`, and others of the caller's choice. demanded: fields
-        and "model", if the caller chose them: receipts that say otherwise are rejected. public_key: who must have
-        signed the receipts, as 64 hex digits or the file of a key; None for anybody, or nobody. requests: the file of
-        lines that was to run; None accepts those of the receipts. sample: the share of answers to compute again; None
-        for all. sample_seed: of the choice; None for a random one.
+    load: opens an engine with the given fields of `EngineConfig`, and others of the caller's choice.
+    demanded: fields and "model", if the caller chose them: receipts that say otherwise are rejected.
+    public_key: who must have signed the receipts, as in `check_files`; None for anybody, or nobody.
+    requests: what was to run; None accepts what the receipts say.
+    sample: the share of answers to compute again; None for all. sample_seed: of the choice; None for a random one.
 
     Raises ReceiptError, OSError, and what `load` raises.
     """

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -82,6 +83,12 @@ def result_row(line: bytes) -> dict[str, Any]:
     row |= zip(COUNTS, map(body["usage"].__getitem__, counts), strict=True)
     row["response"] = json.dumps(body)
     return row
+
+
+def answer_cell(line: bytes) -> bytes:
+    """The cell that holds a result line's whole answer: `response`, or `error` if it has none."""
+    row = result_row(line)
+    return str(row["error"] if row["response"] is None else row["response"]).encode()
 
 
 def publish(
@@ -231,12 +238,13 @@ def _write_text(batches: Iterator[Any], file: BinaryIO, schema: Any, delimiter: 
     rows.writerow(schema.names)
     for batch in batches:
         for row in batch.to_pylist():
-            rows.writerow([_cell(value) for value in row.values()])
+            rows.writerow([written_cell(value) for value in row.values()])
     text.flush()
     text.detach()
 
 
-def _cell(value: Any) -> Any:
+def written_cell(value: Any) -> Any:
+    """A value as CSV has it."""
     return json.dumps(value, default=str) if isinstance(value, list | dict) else value
 
 
@@ -269,11 +277,12 @@ class Finished:
         return found if found.table == digest_of(out) else None
 
 
-def digest_of(path: str) -> str:
-    """Digest of the bytes of a file or URL. Raises OSError."""
+def digest_of(path: str, kind: str = "blake2b-128") -> str:
+    """Digest of the bytes of a file or URL, in hex digits. kind: "blake2b-128" or "sha256". Raises OSError."""
+    made = hashlib.sha256 if kind == "sha256" else partial(hashlib.blake2b, digest_size=16)
     with opened(path) as file:
         # The type of files says nothing of `readinto`.
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, made).hexdigest()  # type: ignore[arg-type]
 
 
 def _place(out: str) -> str:
