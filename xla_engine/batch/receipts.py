@@ -308,10 +308,8 @@ def merge_receipts(
     for path in paths:
         first, *rest = [*whole_lines(path)] or [b""]
         mine = _header_of(first, path)
-        if header is not None and (differing := [name for name in _SHARED if mine[name] != header[name]]):
-            raise OutputError(
-                f"{path} has another {', '.join(differing)} than {paths[0]}; merge the shards of one job"
-            )
+        if header is not None and (other := other_job(header, mine)) is not None:
+            raise OutputError(f"{path} has another {other} than {paths[0]}; merge the shards of one job")
         if mine.get("results") == TABLE:
             raise OutputError(
                 f"{path} has the receipts of a table; the tables of shards are not merged, so audit each with its own"
@@ -335,7 +333,14 @@ def merge_receipts(
     return len(lines)
 
 
-_SHARED = ("format", "version", "model", "arithmetic", "config", "defaults")  # of the headers of shards
+# Of the headers of shards. The fingerprint has all on which bits depend: with bits "portable", neither the machine
+# nor its number of slots.
+_SHARED = ("format", "version", "model", "system_fingerprint", "defaults")
+
+
+def other_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The fields in which two headers differ, if their receipts cannot be in one file; None if they can."""
+    return ", ".join(name for name in _SHARED if one[name] != other[name]) or None
 
 
 def _header_of(line: bytes, path: Path) -> dict[str, Any]:

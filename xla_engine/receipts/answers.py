@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[a-z]+[-_]([1-9][0-9]{0,17})")  # the id of an answer's b
 
 
 @dataclass(slots=True)
-class Answer:
+class FileAnswer:
     """An answer of the result file.
 
     sha256: of what the receipt's digest covers. record: its output line, in which an answer of a table has no id.
@@ -38,7 +38,7 @@ class Answer:
     used: bool = False
 
 
-Answers = tuple[dict[int, Answer], list[Objection]]
+Answers = tuple[dict[int, FileAnswer], list[Objection]]
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
@@ -58,7 +58,7 @@ def id_of(record: Mapping[str, Any] | None) -> str | None:
 
 def line_answers(path: Path | str) -> Answers:
     """The answers of a file of lines, and what is wrong with it. Raises OSError."""
-    found: dict[int, Answer] = {}
+    found: dict[int, FileAnswer] = {}
     rejected = []
     for place, line in enumerate(file_lines(path), 1):
         record = object_of(line)
@@ -72,7 +72,7 @@ def line_answers(path: Path | str) -> Answers:
             )
         else:
             digest = hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
-            found[identity[0]] = Answer(digest, record)
+            found[identity[0]] = FileAnswer(digest, record)
     return found, rejected
 
 
@@ -92,7 +92,7 @@ def table_answers(path: Path | str, receipts: Path | str) -> Answers:
     failed: dict[str, deque[int]] = defaultdict(deque)
     for number, custom_id in sorted(_failed(receipts)):
         failed[custom_id].append(number)
-    found: dict[int, Answer] = {}
+    found: dict[int, FileAnswer] = {}
     rejected = []
     for place, row in enumerate(_rows(path), 1):
         where = f"{path} row {place}"
@@ -132,7 +132,7 @@ def _rows(path: Path | str) -> Iterator[dict[str, Any] | str]:
 _CELLS = ("custom_id", "response", "error")
 
 
-def _of_row(row: Mapping[str, Any], failed: Mapping[str, deque[int]]) -> tuple[int, Answer] | str:
+def _of_row(row: Mapping[str, Any], failed: Mapping[str, deque[int]]) -> tuple[int, FileAnswer] | str:
     """The number and the answer of a row, or why it has none."""
     name, response, error = (None if row.get(each) is None else str(row[each]) for each in _CELLS)
     if name is None or (response is None) == (error is None):
@@ -156,7 +156,7 @@ def _of_row(row: Mapping[str, Any], failed: Mapping[str, deque[int]]) -> tuple[i
         whole = {"status_code": 200, "request_id": f"req_{number}", "body": body}
         record = {"custom_id": name, "response": whole, "error": None}
     digest = hashlib.sha256(str(error if response is None else response).encode()).hexdigest()
-    return number, Answer(digest, record, _other_cells(row, record))
+    return number, FileAnswer(digest, record, _other_cells(row, record))
 
 
 def _other_cells(row: Mapping[str, Any], record: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from xla_engine.batch.resume import file_lines
 from xla_engine.batch.signatures import read_public_key, why_not_signed
 from xla_engine.engine.identity import tokens_sha256
 from xla_engine.errors import ReceiptError
-from xla_engine.receipts.answers import Answer, id_of, line_answers, object_of, table_answers
+from xla_engine.receipts.answers import FileAnswer, id_of, line_answers, object_of, table_answers
 from xla_engine.receipts.report import AuditReport, Objection
 from xla_engine.receipts.requests import Asked
 from xla_engine.utils.json_line import dump_line
@@ -175,7 +175,7 @@ def _check_footer(files: CheckedFiles, tree: MerkleTree, line: bytes) -> None:
 
 def _add(
     files: CheckedFiles,
-    answers: Mapping[int, Answer],
+    answers: Mapping[int, FileAnswer],
     names: dict[str, int],
     record: dict[str, Any] | None,
     line: bytes,
