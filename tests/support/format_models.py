@@ -61,14 +61,23 @@ FORMATS = {
         ends=("</s>",),
         sign="[TOOL_CALLS]",
     ),
-    "deepseek": FormatTokens(
-        special=(
-            "<｜end▁of▁sentence｜>",
+    "deepseek": FormatTokens(  # as in the tokenizer of DeepSeek V3, where only the end is special
+        special=("<｜end▁of▁sentence｜>",),
+        text=(
             *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
             *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         ),
         ends=("<｜end▁of▁sentence｜>",),
         sign="<｜tool▁calls▁begin｜>",
+    ),
+    "kimi_k2": FormatTokens(
+        special=(
+            "<|im_end|>",
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+            *("<|tool_call_begin|>", "<|tool_call_end|>"),
+        ),
+        ends=("<|im_end|>",),
+        sign="<|tool_calls_section_begin|>",
     ),
     "harmony": FormatTokens(  # gpt-oss
         special=(

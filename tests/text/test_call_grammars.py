@@ -39,7 +39,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "any.thing", "parameters": {"type": "object"}}},
 ]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "harmony")
+FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "harmony")
 
 
 @cache
@@ -130,6 +130,17 @@ def call(name: str, arguments: Any, *, function: str = "weather", style: int = 0
             f"{begin}function{sep}{function}\n```json\n{text}\n```{end}",
             f"{begin}{function}{sep}{text}{end}",
             f"{begin}{function}{sep}{text}{end}<｜end▁of▁sentence｜>",
+        ][style % 3]
+    if name == "kimi_k2":
+        begin, end = (
+            "<|tool_calls_section_begin|><|tool_call_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        )
+        between = "<|tool_call_argument_begin|>"
+        return [
+            f"{begin}functions.{function}:0{between}{text}{end}",
+            f"{begin} functions.{function}:0 {between} {text} {end}",
+            f"{begin}functions.{function}:12{between}{text}{end}<|im_end|>",
         ][style % 3]
     to = f"to=functions.{function}"
     return [

