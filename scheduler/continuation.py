@@ -22,9 +22,9 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
     name, config = request.request_id, scheduler.config
     if (why := scheduler.never_fits(len(request.prompt_token_ids), request.max_tokens)) is not None:
         raise ValueError(f"request {name!r} can never run: {why}")
-    if name in scheduler._states:
+    if name in scheduler.states:
         raise ValueError(f"request id {name!r} is in use by a live request; choose another")
-    state = RequestState(request=request, arrival=scheduler._submitted, turn=next(scheduler._waiting.turns))
+    state = RequestState(request=request, arrival=scheduler.submitted, turn=next(scheduler.waiting.turns))
     old = scheduler.ended.get(name)
     if old is not None and old.finish_reason is FinishReason.LENGTH and old.occupancy is not None:
         state.occupancy, state.left, state.goes_on = old.occupancy, old.left, True
@@ -34,14 +34,14 @@ def go_on(scheduler: Scheduler, request: Request, tokens: Sequence[int]) -> bool
         state.credited = state.planned_before = len(tokens)
         if config.keeps_tokens:
             state.generated = list(tokens)
-    scheduler._queue(state)
-    scheduler._submitted += 1
+    scheduler.enqueue(state)
+    scheduler.submitted += 1
     scheduler.ended.pop(name, None)
     if old is None and not replays:
-        scheduler._committer.credited += len(tokens)
+        scheduler.committer.credited += len(tokens)
     elif old is not None and replays:
-        scheduler._committer.credited -= len(tokens)
-        scheduler._committer.dropped += len(tokens)
+        scheduler.committer.credited -= len(tokens)
+        scheduler.committer.dropped += len(tokens)
     return replays
 
 

@@ -7,11 +7,6 @@ from xla_engine.scheduler.plan import Row
 from xla_engine.scheduler.scheduler import Scheduler
 
 
-def next_deadline(scheduler: Scheduler) -> float:
-    """Before this time `Scheduler.expire` ends no request; infinity without deadlines."""
-    return scheduler._deadlines.next_time
-
-
 class Steady(NamedTuple):
     """Consecutive plans with the same rows and the same number of chunks of one prompt.
 
@@ -34,10 +29,10 @@ def steady_plans(scheduler: Scheduler) -> Steady | None:
     """
     if not (steps := _same_rows(scheduler)):
         return None
-    rows, state = scheduler._decoding.rows, next(iter(scheduler._prefilling), None)
+    rows, state = scheduler.running.decoding.rows, next(iter(scheduler.running.prefilling), None)
     if state is None:
         return Steady(rows, steps)
-    kv, config = scheduler._kv, scheduler.config
+    kv, config = scheduler.kv, scheduler.config
     if not state.prefilled or kv.cache is not None or kv.blocks is not None:
         return None  # the prompt may need a lookup in the prefix cache, or blocks
     left = policy.num_chunks(state.context_tokens - state.prefilled, config.chunk_size)
@@ -51,11 +46,11 @@ def steady_plans(scheduler: Scheduler) -> Steady | None:
 
 def _same_rows(scheduler: Scheduler) -> int:
     """How many of the next plans decode the same rows, whatever chunks they run."""
-    waiting, kv, config = scheduler._waiting, scheduler._kv, scheduler.config
-    preemption = scheduler._preemption
+    waiting, kv, config = scheduler.waiting, scheduler.kv, scheduler.config
+    preemption = scheduler.preemption
     if (
-        scheduler._constrained
-        or scheduler._speculating
+        scheduler.running.constrained
+        or scheduler.running.speculating
         or preemption
         or (
             waiting and (kv.slots.num_free or (config.preemption and not preemption.is_in_vain(waiting.head)))
@@ -63,11 +58,11 @@ def _same_rows(scheduler: Scheduler) -> int:
         or config.keeps_tokens
     ):
         return 0
-    next_step = scheduler._next_step
-    steps = scheduler._decoding.steady_steps(next_step)
+    next_step = scheduler.next_step
+    steps = scheduler.running.decoding.steady_steps(next_step)
     if kv.blocks is not None and (due := kv.blocks.next_due) is not None:
         steps = min(steps, due - next_step)
-    turn_ends = scheduler._round_robin.next_end()
+    turn_ends = scheduler.running.round_robin.next_end()
     if waiting and turn_ends is not None:
         steps = min(steps, turn_ends - next_step)
     return max(steps, 0)
@@ -77,11 +72,11 @@ def skip_plans(scheduler: Scheduler, steps: int, chunks: int) -> None:
     """Do the work of `steps` calls of `plan`, each with `chunks` chunks; at least 1 and at most those of
     `steady_plans`."""
     if chunks:
-        next(iter(scheduler._prefilling)).prefilled += steps * chunks * scheduler.config.chunk_size
-    scheduler._next_step += steps - 1
-    for state in scheduler._decoding.due(scheduler._next_step):
-        scheduler._hand_over(state)
-    scheduler._next_step += 1
+        next(iter(scheduler.running.prefilling)).prefilled += steps * chunks * scheduler.config.chunk_size
+    scheduler.next_step += steps - 1
+    for state in scheduler.running.decoding.due(scheduler.next_step):
+        scheduler.hand_over(state)
+    scheduler.next_step += 1
 
 
 def skip_commits(scheduler: Scheduler, steps: int, rows: int) -> None:
@@ -89,5 +84,5 @@ def skip_commits(scheduler: Scheduler, steps: int, rows: int) -> None:
 
     The plans in flight then represent later steps, by `steps`.
     """
-    scheduler._committer.steps += steps
-    scheduler._committer.credited += steps * rows
+    scheduler.committer.steps += steps
+    scheduler.committer.credited += steps * rows

@@ -1,16 +1,12 @@
 """Predicts the next plan without changing the scheduler."""
 
 import copy
-import heapq
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from html import escape
-from itertools import islice
-from operator import itemgetter
 
 from xla_engine.scheduler.moves import Swap
 from xla_engine.scheduler.plan import MASK, Chunk, Plan, Row, Speculation, VerifyRow
-from xla_engine.scheduler.queue import COMPARED
 from xla_engine.scheduler.request import FinishReason, Status
 from xla_engine.scheduler.request_state import RequestState
 from xla_engine.scheduler.scheduler import Scheduler
@@ -73,7 +69,7 @@ def peek(
     request costs only a few microseconds.
     """
     near = {id(state) for state in _near(scheduler, now)}
-    far = [state for state in scheduler._states.values() if id(state) not in near]
+    far = [state for state in scheduler.states.values() if id(state) not in near]
     twin = copy.deepcopy(scheduler, {id(state): state for state in far})
     expired = () if now is None else tuple(twin.expire(now))
     plan = twin.plan(speculation, blocked)
@@ -82,12 +78,11 @@ def peek(
 
 def _near(scheduler: Scheduler, now: float | None) -> Iterator[RequestState]:
     """The requests that the next plan or an expired deadline may change."""
-    states, places = scheduler._states.values(), scheduler._waiting._places.values()
+    states = scheduler.states.values()
     # Enough to fill all slots, preempt and fill them again, and the next in line.
     most = 2 * scheduler.config.max_num_seqs + 1
     yield from (state for state in states if state.status not in (Status.WAITING, Status.PARKED))
-    yield from (state for _, state in heapq.nsmallest(most, places, key=itemgetter(0)))
-    yield from (state for _, state in islice(places, most + COMPARED))
+    yield from scheduler.waiting.near(most)
     if now is not None:
         for state in states:
             times = state.request.deadline, state.request.queue_deadline

@@ -74,29 +74,29 @@ def restarted(old: Scheduler, only: Collection[str] | None = None, live: Collect
     live: ids of requests whose end the caller has not delivered. Those that have ended run again, too.
     """
     fresh = Scheduler(old.config, only)
-    fresh._submitted, fresh._finished = old._submitted, dict(old._finished)
-    fresh._next_step = fresh._committer.steps = old._next_step
-    fresh._waiting.turns, fresh._preemption.count = old._waiting.turns, old._preemption.count
-    fresh._cached_tokens = old._cached_tokens
-    old._settle()
-    untold = [old.untold[name] for name in live if name in old.untold and name not in old._states]
+    fresh.submitted, fresh.finished = old.submitted, dict(old.finished)
+    fresh.next_step = fresh.committer.steps = old.next_step
+    fresh.waiting.turns, fresh.preemption.count = old.waiting.turns, old.preemption.count
+    fresh.cached_tokens = old.cached_tokens
+    old.settle()
+    untold = [old.untold[name] for name in live if name in old.untold and name not in old.states]
     for state in untold:
-        state.settle(old._committer.steps)
-        fresh._finished[state.finish_reason or FinishReason.ERROR] -= 1
+        state.settle(old.committer.steps)
+        fresh.finished[state.finish_reason or FinishReason.ERROR] -= 1
         old.ended.pop(state.request_id, None)
-    states = [*old._states.values(), *untold]
+    states = [*old.states.values(), *untold]
     lost = sum(state.credited for state in states)
-    fresh._committer.credited = old._committer.credited - lost
-    fresh._committer.dropped = old._committer.dropped + lost
-    fresh._waiting.max_waiting, fresh._waiting.strict = None, False  # all of them were accepted before
+    fresh.committer.credited = old.committer.credited - lost
+    fresh.committer.dropped = old.committer.dropped + lost
+    fresh.waiting.max_waiting, fresh.waiting.strict = None, False  # all of them were accepted before
     for state in sorted(states, key=lambda state: state.arrival):
         request = state.request
         if state.status is not Status.WAITING and (
             state.finish_reason is None or state.occupancy is not None
         ):
             request = replace(request, queue_deadline=None)
-        fresh._queue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
-    fresh._waiting.max_waiting, fresh._waiting.strict = old.config.max_waiting, True
+        fresh.enqueue(RequestState(request=request, arrival=state.arrival, turn=state.turn))
+    fresh.waiting.max_waiting, fresh.waiting.strict = old.config.max_waiting, True
     fresh.ended = old.ended
     for ended in old.ended.values():
         ended.occupancy = None

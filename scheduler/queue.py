@@ -82,6 +82,12 @@ class WaitingQueue:
         yield from (state for _, state in sorted(self._places.values(), key=itemgetter(0)))
         yield from self._left_out.values()
 
+    def near(self, most: int) -> Iterator[RequestState]:
+        """The requests that the next plan may take: the first `most` in line, and those that have waited longest."""
+        places = self._places.values()
+        yield from (state for _, state in heapq.nsmallest(most, places, key=itemgetter(0)))
+        yield from (state for _, state in islice(places, most + COMPARED))
+
     def place(self, state: RequestState) -> Place:
         """A request's place in line, the same whether it waits or runs; the lowest goes first."""
         request = state.request

@@ -1,13 +1,13 @@
 """The scheduler: `plan()` decides who gets which of B_max slots and which rows are active; `commit()` credits."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from xla_engine.scheduler import invariants, snapshot
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.allocator import KVAllocator
 from xla_engine.scheduler.kv.preemption import Preemption
 from xla_engine.scheduler.kv.readiness import unready
-from xla_engine.scheduler.moves import Moves, StoredBlock
+from xla_engine.scheduler.moves import Moves
 from xla_engine.scheduler.plan import (
     ENCODING,
     LOADING,
@@ -43,7 +43,9 @@ class Scheduler:
     token, when that token is committed. Tokens of an occupancy that has ended are dropped. Every request ends once: by
     a `TokenEvent` with a finish reason, by an `abort` or `finish` that returns True, or by `expire`.
 
-    awaits_blocks: the id of the request that is next in line and waits for `load`; None if there is none.
+    awaits_blocks: the id of the request that is next in line and waits for stored blocks; None if there is none.
+    states: every live request, by id. The other parts are attributes for the modules of this package that continue,
+        restart, peek and skip; others call the methods.
     untold: requests that `commit` and `expire` have ended since the last plan, by id. If the engine restarts before it
         has delivered such an end, the request runs again.
     """
@@ -53,25 +55,25 @@ class Scheduler:
         self.ended: dict[str, RequestState] = {}  # see `scheduler.continuation`
         self.untold: dict[str, RequestState] = {}
         self.awaits_blocks: str | None = None
-        self._states: dict[str, RequestState] = {}  # every live request
-        self._kv = KVAllocator(config)
-        self._waiting = WaitingQueue(config, only)
-        self._deadlines = Deadlines()
+        self.states: dict[str, RequestState] = {}
+        self.kv = KVAllocator(config)
+        self.waiting = WaitingQueue(config, only)
+        self.deadlines = Deadlines()
         self._decoding = Decoding()
-        self._committer = Committer(
-            self._states, self._decoding, self._end_untold, keeps_tokens=config.keeps_tokens
+        self.committer = Committer(
+            self.states, self._decoding, self._end_untold, keeps_tokens=config.keeps_tokens
         )
-        running = self._running = Running(config, self._kv, self._decoding, self._committer)
+        running = self.running = Running(config, self.kv, self._decoding, self.committer)
         self._prefilling, self._constrained = running.prefilling, running.constrained
         self._speculating, self._round_robin = running.speculating, running.round_robin
-        self._preemption = Preemption(
-            config, self._kv, self._waiting, holders=running.holders, detach=self._detach
+        self.preemption = Preemption(
+            config, self.kv, self.waiting, holders=running.holders, detach=self._detach
         )
-        self._cached_tokens = 0
-        self._next_step = 0
+        self.cached_tokens = 0
+        self.next_step = 0
         self._is_late = False  # see `Plan`
-        self._submitted = 0
-        self._finished = dict.fromkeys(FinishReason, 0)
+        self.submitted = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -88,16 +90,16 @@ class Scheduler:
                 f"request {request.request_id!r} can never run: its pictures need {places} places of the feature "
                 f"buffer, which has {self.config.feature_places}"
             )
-        if request.request_id in self._states:
+        if request.request_id in self.states:
             raise ValueError(f"request id {request.request_id!r} is in use by a live request; choose another")
-        state = RequestState(request=request, arrival=self._submitted, turn=next(self._waiting.turns))
+        state = RequestState(request=request, arrival=self.submitted, turn=next(self.waiting.turns))
         state.awaits_blocks = request.stored_blocks > 0
-        self._queue(state)
-        self._submitted += 1
+        self.enqueue(state)
+        self.submitted += 1
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have enough blocks, with the arithmetic; None if it can."""
-        return self._kv.never_fits(prompt_tokens, max_tokens)
+        return self.kv.never_fits(prompt_tokens, max_tokens)
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its status; False if no live request has this id."""
@@ -108,7 +110,7 @@ class Scheduler:
 
         Its slot is free for the next plan. Its tokens in flight are dropped, even if the id is submitted again.
         """
-        state = self._states.get(request_id)
+        state = self.states.get(request_id)
         if state is None:
             return False
         self._end(state, reason)
@@ -120,7 +122,7 @@ class Scheduler:
         now: on the clock of the requests' deadlines.
         """
         expired = []
-        for state, reason in self._deadlines.due(now):
+        for state, reason in self.deadlines.due(now):
             self._end_untold(state, reason)
             expired.append((state.request_id, reason))
         return expired
@@ -137,12 +139,12 @@ class Scheduler:
         decisions: list[Decision] = []
         self._constrained.blocked = blocked
         self.untold.clear()
-        to_speculate, to_decode = self._running.change_part(speculation is not None, self._next_step)
+        to_speculate, to_decode = self.running.change_part(speculation is not None, self.next_step)
         if self._round_robin:
-            decisions += self._preemption.park_expired(self._round_robin, self._next_step)
-        if (blocks := self._kv.blocks) is not None:
-            decisions += self._preemption.grow(
-                (*self._constrained.ready(), *self._speculating.ready()), self._next_step
+            decisions += self.preemption.park_expired(self._round_robin, self.next_step)
+        if (blocks := self.kv.blocks) is not None:
+            decisions += self.preemption.grow(
+                (*self._constrained.ready(), *self._speculating.ready()), self.next_step
             )
         encodes: list[Encode] = []
         admitted, resumes, continues = self._admit(decisions, encodes)
@@ -153,24 +155,24 @@ class Scheduler:
             alone = not (rows or self._speculating.takes_all)
             for state in work.complete:
                 waits = alone and state.request.max_tokens - state.base > 1
-                self._running.run(state, self._next_step + waits, sampled=state.base + 1)
-        verify = self._speculating.plan(speculation, self._constrained, self._next_step)
+                self.running.run(state, self.next_step + waits, sampled=state.base + 1)
+        verify = self._speculating.plan(speculation, self._constrained, self.next_step)
         width = (
             0
             if speculation is None
             else max((speculation.width for row in verify if row.width > 1), default=1)
         )
-        parks = self._preemption.take_parks()
+        parks = self.preemption.take_parks()
         copies, tables = ((), ()) if blocks is None else blocks.take_moves()
         decode = () if alone else self._decoding.rows
-        planned = self._decoding.due(self._next_step)
+        planned = self._decoding.due(self.next_step)
         planned += self._speculating.done()
         if self._constrained:
             if width < 2 and (single := self._constrained.plan()):
                 decode += single
-                self._committer.differ(self._next_step + 1)
+                self.committer.differ(self.next_step + 1)
             planned += self._constrained.done()
-        decisions.extend(self._hand_over(state) for state in planned)
+        decisions.extend(self.hand_over(state) for state in planned)
         is_empty = not (work.chunks or decode or verify or parks or resumes or encodes)
         stores, loads = ((), ()) if blocks is None or is_empty else blocks.take_stored()
         moves = Moves(
@@ -183,10 +185,10 @@ class Scheduler:
             reuses=work.reuses,
             tables=tables,
             saves=work.saves,
-            replays=() if is_empty else self._preemption.take_replays(),
+            replays=() if is_empty else self.preemption.take_replays(),
         )
         plan = Plan(
-            step=self._next_step,
+            step=self.next_step,
             admitted=admitted,
             chunks=work.chunks,
             decode=decode,
@@ -202,16 +204,16 @@ class Scheduler:
         )
         self._is_late = is_empty and (self._is_late or bool(blocked))
         for reuse in plan.moves.reuses:
-            self._cached_tokens += reuse.length
-            self._kv.used(reuse.source, self._next_step)
-        self._next_step += not is_empty
+            self.cached_tokens += reuse.length
+            self.kv.used(reuse.source, self.next_step)
+        self.next_step += not is_empty
         return plan
 
     def credited(self, request_id: str) -> int | None:
         """New tokens credited to a request since it last started; None if it is not live."""
-        if (state := self._states.get(request_id)) is None:
+        if (state := self.states.get(request_id)) is None:
             return None
-        state.settle(self._committer.steps)
+        state.settle(self.committer.steps)
         return state.credited
 
     def preempt(self, request_id: str, *, how: str | None = None, to_back: bool = False) -> str | None:
@@ -225,45 +227,19 @@ class Scheduler:
         configuration does not offer `how`. The request's tokens stay the same: those in flight are credited, or
         sampled again by a replay. It gets a slot again only after all tokens planned for it have been read.
         """
-        state = self._states.get(request_id)
+        state = self.states.get(request_id)
         if state is None or not state.holds_slot:
             return None
-        return self._preemption.preempt(state, self._next_step, how=how, to_back=to_back).action
+        return self.preemption.preempt(state, self.next_step, how=how, to_back=to_back).action
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self._kv.forget()
+        self.kv.forget()
 
     def forget_features(self) -> None:
         """Forget all features of pictures. There must be no requests."""
-        if self._kv.features is not None:
-            self._kv.features.forget()
-
-    def full_blocks(self, request: Request) -> Iterable[StoredBlock]:
-        """The full blocks of a prompt, in order, by the keys of the block pool; none without a pool."""
-        return () if self._kv.blocks is None else self._kv.blocks.full_blocks(request)
-
-    def missing_blocks(self, request_id: str) -> list[StoredBlock]:
-        """Those of a waiting request's `stored_blocks` that the pool lacks, from the first such on; none if it has
-        ended."""
-        state, blocks = self._states.get(request_id), self._kv.blocks
-        if state is None or blocks is None:
-            return []
-        return blocks.missing_blocks(state.request, state.request.stored_blocks)
-
-    def has_block(self, key: bytes) -> bool:
-        """Whether the block pool has the block with this key."""
-        return self._kv.blocks is not None and self._kv.blocks.pool.find(key) is not None
-
-    def load(self, request_id: str, keys: Collection[bytes]) -> tuple[StoredBlock, ...]:
-        """Let the next plan load those of a request's `stored_blocks` that the pool lacks, up to the first that is not
-        in `keys`; the request waits for no others. Returns those that will be loaded: none if no live request has this
-        id, and fewer if not enough blocks are free."""
-        state, blocks = self._states.get(request_id), self._kv.blocks
-        if state is None or blocks is None:
-            return ()
-        state.awaits_blocks = False
-        return blocks.load(state.request, keys)
+        if self.kv.features is not None:
+            self.kv.features.forget()
 
     def commit(self, plan: Plan, result: StepResult) -> Events:
         """Credit a step's samples: first tokens in lane order, then decoded ones in row order.
@@ -273,14 +249,14 @@ class Scheduler:
         """
         if plan.is_empty:
             return Events()
-        events = self._committer.credit(plan, result)
+        events = self.committer.credit(plan, result)
         for state in self._speculating.done():  # the steps in flight are now certain to complete them
-            self._hand_over(state)
+            self.hand_over(state)
         return events
 
     def _encode(self, state: RequestState) -> tuple[Encode, ...]:
         """Work of the vision tower for a request whose features are missing; none if they have no places yet."""
-        features = self._kv.features
+        features = self.kv.features
         assert features is not None
         readers = (state.request for state in self._prefilling)
         shares = bool(len(self._decoding) or len(self._constrained) or len(self._speculating))
@@ -291,24 +267,24 @@ class Scheduler:
         """Give free slots to the requests at the head of the queue. encodes: receives work of the vision tower."""
         admitted, resumes, continues = [], [], []
         self.awaits_blocks = None
-        while self._waiting:
-            state = self._waiting.next_in_line(self._kv.cached_tokens)
-            if (reason := unready(state, self._kv, self._constrained.blocked, uses=True)) is not None:
+        while self.waiting:
+            state = self.waiting.next_in_line(self.kv.cached_tokens)
+            if (reason := unready(state, self.kv, self._constrained.blocked, uses=True)) is not None:
                 if reason == LOADING:
                     self.awaits_blocks = state.request_id
                 if reason == ENCODING:
                     encodes.extend(self._encode(state))
                 decisions.append(state.decide("wait", reason))
                 break
-            if state.goes_on and not self._kv.still_holds(state):
+            if state.goes_on and not self.kv.still_holds(state):
                 state.goes_on, state.occupancy = False, None
                 if not self.config.keeps_tokens:
-                    self._committer.take_back(state)
-                    self._preemption.replay(state)
+                    self.committer.take_back(state)
+                    self.preemption.replay(state)
             if state.status is Status.WAITING and not state.goes_on:
                 state.begin_prefill()
-            if (missing := self._kv.missing(state)) is not None:
-                if (preempted := self._preemption.make_room(state, self._next_step)) is not None:
+            if (missing := self.kv.missing(state)) is not None:
+                if (preempted := self.preemption.make_room(state, self.next_step)) is not None:
                     decisions.append(preempted)
                     continue
                 decision = state.decision
@@ -316,20 +292,20 @@ class Scheduler:
                     decision = state.decide("wait", missing)
                 decisions.append(decision)
                 break
-            self._waiting.take(state)
+            self.waiting.take(state)
             admitted.append(state.request_id)
             if state.goes_on:
-                continues.append(self._kv.go_on(state, self._next_step))
-                self._preemption.admitted(state)
-                self._running.run(state, self._next_step, sampled=state.planned_before)
+                continues.append(self.kv.go_on(state, self.next_step))
+                self.preemption.admitted(state)
+                self.running.run(state, self.next_step, sampled=state.planned_before)
                 decisions.append(state.decide("continue", f"it still runs in slot {state.slot.index}"))
                 continue
-            self._kv.enter(state)
-            self._preemption.admitted(state)
+            self.kv.enter(state)
+            self.preemption.admitted(state)
             if state.status is Status.PARKED:
-                self._preemption.release(state)
-                resumes.append(self._kv.resume(state, state.position(self._next_step)))
-                self._running.run(state, self._next_step, sampled=state.planned_before)
+                self.preemption.release(state)
+                resumes.append(self.kv.resume(state, state.position(self.next_step)))
+                self.running.run(state, self.next_step, sampled=state.planned_before)
                 decisions.append(state.decide("resume", f"slot {state.slot.index} was free"))
             else:
                 state.status = Status.PREFILLING
@@ -339,28 +315,28 @@ class Scheduler:
 
     def _gated(self, names: Collection[str]) -> frozenset[str]:
         """Those of `names` that are constrained requests."""
-        live = ((name, self._states.get(name)) for name in names)
+        live = ((name, self.states.get(name)) for name in names)
         return frozenset(name for name, state in live if state is not None and state.request.constrained)
 
     def _detach(self, state: RequestState, how: str) -> None:
         """Stop planning for a request that loses its slot."""
-        self._running.detach(state, self._next_step)
+        self.running.detach(state, self.next_step)
         if how == "replay":
-            self._committer.take_back(state)
+            self.committer.take_back(state)
 
-    def _hand_over(self, state: RequestState) -> Decision:
+    def hand_over(self, state: RequestState) -> Decision:
         """Release the slot of a request that is wholly planned: the device runs steps in order."""
-        self._running.part_of(state).leave(state)
+        self.running.part_of(state).leave(state)
         if state.last_step is not None:
-            self._committer.handed_over(state)
-        self._kv.leave(state, self._next_step)
+            self.committer.handed_over(state)
+        self.kv.leave(state, self.next_step)
         tokens, slot = state.request.max_tokens, state.slot.index
         return state.decide("hand over", f"all {tokens} new tokens are planned; slot {slot} is free")
 
-    def _queue(self, state: RequestState) -> None:
-        self._waiting.push(state, self.num_free)
-        self._states[state.request_id] = state
-        self._deadlines.add(state)
+    def enqueue(self, state: RequestState) -> None:
+        self.waiting.push(state, self.num_free)
+        self.states[state.request_id] = state
+        self.deadlines.add(state)
 
     def _end_untold(self, state: RequestState, reason: FinishReason) -> None:
         """End a request, and note that the caller does not know it yet."""
@@ -369,65 +345,65 @@ class Scheduler:
 
     def _end(self, state: RequestState, reason: FinishReason) -> None:
         """Remove a live request from every part."""
-        del self._states[state.request_id]
+        del self.states[state.request_id]
         if state.status in (Status.WAITING, Status.PARKED):
-            self._waiting.remove(state)
-            self._preemption.release(state)
+            self.waiting.remove(state)
+            self.preemption.release(state)
         if reason is FinishReason.ERROR:
-            self._kv.discard(state)
+            self.kv.discard(state)
         else:
-            self._kv.retain(state)
+            self.kv.retain(state)
         if state.holds_slot:
-            self._running.part_of(state).leave(state)
-            self._kv.leave(state, self._next_step)
+            self.running.part_of(state).leave(state)
+            self.kv.leave(state, self.next_step)
         if state.last_step is not None:
-            self._committer.ended(state, self._next_step)
+            self.committer.ended(state, self.next_step)
         state.status, state.finish_reason = Status.FINISHED, reason
         if self.config.keeps_finished:
             self.ended[state.request_id] = state
-        self._finished[reason] += 1
-        self._deadlines.forget_ended(len(self._states))
+        self.finished[reason] += 1
+        self.deadlines.forget_ended(len(self.states))
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of a part or between parts is broken, and say which."""
-        self._settle()
-        parked = self._preemption.parked_tokens
+        self.settle()
+        parked = self.preemption.parked_tokens
         invariants.check(
-            self.config, self._states, self._waiting, self._running, self._kv, self.counters(), parked
+            self.config, self.states, self.waiting, self.running, self.kv, self.counters(), parked
         )
 
-    def _settle(self) -> None:
-        for state in self._states.values():
-            state.settle(self._committer.steps)
+    def settle(self) -> None:
+        for state in self.states.values():
+            state.settle(self.committer.steps)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._states)
+        return bool(self.states)
 
     @property
     def num_free(self) -> int:
         """Slots that no request holds."""
-        return self._kv.slots.num_free
+        return self.kv.slots.num_free
 
     @property
     def blocks_used(self) -> int | None:
         """KV blocks that requests hold; None without a block pool."""
-        return None if self._kv.blocks is None else self._kv.blocks.pool.num_used
+        return None if self.kv.blocks is None else self.kv.blocks.pool.num_used
 
     @property
     def positions_used(self) -> int:
         """KV entries that the plans so far have written for the requests that hold a slot."""
-        return sum(state.position(self._next_step) for state in self._running.holders())
+        return sum(state.position(self.next_step) for state in self.running.holders())
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue: new ones and preempted ones."""
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests in a slot, or with all tokens planned and some in flight."""
-        return len(self._states) - len(self._waiting)
+        return len(self.states) - len(self.waiting)
 
     @property
     def most_are_constrained(self) -> bool:
@@ -441,31 +417,31 @@ class Scheduler:
     @property
     def decoding(self) -> list[str]:
         """The ids of the requests that decode in the next plan, unless it preempts them."""
-        running = self._running
+        running = self.running
         parts = (self._decoding, running.speculating, running.constrained)
         return [state.request_id for part in parts for state in part]
 
     def snapshot(self, times: Callable[[str], Times | None] = lambda request_id: None) -> Snapshot:
         """Slots, queue and counters, with the last decision and the times of each live request."""
-        self._settle()
+        self.settle()
         admitted = [
-            state for state in self._states.values() if state.status not in (Status.WAITING, Status.PARKED)
+            state for state in self.states.values() if state.status not in (Status.WAITING, Status.PARKED)
         ]
         turns = self.config.scheduling_policy == "round_robin"
         masked, counters = self._constrained.blocked, self.counters()
         return snapshot.take(
-            self._kv, self._waiting, admitted, counters, times, takes_turns=turns, masked=masked
+            self.kv, self.waiting, admitted, counters, times, takes_turns=turns, masked=masked
         )
 
     def counters(self) -> Counters:
         """Totals since start-up."""
         return Counters(
-            steps_planned=self._next_step,
-            steps_committed=self._committer.steps,
-            submitted=self._submitted,
-            finished=dict(self._finished),
-            tokens_credited=self._committer.credited,
-            tokens_dropped=self._committer.dropped,
-            preemptions=self._preemption.count,
-            cached_tokens=self._cached_tokens,
+            steps_planned=self.next_step,
+            steps_committed=self.committer.steps,
+            submitted=self.submitted,
+            finished=dict(self.finished),
+            tokens_credited=self.committer.credited,
+            tokens_dropped=self.committer.dropped,
+            preemptions=self.preemption.count,
+            cached_tokens=self.cached_tokens,
         )

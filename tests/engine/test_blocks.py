@@ -52,7 +52,7 @@ def paged(shared_paged: XlaBatchEngine) -> Iterator[XlaBatchEngine]:
     shared_paged.lag = shared_paged.config.lag
     shared_paged.drain()
     shared_paged.scheduler.check()
-    manager = shared_paged.scheduler._kv.blocks
+    manager = shared_paged.scheduler.kv.blocks
     assert manager is not None and manager.pool.num_free == PAGED.num_blocks, "a block leaked"
     assert num_parked(shared_paged.runner) == 0
 
@@ -182,7 +182,7 @@ def test_samples_of_one_prompt_share_its_blocks(paged: XlaBatchEngine) -> None:
     paged.submit(prompt, params, request_id="alone")
     (alone,) = paged.drain()
     assert len({output.token_ids for output in alone.outputs}) > 1, "eight samples are not the same"
-    manager = paged.scheduler._kv.blocks
+    manager = paged.scheduler.kv.blocks
     assert manager is not None
     fewest = manager.pool.num_free
 

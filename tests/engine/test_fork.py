@@ -107,7 +107,7 @@ def test_a_fork_is_the_request_with_the_longer_prompt(make_engine: MakeEngine, c
             index=index,
             request_id=f"{name}!",
         )
-        request = engine.scheduler._states[fork].request
+        request = engine.scheduler.states[fork].request
         row = engine.state.table.settings[fork]
         tokens = request.prompt_token_ids
         assert list(tokens[: len(prompt)]) == prompt and list(tokens[len(tokens) - len(suffix) :]) == suffix

@@ -120,7 +120,7 @@ def test_the_inner_pages_of_a_live_prefix_stay() -> None:
         driven.scheduler.check()
         cache_checked.append(index)
     driven.drain()
-    assert isinstance(driven.scheduler._kv.cache, SlotPrefixCache) and len(cache_checked) == 6
+    assert isinstance(driven.scheduler.kv.cache, SlotPrefixCache) and len(cache_checked) == 6
 
 
 def test_prompts_of_which_unequal_parts_are_cached_share_a_step() -> None:

@@ -35,7 +35,7 @@ def credit_ignores_the_occupancy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
         def today(part):  # type: ignore[no-untyped-def]
-            state = self._states.get(part.request_id)
+            state = self.states.get(part.request_id)
             change = part._replace if isinstance(part, Chunk) else partial(replace, part)
             return change(slot=state.occupancy) if state and state.occupancy else part
 
@@ -89,8 +89,8 @@ def tokens_are_kept_over_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def careless(old: Scheduler) -> Scheduler:
         fresh = restarted(old)
-        for request_id, state in old._states.items():
-            fresh._states[request_id].credited = state.credited
+        for request_id, state in old.states.items():
+            fresh.states[request_id].credited = state.credited
         return fresh
 
     monkeypatch.setattr(fake_loop, "restarted", careless)

@@ -206,7 +206,7 @@ def test_memory_of_deadlines_is_bounded_by_what_is_live() -> None:
         loop.submit(within(some_request(rng, str(number)), 0.0, (10**6, 10**6)))
         while len(loop.live) > 8:
             loop.turn()
-        assert len(loop.scheduler._deadlines) <= 8 * len(loop.live) + 80
+        assert len(loop.scheduler.deadlines) <= 8 * len(loop.live) + 80
         loop.plans.clear()
     loop.drain()
     assert {life.reason for life in loop.ended} == {

@@ -32,7 +32,7 @@ def request(name: str, prompt: tuple[int, ...], max_tokens: int = 4, **fields: o
 
 def held(driven: Loop) -> int:
     """Blocks that some request holds."""
-    blocks = driven.scheduler._kv.blocks
+    blocks = driven.scheduler.kv.blocks
     assert blocks is not None
     return blocks.pool.num_blocks - blocks.pool.num_free
 

@@ -97,7 +97,7 @@ def test_a_lookup_ahead_is_what_will_be_reused() -> None:
     driven = recurrent()
     reused(driven, STEM)
     state = RequestState(request=request("x", prompt=STEM[:20]), arrival=0, turn=0)
-    assert driven.scheduler._kv.cached_tokens(state) == 16
+    assert driven.scheduler.kv.cached_tokens(state) == 16
 
 
 def test_an_interval_off_the_grid_is_refused() -> None:

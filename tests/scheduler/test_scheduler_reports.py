@@ -117,22 +117,22 @@ def test_a_snapshot_says_what_holds_now() -> None:
 
 def test_check_finds_a_broken_invariant() -> None:
     def leak_slot(engine: Scheduler) -> None:
-        engine._kv.slots.acquire()
+        engine.kv.slots.acquire()
 
     def lose_request(engine: Scheduler) -> None:
-        del engine._states["a"]
+        del engine.states["a"]
 
     def share_slot(engine: Scheduler) -> None:
-        engine._states["b"].occupancy = engine._states["a"].occupancy
+        engine.states["b"].occupancy = engine.states["a"].occupancy
 
     def skip_prompt(engine: Scheduler) -> None:
-        engine._states["a"].prefilled -= 1
+        engine.states["a"].prefilled -= 1
 
     def overcredit(engine: Scheduler) -> None:
-        engine._states["a"].credited = 4
+        engine.states["a"].credited = 4
 
     def forget_row(engine: Scheduler) -> None:
-        engine._decoding.leave(engine._states["a"])
+        engine.running.decoding.leave(engine.states["a"])
 
     for damage in (leak_slot, lose_request, share_slot, skip_prompt, overcredit, forget_row):
         engine = make(slots=3)

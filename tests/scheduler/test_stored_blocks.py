@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.adversary import adversary, assert_caught, assert_caught_in_plans
 from tests.support.fake_loop import Loop
-from xla_engine.scheduler import Plan, Request, SchedulerConfig
+from xla_engine.scheduler import Plan, Request, SchedulerConfig, stored_blocks
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.moves import StoredBlock
 from xla_engine.scheduler.plan import LOADING
@@ -74,9 +74,9 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
     assert scheduler.plan().is_empty and scheduler.awaits_blocks == "c"
     decision = scheduler.snapshot().waiting[0].decision
     assert decision is not None and decision.reason == LOADING
-    assert scheduler.load("nobody", {b"x"}) == ()
-    (first, *_) = scheduler.missing_blocks("c")
-    assert [each.key for each in scheduler.load("c", {first.key})] == [first.key]
+    assert stored_blocks.load(scheduler, "nobody", {b"x"}) == ()
+    (first, *_) = stored_blocks.missing_blocks(scheduler, "c")
+    assert [each.key for each in stored_blocks.load(scheduler, "c", {first.key})] == [first.key]
     plan = scheduler.plan()
     assert plan.admitted == ("c", "d") and [each.key for each in plan.moves.loads] == [first.key]
     assert scheduler.awaits_blocks is None
@@ -85,9 +85,13 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
 def test_a_request_that_has_ended_waits_for_no_blocks() -> None:
     scheduler = stored().scheduler
     scheduler.submit(request("c", (*STEM, 3), stored_blocks=4))
-    assert scheduler.plan().is_empty and scheduler.awaits_blocks == "c" and scheduler.missing_blocks("c")
+    assert (
+        scheduler.plan().is_empty
+        and scheduler.awaits_blocks == "c"
+        and stored_blocks.missing_blocks(scheduler, "c")
+    )
     scheduler.abort("c")
-    assert scheduler.missing_blocks("c") == []
+    assert stored_blocks.missing_blocks(scheduler, "c") == []
 
 
 def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
@@ -98,12 +102,12 @@ def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
     loop.scheduler.reset_prefix_cache()
     loop.submit(replace(request("long", (9,) * 10), max_tokens=8))
     loop.turn()
-    blocks = loop.scheduler._kv.blocks
+    blocks = loop.scheduler.kv.blocks
     assert blocks is not None
     free = blocks.pool.num_free
     loop.scheduler.submit(request("c", (*STEM, 5), stored_blocks=4))
-    keys = [each.key for each in loop.scheduler.missing_blocks("c")]
-    assert len(loop.scheduler.load("c", keys)) == free - blocks.pool.watermark < 4
+    keys = [each.key for each in stored_blocks.missing_blocks(loop.scheduler, "c")]
+    assert len(stored_blocks.load(loop.scheduler, "c", keys)) == free - blocks.pool.watermark < 4
     assert blocks.pool.num_free == free
 
 

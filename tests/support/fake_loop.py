@@ -21,6 +21,7 @@ from xla_engine.scheduler import (
     Speculation,
     Status,
     StepResult,
+    stored_blocks,
 )
 from xla_engine.scheduler.peek import peek
 from xla_engine.scheduler.pipeline import restarted
@@ -79,8 +80,10 @@ class Loop:
 
     def submit(self, request: Request) -> None:
         stored = 0
-        for block in self.scheduler.full_blocks(request):
-            if block.key not in self.runner.outside and not self.scheduler.has_block(block.key):
+        for block in stored_blocks.full_blocks(self.scheduler, request):
+            if block.key not in self.runner.outside and not stored_blocks.has_block(
+                self.scheduler, block.key
+            ):
                 break
             stored += 1
         if stored and request.max_cached_tokens != 0:
@@ -96,9 +99,9 @@ class Loop:
         name = self.scheduler.awaits_blocks
         if name is None or (self.plans and not self.plans[-1].is_empty and self.draw.random() < 0.5):
             return
-        keys = [each.key for each in self.scheduler.missing_blocks(name)]
+        keys = [each.key for each in stored_blocks.missing_blocks(self.scheduler, name)]
         readable = {key for key in keys if key in self.runner.outside and self.draw.random() < 0.9}
-        self.loaded += len(self.scheduler.load(name, readable))
+        self.loaded += len(stored_blocks.load(self.scheduler, name, readable))
 
     def place(self, priority: int) -> tuple[int, int]:
         """The place in line of the next arrival."""

@@ -56,7 +56,7 @@ def credit_goes_to_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
     def careless(self: Scheduler, plan: Plan, result: StepResult) -> Events:
-        holders = {state.slot.index: state for state in self._states.values() if state.holds_slot}
+        holders = {state.slot.index: state for state in self.states.values() if state.holds_slot}
 
         def today(part):  # type: ignore[no-untyped-def]
             state = holders.get(part.slot.index)

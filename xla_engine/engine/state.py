@@ -21,7 +21,6 @@ from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Scheduler
-from xla_engine.scheduler.fast_forward import next_deadline
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.utils.call_thread import Pending
 
@@ -128,7 +127,7 @@ class EngineState:
 
     def next_deadline(self) -> float:
         """The earliest deadline of all requests; infinity if there is none."""
-        first = next_deadline(self.pipeline.scheduler)
+        first = self.scheduler.deadlines.next_time
         for one in self.table.pending.values():
             if one.expires:
                 first = min(first, one.expires[0][0])

@@ -19,7 +19,7 @@ from xla_engine.runner.prefix_files.files import BlockFiles
 from xla_engine.runner.prefix_files.storage import BlockReading, PrefixStorage
 from xla_engine.runner.program_key import code_digest
 from xla_engine.runner.runner import Runner
-from xla_engine.scheduler import Plan, Request, Scheduler
+from xla_engine.scheduler import Plan, Request, Scheduler, stored_blocks
 
 _OPTIONS = ("bits", "quantization", "kv_cache_dtype", "block_size")
 
@@ -41,10 +41,10 @@ class StoredPrefixes:
         of them; otherwise the same request."""
         if request.max_cached_tokens == 0:
             return request
-        blocks = iter(scheduler.full_blocks(request))
+        blocks = iter(stored_blocks.full_blocks(scheduler, request))
         pooled = 0  # blocks before the first that the pool lacks
         for first in blocks:
-            if not scheduler.has_block(first.key):
+            if not stored_blocks.has_block(scheduler, first.key):
                 break
             pooled += 1
         else:
@@ -52,7 +52,7 @@ class StoredPrefixes:
         if not self.storage.found([first.key]):
             return request
         rest = [first, *blocks]
-        missing = [each for each in rest if not scheduler.has_block(each.key)]
+        missing = [each for each in rest if not stored_blocks.has_block(scheduler, each.key)]
         unread = 1 + self.storage.found([each.key for each in missing[1:]])
         tokens = sum(len(each.tokens) for each in missing[:unread])
         if not self.storage.is_worth_reading(unread, tokens):
@@ -64,12 +64,18 @@ class StoredPrefixes:
         """Give the scheduler what was read, and read for the request that waits, if there is one."""
         reading = self.reading
         if reading is not None and (reading.done or now >= reading.until):
-            loads = scheduler.load(reading.request_id, self.storage.keys(reading) if reading.done else ())
+            loads = stored_blocks.load(
+                scheduler, reading.request_id, self.storage.keys(reading) if reading.done else ()
+            )
             reading.abandoned = not reading.done
             self.storage.drop(reading, loads)
             self.reading = None
         name = scheduler.awaits_blocks
-        if self.reading is None and name is not None and (missing := scheduler.missing_blocks(name)):
+        if (
+            self.reading is None
+            and name is not None
+            and (missing := stored_blocks.missing_blocks(scheduler, name))
+        ):
             self.reading = self.storage.start(name, missing, now)
 
     @property

@@ -16,7 +16,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.prefix_files.files import ABOUT, DamagedFileError, StoredContent, read_file
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Request
+from xla_engine.scheduler import Request, stored_blocks
 
 
 @dataclass(slots=True)
@@ -107,7 +107,11 @@ def _chain(key: bytes, found: Mapping[bytes, StoredContent], engine: XlaBatchEng
     if len(tokens) + 2 > engine.max_model_len:
         return None
     request = Request(request_id="check", prompt_token_ids=tokens, max_tokens=1)
-    return chain if [each.key for each in engine.scheduler.full_blocks(request)] == chain else None
+    return (
+        chain
+        if [each.key for each in stored_blocks.full_blocks(engine.scheduler, request)] == chain
+        else None
+    )
 
 
 def _compute(engine: XlaBatchEngine, tokens: list[int]) -> None:

@@ -8,7 +8,7 @@ import bisect
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xla_engine.observability.step_log import Moment, StepLog
 from xla_engine.observability.step_log_writer import StepLogWriter
@@ -23,7 +23,7 @@ from xla_engine.scheduler import (
     Speculation,
     VerifyRow,
 )
-from xla_engine.scheduler.fast_forward import Steady, next_deadline, skip_commits, skip_plans, steady_plans
+from xla_engine.scheduler.fast_forward import Steady, skip_commits, skip_plans, steady_plans
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.tools.simulator.clock import SimulatedClock
@@ -208,9 +208,7 @@ class Simulation:
         while any(unlike[taken:]) and taken < steps and clock.now < until:
             clock.run(self._take_host_work(len(calls)), next(device))
             skip_plans(self._scheduler, 1, steady.chunks)
-            self._pipeline.in_flight.append(
-                Plan(step=self._next_step, admitted=(), chunks=(), decode=steady.rows, decisions=())
-            )
+            self._pipeline.in_flight.append(Plan(step=self._next_step, decode=steady.rows))
             self._next_step += 1
             taken += 1
             self._read()
@@ -227,7 +225,7 @@ class Simulation:
     def _limits(self, steady: Steady, ahead: Arrival | None) -> tuple[int, float]:
         """How many turns can be taken at most, and the time at which none begins any more."""
         step, steps = self._next_step, steady.steps
-        until = next_deadline(self._scheduler)
+        until = self._scheduler.deadlines.next_time
         if not self._pipeline.lag:
             steps -= 1  # what is read at once may end a request
         if (stop := self._stops.next_step) is not None:
@@ -281,9 +279,9 @@ class Simulation:
         skip_plans(self._scheduler, taken, steady.chunks)
         skip_commits(self._scheduler, taken, rows)
         self._next_step += taken
-        # Not shared, so not copied: a copy would cost as much as a turn.
-        for plan in self._pipeline.in_flight:
-            object.__setattr__(plan, "step", plan.step + taken)
+        unread = self._pipeline.in_flight
+        for place, plan in enumerate(unread):  # all are alike: they stand for later steps now
+            unread[place] = replace(plan, step=plan.step + taken)
         self._tokens = rows
         return taken
 
