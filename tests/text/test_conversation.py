@@ -197,6 +197,9 @@ NO_SYSTEM = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_except
         ("suaus", "u:0 1 a:2 u:3 4"),
         ("suasas", "u:0 1 a:2 u:3 a:4 u:5"),
         ("sa", "u:0 a:1"),
+        ("au", "u: a:0 u:1"),
+        ("aau", "u: a:0 1 u:2"),
+        ("asu", "u: a:0 u:1 2"),
     ],
 )
 def test_user_and_assistant_take_turns_if_the_template_wants_it(roles: str, shown: str) -> None:

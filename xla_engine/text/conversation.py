@@ -167,6 +167,8 @@ def forms(messages: list[dict[str, Any]], *, knows_developer: bool) -> Iterator[
     repeats = any(one == other and one in ("user", "assistant") for one, other in pairwise(roles))
     is_late = any(role in INSTRUCTIONS for role in roles[_leading(messages) :])
     orders = (_same, _late_of_users, _alternating) if is_late or repeats else (_same,)
+    if roles[_leading(messages) :][:1] == ["assistant"]:
+        orders = (*orders, _user_first)
     if not has_calls:
         yield from (order(lead(begin)) for lead, order in product(leads, orders))
         return
@@ -242,6 +244,13 @@ def _add_late(told: list[dict[str, Any]], late: list[dict[str, Any]]) -> None:
 def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates in which user and assistant take turns: their messages that follow one another as one."""
     return _in_turns(_late_of_users(messages), lambda role: role in ("user", "assistant"))
+
+
+def _user_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates in which the user begins: an empty message of the user before an assistant that does."""
+    told = _alternating(messages)
+    leading = _leading(told)
+    return [*told[:leading], {"role": "user", "content": ""}, *told[leading:]]
 
 
 def _in_turns(messages: list[dict[str, Any]], joins: Callable[[str], bool]) -> list[dict[str, Any]]:
