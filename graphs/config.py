@@ -155,17 +155,24 @@ class DeltaForm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderForm:
     """What makes a model an encoder: every token attends to all others, and norms come after each sublayer (BERT,
-    Devlin et al. 2019).
+    Devlin et al. 2019) or before it (ModernBERT, Warner et al. 2024).
 
-    positions: rows of the table of learned positions. position_offset: the row of a text's first token.
-    token_types: rows of the table of token types, which tell the two texts of a pair apart.
-    activation: of the MLP; "gelu" is exact, by the error function.
+    positions: rows of the table of learned positions; 0: there is none, and queries and keys are rotated.
+    position_offset: the row of a text's first token.
+    token_types: rows of the table of token types, which tell the two texts of a pair apart; 0: there is none.
+    activation: of the MLP, or of its gate; "gelu" is exact, by the error function.
+    pre_norm: norms stand before each sublayer, but before the first, and behind the last layer.
+    norm_bias: norms have a bias. gated: the MLP has a gate. up_bias: the first product of the MLP has a bias.
     """
 
     positions: int
     position_offset: int = 0
     token_types: int = 1
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    pre_norm: bool = False
+    norm_bias: bool = True
+    gated: bool = False
+    up_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +191,7 @@ class ModelConfig:
     hidden_act: activation of the MLP's gate.
     tie_word_embeddings: the output head shares the embedding's weight.
     layer_types: "full_attention", "sliding_attention" or "linear_attention" for each layer; empty: all full.
-    sliding_window: keys that a query of a sliding layer attends to; None: all.
+    sliding_window: keys that a query of a sliding layer attends to, up to its own; None: all.
     rope_theta: base of the rotary embedding.
     rope_scaling: its scaling; None: none.
     partial_rotary_factor: the share of each head's dimensions that is rotated; in the checkpoint they come first.
@@ -215,7 +222,9 @@ class ModelConfig:
     embedding_multiplier: factor of the embeddings.
     residual_multiplier: factor of the outputs of attention and MLP.
     logit_scale: factor of the logits.
-    encoder: what makes the model an encoder; None: it is a decoder.
+    encoder: what makes the model an encoder; None: it has a decoder's layers.
+    bidirectional: every token of a decoder's layers attends to all others, too, and a window reaches as far forwards
+        as backwards: the model is an encoder.
     """
 
     vocab_size: int
@@ -261,6 +270,7 @@ class ModelConfig:
     norm_bias: bool = False
     gated_mlp: bool = True
     head_bias: bool = False
+    bidirectional: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -287,12 +297,21 @@ class ModelConfig:
             raise ValueError("llama_4_scaling_beta needs a rope scaling")
         if LINEAR in self.layer_types and self.delta is None:
             raise ValueError("linear_attention layers need their sizes")
+        if self.bidirectional and (self.delta is not None or self.llama_4_scaling_beta is not None):
+            raise ValueError(
+                "attention to later tokens needs layers without a state, and queries without a scale"
+            )
 
     @property
     def qkv_features(self) -> int:
         """Rows of the fused q/k/v projection, including the output gates at its end."""
         gates = self.num_attention_heads if self.attn_output_gate else 0
         return (self.num_attention_heads + 2 * self.num_key_value_heads + gates) * self.head_dim
+
+    @property
+    def encodes(self) -> bool:
+        """Whether every token attends to all others, so that the model generates nothing."""
+        return self.encoder is not None or self.bidirectional
 
     @property
     def rotary_dim(self) -> int:
@@ -324,7 +343,7 @@ class ModelConfig:
 
     def rope(self, index: int) -> Rope | None:
         """The rotary embedding of layer `index`; None if it has none."""
-        if index in self.no_rope_layers:
+        if index in self.no_rope_layers or (self.encoder is not None and self.encoder.positions):
             return None
         if self.rope_local_base_freq is not None and self.layer_type(index) == SLIDING:
             return Rope(self.rope_local_base_freq, None)

@@ -1,7 +1,8 @@
-"""The encoder: its weights and its forward pass (BERT, Devlin et al. 2019; RoBERTa, Liu et al. 2019).
+"""The encoder: its weights and its forward pass (BERT, Devlin et al. 2019; ModernBERT, Warner et al. 2024).
 
-It is merged and called as a `Decoder` is (`graphs.model.decoder`). What differs: learned positions and token types, a
-norm after each sublayer instead of before it, and no output head.
+It is merged and called as a `Decoder` is (`graphs.model.decoder`). What differs: a norm behind the embeddings, norms
+after each sublayer's sum if the model does not have them before the sublayer, perhaps learned positions and token
+types, and no output head.
 """
 
 from __future__ import annotations
@@ -12,54 +13,89 @@ from flax import nnx
 
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import EncoderForm, ModelConfig
-from xla_engine.graphs.linear.products import kept_dtype, looked_up
+from xla_engine.graphs.linear.products import Norm, Products, kept_dtype, looked_up
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.parameters import LeafMaker, Param
-from xla_engine.graphs.model.sublayers import Linear
+from xla_engine.graphs.model.sublayers import Linear, value
 from xla_engine.graphs.ops.encoder_rows import activated, added_norm, layer_norm
+from xla_engine.graphs.ops.norms import centred
 
 Native = tuple[str, jax.Array] | None
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm with weight and bias (Ba et al. 2016)."""
+    """LayerNorm with a weight and perhaps a bias (Ba et al. 2016)."""
 
-    def __init__(self, make: LeafMaker, size: int, eps: float) -> None:
-        self.eps = eps
-        self.weight, self.bias = make.vector(size), make.vector(size)
+    def __init__(self, make: LeafMaker, c: ModelConfig) -> None:
+        assert c.encoder is not None
+        self.eps, self.weight = c.rms_norm_eps, make.vector(c.hidden_size)
+        self.bias = make.vector(c.hidden_size) if c.encoder.norm_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The norm of `x [N, D]`, float32."""
-        return layer_norm(x, self.weight[...], self.bias[...], self.eps)
+        return layer_norm(x, self.weight[...], _or_zeros(self.bias, x.shape[1]), self.eps)
 
-    def of_sum(self, x: jax.Array, bias: Param, residual: jax.Array, native: Native) -> jax.Array:
+    def before(self) -> Norm:
+        """The norm as a product takes it, of rows from which `centred` took their mean."""
+        return Norm(self.weight[...], self.eps, value(self.bias))
+
+    def of_sum(self, x: jax.Array, bias: Param | None, residual: jax.Array, native: Native) -> jax.Array:
         """The norm of `residual + (x + bias)`. native: as in `added_norm`."""
-        return added_norm(x, bias[...], residual, self.weight[...], self.bias[...], self.eps, native)
+        added, shift = (_or_zeros(each, x.shape[1]) for each in (bias, self.bias))
+        return added_norm(x, added, residual, self.weight[...], shift, self.eps, native)
 
 
 class EncoderLayer(nnx.Module):
-    """One layer: attention and an MLP, each followed by its sum with the input and a norm."""
+    """One layer: attention and an MLP, each added to its input, with norms before both or after both sums.
+
+    The rows of `up` are those of the gate, if there is one, then those of what it multiplies.
+    """
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         assert c.encoder is not None
-        d, f, eps = c.hidden_size, c.intermediate_size, c.rms_norm_eps
-        self.index, self.activation = index, c.encoder.activation
-        self.qkv = Linear(make, (c.qkv_features, d), None, bias=True)
-        self.output, self.output_bias = Linear(make, (d, d), None), make.vector(d)
-        self.attention_norm = LayerNorm(make, d, eps)
-        self.up, self.up_bias = Linear(make, (f, d), None), make.vector(f)
-        self.down, self.down_bias = Linear(make, (d, f), None), make.vector(d)
-        self.mlp_norm = LayerNorm(make, d, eps)
+        d, f, form = c.hidden_size, c.intermediate_size, c.encoder
+        width = 2 * f if form.gated else f
+        self.index, self.form = index, form
+        self.qkv = Linear(make, (c.qkv_features, d), None, bias=c.qkv_bias)
+        self.output, self.output_bias = Linear(make, (d, d), None), make.vector(d) if c.output_bias else None
+        self.attention_norm = None if form.pre_norm and index == 0 else LayerNorm(make, c)
+        self.up, self.up_bias = Linear(make, (width, d), None), make.vector(width) if form.up_bias else None
+        self.down, self.down_bias = Linear(make, (d, f), None), make.vector(d) if c.mlp_bias else None
+        self.mlp_norm = LayerNorm(make, c)
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
         """The residual stream `[N, D]`, float32, after this layer."""
         products = call.products
         native = None if products.isa is None or products.live is None else (products.isa, products.live)
-        mixed = call.attend(self.index, self.qkv(products, x), AttentionWeights())
+        if self.form.pre_norm:
+            x = self._added(x, self.output, self._mixed(x, self.attention_norm, call), self.output_bias, call)
+            return self._added(
+                x, self.down, self._hidden(x, self.mlp_norm, call, native), self.down_bias, call
+            )
+        assert self.attention_norm is not None
+        mixed = self._mixed(x, None, call)
         x = self.attention_norm.of_sum(self.output(products, mixed), self.output_bias, x, native)
-        dtype = kept_dtype(self.up.values)
-        hidden = activated(self.up(products, x), self.up_bias[...], self.activation, dtype, native)
+        hidden = self._hidden(x, None, call, native)
         return self.mlp_norm.of_sum(self.down(products, hidden), self.down_bias, x, native)
+
+    def _mixed(self, x: jax.Array, norm: LayerNorm | None, call: Call) -> jax.Array:
+        """The output of all heads, `[N, D]`."""
+        return call.attend(self.index, _product(self.qkv, x, norm, call.products), AttentionWeights())
+
+    def _hidden(self, x: jax.Array, norm: LayerNorm | None, call: Call, native: Native) -> jax.Array:
+        """The hidden features of the MLP, `[N, F]`, in the dtype of its weights."""
+        form, dtype = self.form, kept_dtype(self.up.values)
+        before = _product(self.up, x, norm, call.products)
+        bias = _or_zeros(self.up_bias, before.shape[1])
+        return activated(before, bias, form.activation, dtype, native, gated=form.gated)
+
+    @staticmethod
+    def _added(
+        residual: jax.Array, linear: Linear, x: jax.Array, bias: Param | None, call: Call
+    ) -> jax.Array:
+        """`residual` plus the product with x and its bias."""
+        out = linear(call.products, x, residual=residual)
+        return out if bias is None else out + bias[...]
 
 
 class Encoder(nnx.Module):
@@ -69,22 +105,37 @@ class Encoder(nnx.Module):
         c = self.config = make.sharding.config
         assert c.encoder is not None
         self.form: EncoderForm = c.encoder
-        d = c.hidden_size
-        self.embed = make.unquantized.matrix((c.vocab_size, d))
-        self.positions = make.unquantized.matrix((self.form.positions, d))
-        self.token_types = make.unquantized.matrix((self.form.token_types, d))
-        self.embed_norm = LayerNorm(make, d, c.rms_norm_eps)
+        d, plain = c.hidden_size, make.unquantized
+        self.embed = plain.matrix((c.vocab_size, d))
+        self.positions = plain.matrix((self.form.positions, d)) if self.form.positions else None
+        self.token_types = plain.matrix((self.form.token_types, d)) if self.form.token_types else None
+        self.embed_norm = LayerNorm(make, c)
         self.layers = nnx.List([EncoderLayer(make, c, index) for index in range(c.num_hidden_layers)])
+        self.final_norm = LayerNorm(make, c) if self.form.pre_norm else None
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, types: jax.Array, call: Call) -> jax.Array:
         """The output of the last layer for `tokens [N]`: float32 `[N, D]`.
 
         positions: of the tokens in their texts, from 0. types: of the tokens.
         """
-        rows = jnp.minimum(positions + self.form.position_offset, self.form.positions - 1)
         x = looked_up(self.embed[...], tokens)
-        x = x + looked_up(self.token_types[...], types) + looked_up(self.positions[...], rows)
+        if self.token_types is not None:
+            x = x + looked_up(self.token_types[...], types)
+        if self.positions is not None:
+            rows = jnp.minimum(positions + self.form.position_offset, self.form.positions - 1)
+            x = x + looked_up(self.positions[...], rows)
         x = self.embed_norm(x)
         for layer in self.layers:
             x = layer(x, call)
-        return x
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+def _product(linear: Linear, x: jax.Array, norm: LayerNorm | None, products: Products) -> jax.Array:
+    """The product with `x [N, D]`, normalised before if there is a norm."""
+    if norm is None:
+        return linear(products, x)
+    return linear(products, centred(x), norm=norm.before())
+
+
+def _or_zeros(bias: Param | None, size: int) -> jax.Array:
+    return jnp.zeros(size, jnp.float32) if bias is None else bias[...]

@@ -63,23 +63,26 @@ inline Vec Normal(Vec x) {
 }
 
 // x [N, F], bias [F], live [N] -> the activation of x + bias, [N, F] in float32 or bf16. kind: 0 GELU by the error function, 1 GELU by
-// tanh (Hendrycks and Gimpel 2016), 2 ReLU.
+// tanh (Hendrycks and Gimpel 2016), 2 ReLU, 3 SiLU. x and bias with 2 F columns: the second half is multiplied by the activation of
+// the first (Shazeer 2020).
 ffi::Error Activated(ffi::ThreadPool pool, Floats x, Floats bias, Flags live, ffi::Result<ffi::AnyBuffer> out, int64_t kind) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  const int64_t rows = x.dimensions()[0], pitch = x.dimensions()[1], width = out->dimensions()[1];
   if (width % kVector) return ffi::Error::InvalidArgument("columns must come in multiples of 16");
-  const bool halves = out->element_type() == ffi::BF16;
+  if (pitch != width && pitch != 2 * width) return ffi::Error::InvalidArgument("a gate must be as wide as what it multiplies");
+  const bool halves = out->element_type() == ffi::BF16, gated = pitch != width;
   const auto activate = [&](Vec value) {
     const Vec zero = {};
     if (kind == 2) return Select(value > zero, value, zero);
     if (kind == 0) return value * Normal(value);
-    const Vec z = 1.5957691216057308f * Fused(value * value * value, 0.044715f, value);
+    const Vec z = kind == 3 ? value : 1.5957691216057308f * Fused(value * value * value, 0.044715f, value);
     const Vec small = Exp(Select(z > zero, -z, z));  // exp(-|z|)
     return value * (Select(z > zero, zero + 1.0f, small) / (1.0f + small));
   };
   const auto row_of = [&](int64_t row) {
-    const float *from = x.typed_data() + row * width, *added = bias.typed_data();
+    const float *from = x.typed_data() + row * pitch, *added = bias.typed_data();
     for (int64_t k = 0; k < width; k += kVector) {
-      const Vec value = activate(Load(from + k) + Load(added + k));
+      Vec value = activate(Load(from + k) + Load(added + k));
+      if (gated) value = value * (Load(from + width + k) + Load(added + width + k));
       if (halves)
         Storage<BFloat16>::Round(value, static_cast<BFloat16*>(out->untyped_data()) + row * width + k);
       else

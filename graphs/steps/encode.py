@@ -4,6 +4,7 @@ Tokens stand in lanes of equal width. A text takes one or more consecutive lanes
 live in one layer's store, which all layers use one after the other.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -44,34 +45,41 @@ length of its text, and the position of the first token of type 1."""
 
 
 def encode(
-    spec: ModelSpec, shape: EncodeShape, weights: list[jax.Array], store: LayerCache, work: jax.Array
+    spec: ModelSpec,
+    shape: EncodeShape,
+    weights: list[jax.Array],
+    rope: jax.Array,
+    store: LayerCache,
+    work: jax.Array,
 ) -> tuple[LayerCache, jax.Array]:
     """Encode the texts in `work i32 [lanes, columns]`. A lane of count 0 is empty.
 
-    Static: `spec`, `shape`. store: donated. Returns it, and float32 `[lanes * width, D]`; rows without a token are
-    finite.
+    Static: `spec`, `shape`. rope: the tables of `rope_tables`, `[K, positions, 2, Dh/2]`. store: donated. Returns it,
+    and float32 `[lanes * width, D]`; rows without a token are finite.
     """
-    model, config, width = spec.merge_encoder(weights), spec.config, shape.width
+    config, width = spec.config, shape.width
     tokens, numbers = work[:, :width], work[:, width : width + NUMBERS]
     tables = None if shape.block is None else work[:, width + NUMBERS :]
     lanes = Extents(numbers[:, SLOT], numbers[:, START], numbers[:, COUNT])
     offset = jnp.arange(width, dtype=jnp.int32)
     positions = lanes.start[:, None] + offset  # [P, T]
     live = offset < lanes.size[:, None]
-    reach = jnp.where(live, numbers[:, LENGTH, None], positions + 1)
+    length = numbers[:, LENGTH, None]
     types = (positions >= numbers[:, SECOND, None]).astype(jnp.int32)
-    half = (*positions.shape, config.head_dim // 2)
-    rope = jnp.stack([jnp.ones(half, jnp.float32), jnp.zeros(half, jnp.float32)], axis=2)  # no rotation
+    angles = jnp.take(rope, positions, axis=1, mode="clip")  # [K, P, T, 2, Dh/2]
     if shape.block is None:
         store = spec.attention.clear_values(store, lanes.slot, lanes.size > 0)
 
     def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
         nonlocal store
         assert isinstance(own, AttentionWeights)
+        form = config.attention(index)
+        furthest = length if form.window is None else jnp.minimum(positions + form.window, length)
+        reach = jnp.where(live, furthest, positions + 1)
         call = AttentionCall(
-            form=config.attention(index),
+            form=form,
             weights=own,
-            rope=rope,
+            rope=angles[config.rope_index(index)],
             key_length=shape.keys,
             compute_dtype=spec.dtype,
             block_tables=tables,
@@ -82,11 +90,20 @@ def encode(
 
     call = Call(attend=attend, products=(spec.products or ROWS_LEFT).for_rows(live.reshape(-1)))
     types = jnp.where(live, types, 0)
-    hidden = model(tokens.reshape(-1), positions.reshape(-1), types.reshape(-1), call)
+    if config.encoder is None:
+        decoder = spec.merge(weights)
+        *_, hidden = decoder.hidden(tokens.reshape(-1), call)
+        hidden = decoder.normed(hidden)
+    else:
+        encoder = spec.merge_encoder(weights)
+        hidden = encoder(tokens.reshape(-1), positions.reshape(-1), types.reshape(-1), call)
     return store, hidden  # `attend` has replaced the store
 
 
 def make_store(spec: ModelSpec, shape: EncodeShape) -> LayerCache:
-    """The store of a call of this shape."""
-    length = shape.keys if shape.block is None else shape.block
-    return spec.attention.make_store(spec.config, (0,), shape.lanes, length, spec.dtype)
+    """The store of a call of this shape. All layers share it, so no window makes it shorter."""
+    length, config = (
+        shape.keys if shape.block is None else shape.block,
+        replace(spec.config, sliding_window=None),
+    )
+    return spec.attention.make_store(config, (0,), shape.lanes, length, spec.dtype)

@@ -47,6 +47,7 @@ def test_rows_are_the_formulas_and_depend_on_themselves_alone(isa: str) -> None:
         "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
         "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
         "relu": lambda x: max(x, 0.0),
+        "silu": lambda x: x / (1 + math.exp(-x)),
     }
     for kind, formula in formulas.items():
         for dtype, close in ((jnp.float32, 1e-6), (jnp.bfloat16, 0.004)):
@@ -59,6 +60,14 @@ def test_rows_are_the_formulas_and_depend_on_themselves_alone(isa: str) -> None:
             np.testing.assert_allclose(found[LIVE], expected[LIVE], rtol=close, atol=2e-6)
             assert not found[~LIVE].any()
             assert np.array_equal(run(act, X[some], np.ones(5, bool)), found[some])
+
+            def gate(x: Any, live: Any, kind: str = kind, dtype: Any = dtype) -> Any:
+                return activated(x, BIAS, kind, dtype, (isa, live), gated=True)
+
+            half = X.shape[1] // 2
+            found = run(gate, X, LIVE)
+            expected = expected[:, :half] * (X + BIAS)[:, half:]
+            np.testing.assert_allclose(found[LIVE], expected[LIVE], rtol=2 * close, atol=5e-6)
 
 
 def test_instruction_sets_agree_to_the_bit() -> None:

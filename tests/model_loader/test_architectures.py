@@ -23,8 +23,6 @@ from xla_engine.model_loader.families.refused import REFUSED
 REFUSALS = {
     "gemma-4-E4B-it": "Use Gemma 3",
     "gemma-3n-E4B-it": "Use Gemma 3",
-    "gte-modernbert-base": "Use BGE",
-    "embeddinggemma-300m": "Use BGE",
     "granite-4.0-h-tiny": "Mamba-2 layers",
     "Nemotron-3-Nano": "Mamba-2 layers",
     "Falcon-H1-1.5B": "Mamba-2 layers",

@@ -123,7 +123,7 @@ class XlaBatchEngine:
         device_proposer = device_proposer_of(config, checkpoint, tokenizer, draft)
 
         def start(config: EngineConfig, shares: Runner | None = None) -> Runner | EncoderRunner:
-            if checkpoint.config.encoder is not None:
+            if checkpoint.config.encodes:
                 model, weights = checkpoint.config, checkpoint.weights
                 return EncoderRunner(model, weights, checkpoint.dtype, config, progress=progress)
             return Runner(

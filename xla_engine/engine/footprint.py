@@ -81,7 +81,7 @@ def _account(report: Inspection, model: ModelConfig, config: EngineConfig, store
     budget = None if free is None else int(free * config.memory_utilization)
     form = resolve_form(config, model, report.dtype, stored)
     config = form.config
-    if model.encoder is not None:
+    if model.encodes:
         _account_encoder(report, form.spec_of(model), encoder_options(config, model), budget)
         return
 

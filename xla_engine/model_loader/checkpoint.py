@@ -86,7 +86,7 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     target = wanted
     if wanted == "auto":
         may_pack = model.options.quantization in (AUTO, *KEPT) and has_packed(files, sources)
-        target = "bfloat16" if may_pack or config.encoder is not None else stored_dtype(files, sources)
+        target = "bfloat16" if may_pack or config.encodes else stored_dtype(files, sources)
     identity = repr((_told(config), asdict(special), files.fingerprint()))
     return Checkpoint(
         path=model.files.path,
@@ -102,14 +102,16 @@ def load_weights(model: ModelDescription) -> Checkpoint:
 
 # Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
 _LATER: dict[str, Any] = {"encoder": None, "llama_4_scaling_beta": None, "norm_bias": False}
-_LATER |= {"gated_mlp": True, "head_bias": False}
+_LATER |= {"gated_mlp": True, "head_bias": False, "bidirectional": False}
 _LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
+_LATER_OF_ENCODERS = {"pre_norm": False, "norm_bias": True, "gated": False, "up_bias": True}
 
 
 def _told(config: ModelConfig) -> dict[str, Any]:
     """The shape as fingerprints have it."""
     shape = asdict(config)
-    for values, later in ((shape, _LATER), (shape["experts"] or {}, _LATER_OF_EXPERTS)):
+    parts = (shape["experts"] or {}, _LATER_OF_EXPERTS), (shape["encoder"] or {}, _LATER_OF_ENCODERS)
+    for values, later in (*parts, (shape, _LATER)):
         for name, neutral in later.items():
             if values and values[name] == neutral:
                 del values[name]

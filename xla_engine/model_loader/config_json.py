@@ -14,6 +14,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, OTHER_DECODERS, Family
+from xla_engine.model_loader.families.family import sees_later_tokens
 from xla_engine.model_loader.families.refused import why_refused
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.model_files import ModelFiles, open_model
@@ -153,6 +154,7 @@ def transformers_model(fields: Fields) -> tuple[ModelConfig, Family]:
                 "hidden_act": _activation(fields, family),
                 "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
                 "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
+                "bidirectional": family.architecture not in ENCODERS and sees_later_tokens(fields),
                 **sizes,
                 **rope,
                 **family.flags(fields),

@@ -11,8 +11,9 @@ import numpy as np
 from xla_engine.config import OF_EVERY_MODEL, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import CLS, LAST, MEAN, ModelConfig
-from xla_engine.model_loader.families import FAMILIES, encoder_of
-from xla_engine.model_loader.families.encoders import PREFIXES
+from xla_engine.model_loader.families import ENCODERS, FAMILIES, encoder_fields, encoder_of
+from xla_engine.model_loader.families.encoders import HEADS, PREFIXES
+from xla_engine.model_loader.families.family import sees_later_tokens
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.model_loader.safetensors_files import open_weight_files
@@ -26,13 +27,14 @@ MODULES_FILE = "modules.json"
 LENGTH_FILE = "sentence_bert_config.json"  # of sentence-transformers: how many tokens of a text are read
 SCORE = "score.weight"  # transformers' classifier over the last token
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+_MODERNBERT = "model.embeddings.tok_embeddings.weight"  # beside a head
 _CLASSIFIES = "ForSequenceClassification"
 _GENERATES = "ForCausalLM"
 # Supported modules and pooling modes of sentence-transformers.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {"lasttoken": LAST, "mean": MEAN, "mean_tokens": MEAN, "cls": CLS, "cls_token": CLS}
 # Activations of torch by the last part of their name.
-_TORCH = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid"}
+_TORCH = {"Identity": "identity", "Tanh": "tanh", "Sigmoid": "sigmoid", "ReLU": "relu", "GELU": "gelu"}
 _ACTIVATION_FIELDS = ("activation_fn", "sbert_ce_default_activation_function")
 
 
@@ -40,12 +42,15 @@ _ACTIVATION_FIELDS = ("activation_fn", "sbert_ce_default_activation_function")
 class Dense:
     """A layer between a pooled vector and what is made of it: `activation(weight x + bias)`.
 
-    weight: f32 `[F, D]`. bias: f32 `[F]`. activation: "identity", "tanh" or "sigmoid".
+    weight: f32 `[F, D]`. bias: f32 `[F]`. activation: "identity", "tanh", "sigmoid", "relu" or "gelu".
+    norm: weight and bias, f32 `[F]`, of a LayerNorm behind it. norm_eps: its epsilon.
     """
 
     weight: Array
     bias: Array
     activation: str
+    norm: tuple[Array, Array] | None = None
+    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +86,7 @@ def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> E
 
     Raises ConfigError for pooling options of a model that does not pool.
     """
-    encodes = encoder_of(_architecture(fields)) is not None
+    fields, encodes = _named(fields), _encodes(fields)
     if encodes and options.runner == "generate":
         raise ConfigError('this model is an encoder, which generates no text: use runner="pooling"')
     if options.runner == "auto" and (encodes or _says_it_pools(files, fields)):
@@ -98,7 +103,7 @@ def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> E
 
 def encoder_options(options: EngineConfig, config: ModelConfig) -> EngineConfig:
     """The options, in which `max_model_len` None became the limit of an encoder, whose texts need no memory."""
-    if config.encoder is None or options.max_model_len is not None:
+    if not config.encodes or options.max_model_len is not None:
         return options
     return replace(options, max_model_len=config.max_position_embeddings)
 
@@ -116,9 +121,9 @@ def decoder_fields(files: ModelFiles, fields: Fields, options: EngineConfig) -> 
     """
     if not options.pools:
         return fields
-    values = dict(fields.values)
     if (encoder := encoder_of(_architecture(fields))) is not None:
-        return Fields(fields.file, {**values, "architectures": [encoder]})
+        return encoder_fields(fields, encoder)
+    values = dict(fields.values)
     twin = _architecture(fields).removesuffix(_CLASSIFIES).removesuffix("Model") + _GENERATES
     if twin in FAMILIES:
         values["architectures"] = [twin]
@@ -132,8 +137,9 @@ def without_head(found: TensorFiles) -> TensorFiles:
 
     A bare decoder omits a prefix; an encoder beside a head has one, and old ones have other names for norms.
     """
+    prefixes = (*PREFIXES, "model.") if _MODERNBERT in found.tensors else PREFIXES
     for name in list(found.tensors):
-        if (plain := _plain_name(name)) != name:
+        if (plain := _plain_name(name, prefixes)) != name:
             found.tensors[plain] = found.tensors.pop(name)
     for name in (SCORE, _HEADS[0]):
         found.tensors.pop(name, None)
@@ -153,15 +159,19 @@ def read_pooling(
     """
     if not options.pools:
         return None
-    encodes = encoder_of(_architecture(fields)) is not None
+    fields, encodes = _named(fields), _encodes(fields)
     form = PoolingForm(dimensions=_dimensions(fields))
-    if encodes:
-        types = fields.integer("type_vocab_size", high=2**20, default=2)
-        form = replace(form, pooling_type=CLS, token_types=types)
+    encoder = encoder_of(_architecture(fields))
+    if encoder is not None:
+        default = ENCODERS[encoder].defaults.get("type_vocab_size", 2)
+        types = fields.integer("type_vocab_size", low=0, high=2**20, default=default)
+        form = replace(form, pooling_type=CLS, token_types=max(types, 1))
+    elif encodes:
+        form = replace(form, pooling_type=MEAN)
     if _has_modules(files):
         form = _with_modules(form, files.path, encodes=encodes)
-    if encodes and _architecture(fields).endswith(_CLASSIFIES):
-        form = _with_encoder_head(form, files, fields)
+    if encoder is not None and _architecture(fields).endswith(_CLASSIFIES):
+        form = _with_encoder_head(form, files, fields, encoder)
     elif _architecture(fields).endswith(_CLASSIFIES):
         classifier = _from_tokens(files, fields, encode)
         if classifier is None:
@@ -183,12 +193,25 @@ def read_pooling(
 
 def _says_it_pools(files: ModelFiles, fields: Fields) -> bool:
     name = _architecture(fields)
-    bare = name.endswith("Model") and name.removesuffix("Model") + _GENERATES in FAMILIES
+    bare = name.endswith("Model") and not {name, name.removesuffix("Model") + _GENERATES}.isdisjoint(FAMILIES)
     return _has_modules(files) or bare or name.endswith(_CLASSIFIES)
 
 
 def _has_modules(files: ModelFiles) -> bool:
     return files.path.is_dir() and (files.path / MODULES_FILE).is_file()
+
+
+def _encodes(fields: Fields) -> bool:
+    """Whether every token attends to all others, so that the model generates nothing."""
+    return encoder_of(_architecture(fields)) is not None or sees_later_tokens(fields)
+
+
+def _named(fields: Fields) -> Fields:
+    """An encoder's fields with the names that the loader reads, and its own architecture."""
+    encoder = encoder_of(name := _architecture(fields))
+    if encoder is None:
+        return fields
+    return Fields(fields.file, {**encoder_fields(fields, encoder).values, "architectures": [name]})
 
 
 def _architecture(fields: Fields) -> str:
@@ -209,9 +232,9 @@ def _text_length(files: ModelFiles, fields: Fields) -> int | None:
     return length if length < most - 2 else None  # RoBERTa's table has two more rows than a text has tokens
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name: str, prefixes: tuple[str, ...]) -> str:
     """The name of a tensor in an encoder's family; that of any other as it is."""
-    for prefix in PREFIXES:
+    for prefix in prefixes:
         name = name.removeprefix(prefix)
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         name = name.replace(old, new)
@@ -303,18 +326,27 @@ def _tensor(found: TensorFiles, name: str) -> Array:
     return found.read(name).astype(np.float32)
 
 
-def _with_encoder_head(form: PoolingForm, files: ModelFiles, fields: Fields) -> PoolingForm:
-    """The pooling form of an encoder's sequence classifier: the first token, a layer, and the classes."""
-    names = ("pooler.dense", "classifier")
-    if encoder_of(_architecture(fields)) != "BertModel":
-        names = ("classifier.dense", "classifier.out_proj")
-    found = without_head(files.tensors())
-    hidden = _layer(found, names[0], fields.integer("hidden_size", high=2**20), "tanh")
-    last = _layer(found, names[1], len(hidden.bias), "identity")
+def _with_encoder_head(form: PoolingForm, files: ModelFiles, fields: Fields, encoder: str) -> PoolingForm:
+    """The pooling form of the sequence classifier of `encoder`: a token or the mean, a layer, and the classes."""
+    head = HEADS[encoder]
+    found, width = without_head(files.tensors()), fields.integer("hidden_size", high=2**20)
+    hidden = _layer(found, head.layer, width, head.activation)
+    if head.norm:
+        shift = np.zeros(len(hidden.bias), np.float32)
+        if f"{head.norm}.bias" in found.tensors:
+            shift = _tensor(found, f"{head.norm}.bias")
+        eps = fields.number("layer_norm_eps", high=1.0, default=1e-5)
+        hidden = replace(hidden, norm=(_tensor(found, f"{head.norm}.weight"), shift), norm_eps=eps)
+    last = _layer(found, head.classes, len(hidden.bias), "identity")
     classes = len(last.bias)
+    pooled = fields.values.get("classifier_pooling") or "cls"
+    if pooled not in _MODES:
+        fields.fail("classifier_pooling", f"not supported. Supported are {', '.join(_MODES)}")
+    if fields.values.get("classifier_activation") not in (None, "gelu"):
+        fields.fail("classifier_activation", "not supported. Use a checkpoint with gelu")
     return replace(
         form,
-        pooling_type=CLS,
+        pooling_type=_MODES[pooled],
         use_activation=True,
         dense=(hidden,),
         classifier=last.weight,

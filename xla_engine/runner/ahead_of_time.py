@@ -159,7 +159,7 @@ def compile_ahead(
 
     dtype, stored: as in `plan_engine`. A program that does not compile has its `error`.
     """
-    if model.encoder is not None:
+    if model.encodes:
         raise ConfigError(
             "--topology is for models with a decoder, and this one is an encoder; leave --topology out"
         )

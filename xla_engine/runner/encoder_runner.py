@@ -26,6 +26,7 @@ from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import LAST, MEAN, ModelConfig, whole_spans
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program, program_name
 from xla_engine.graphs.kv_cache.cache import tree_bytes
+from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.steps.encode import (
     COUNT,
     ENCODER_ROWS,
@@ -130,6 +131,7 @@ class EncoderRunner:
         self.weights = HeldWeights(
             self.spec, devices, self._inventory, devices.load(self.spec, weights, progress)
         )
+        self._rope = devices.put(rope_tables(model, self.context_length))
         jax.block_until_ready(self.weights.leaves)
         release_free_memory()
         self.load_seconds = time.perf_counter() - began
@@ -254,14 +256,16 @@ class EncoderRunner:
         return Program(
             name=_name(shape),
             function=functools.partial(encode, self.spec, shape),
-            arguments=(leaves, store, work),
-            donate=(1,),
+            arguments=(leaves, jax.ShapeDtypeStruct(self._rope.shape, jnp.float32), store, work),
+            donate=(2,),
             isa=self.spec.isa,
         )
 
     def _run(self, shape: EncodeShape, work: np.ndarray) -> jax.Array:
         given = work if self._devices.read_host_memory else self._devices.put(work)
-        store, hidden = self._inventory(_name(shape), self.weights.leaves, self._stores[shape], given)
+        store, hidden = self._inventory(
+            _name(shape), self.weights.leaves, self._rope, self._stores[shape], given
+        )
         self._stores[shape] = store
         found: jax.Array = hidden
         return found

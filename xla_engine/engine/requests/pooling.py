@@ -1,5 +1,6 @@
 """The host side of pooling requests: computes a vector from what the device pools of each chunk."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,9 @@ def pooled_numbers(form: PoolingForm, vector: Array, params: PoolingParams) -> t
     wide: Array = vector.astype(np.float64)
     for layer in form.dense:
         wide = _activated(layer.activation, (layer.weight * wide).sum(axis=1) + layer.bias)
+        if layer.norm is not None:
+            wide = wide - wide.mean()
+            wide = wide / np.sqrt((wide * wide).mean() + layer.norm_eps) * layer.norm[0] + layer.norm[1]
     active = form.use_activation if params.use_activation is None else params.use_activation
     if params.task == "embed":
         wide = wide[: params.dimensions]
@@ -110,5 +114,9 @@ def _activated(name: str, numbers: Array) -> Array:
         return tanh
     if name == "sigmoid":
         return np.tanh(numbers / 2) / 2 + 0.5  # avoids overflow
+    if name == "relu":
+        return np.maximum(numbers, 0)
+    if name == "gelu":
+        return numbers * np.array([1 + math.erf(each / math.sqrt(2)) for each in numbers.tolist()]) / 2
     exponentials = np.exp(numbers - numbers.max())
     return exponentials / exponentials.sum()

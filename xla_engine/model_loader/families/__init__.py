@@ -4,7 +4,7 @@ from typing import Any
 
 from xla_engine.model_loader.families import dense, experts, variants
 from xla_engine.model_loader.families.dense import LLAMA, QWEN2, QWEN3
-from xla_engine.model_loader.families.encoders import ENCODERS, encoder_of
+from xla_engine.model_loader.families.encoders import ENCODERS, encoder_fields, encoder_of
 from xla_engine.model_loader.families.family import Family, Source, tensor_sources
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "QWEN3",
     "Family",
     "Source",
+    "encoder_fields",
     "encoder_of",
     "tensor_sources",
 ]
@@ -33,6 +34,7 @@ _ALL = (
         dense.GEMMA2,
     ),
     *(dense.GEMMA3, dense.PHI3, dense.OLMO2, dense.OLMO3, dense.GRANITE, dense.GEMMA3_VISION),
+    dense.GEMMA3_TEXT,
     *(dense.MISTRAL3, experts.QWEN3_5_VISION, dense.QWEN3_VL, dense.IDEFICS3, dense.SMOLVLM),
     *(dense.COHERE, dense.COHERE2, experts.MIXTRAL, experts.QWEN3_MOE, experts.GPT_OSS),
     experts.GLM4_MOE,

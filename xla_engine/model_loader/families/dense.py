@@ -352,6 +352,22 @@ GEMMA3 = replace(
     rope_theta=1e6,
     rope_local=True,
 )
+
+
+def _gemma3_text(fields: Fields) -> dict[str, Any]:
+    """If all tokens see each other (EmbeddingGemma), half of a window lies before a token, and half behind it."""
+    flags = _gemma3(fields)
+    if fields.flag("use_bidirectional_attention", default=False) and "sliding_window" in flags:
+        flags["sliding_window"] = flags["sliding_window"] // 2 + 1
+    return flags
+
+
+GEMMA3_TEXT = replace(
+    GEMMA3,
+    architecture="Gemma3TextModel",
+    reads=(*GEMMA3.reads, "use_bidirectional_attention"),
+    flags=_gemma3_text,
+)
 GEMMA3_VISION = within_vision_model(
     GEMMA3,
     "Gemma3ForConditionalGeneration",

@@ -93,6 +93,13 @@ class Family:
         return self.ignores.replace("LAYERS", str(config.num_hidden_layers))
 
 
+def sees_later_tokens(fields: Fields) -> bool:
+    """Whether tokens of a decoder attend to later ones: transformers' field, or that of GTE-Qwen2's own code."""
+    return fields.values.get("use_bidirectional_attention") is True or not fields.flag(
+        "is_causal", default=True
+    )
+
+
 def with_bias(leaf: str, *names: str) -> dict[str, tuple[str, ...]]:
     """The tensors of a leaf that is made of these modules, and of its bias."""
     return {
