@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import EncoderForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.encoder_form import EncoderForm
 from xla_engine.graphs.linear.products import Norm, Products, kept_dtype, looked_up
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.parameters import LeafMaker, Param

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from xla_engine.graphs.config import SLIDING, EncoderForm, ModelConfig
+from xla_engine.graphs.config import SLIDING, ModelConfig
+from xla_engine.graphs.encoder_form import EncoderForm
 from xla_engine.graphs.ops.rope import power
 from xla_engine.model_loader.families.dense import layer_types
 from xla_engine.model_loader.families.family import Family, Source, Tensors, with_bias
@@ -295,7 +296,7 @@ _PLAIN: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 _PLAIN = {**_PLAIN, "gte": _PLAIN["new"]}
 
 
-class Head(NamedTuple):
+class ClassifierHead(NamedTuple):
     """The tensors of a sequence classifier: a layer with an activation, a norm behind it if there is one, and the
     classes."""
 
@@ -305,13 +306,13 @@ class Head(NamedTuple):
     norm: str = ""
 
 
-_POOLER = Head("pooler.dense", "tanh", "classifier")
-_ROBERTA_HEAD = Head("classifier.dense", "tanh", "classifier.out_proj")
+_POOLER = ClassifierHead("pooler.dense", "tanh", "classifier")
+_ROBERTA_HEAD = ClassifierHead("classifier.dense", "tanh", "classifier.out_proj")
 HEADS = {
     **dict.fromkeys(("BertModel", "NomicBertModel", "GteModel", "NewModel"), _POOLER),
     **dict.fromkeys(("RobertaModel", "XLMRobertaModel", "CamembertModel"), _ROBERTA_HEAD),
-    "DistilBertModel": Head("pre_classifier", "relu", "classifier"),
-    "ModernBertModel": Head("head.dense", "gelu", "classifier", "head.norm"),
+    "DistilBertModel": ClassifierHead("pre_classifier", "relu", "classifier"),
+    "ModernBertModel": ClassifierHead("head.dense", "gelu", "classifier", "head.norm"),
 }
 
 
