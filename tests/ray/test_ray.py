@@ -16,7 +16,9 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 
 pytest.importorskip("ray", reason="Ray is not installed (extra `ray`)")
 pytest.importorskip("pyarrow.parquet")
-from tests.support.ray_job import CONFIG, actors_of, expected, found, start, write_source
+from tests.support.ray_job import CONFIG, actors_of, expected, found, rows_of, start, write_source
+from xla_engine.ray import write_receipts
+from xla_engine.receipts import audit
 
 pytestmark = pytest.mark.full
 
@@ -44,6 +46,10 @@ def test_a_killed_actor_changes_nothing(source: Path, tmp_path: Path, alone: lis
     _, errors = process.communicate()
     assert process.returncode == 0, errors.decode()[-3000:]
     assert found(tmp_path / "out") == alone
+    results, receipts = tmp_path / "out.jsonl", tmp_path / "out.receipts.jsonl"
+    assert write_receipts(rows_of(tmp_path / "out"), results, receipts) == len(alone)
+    report = audit(results, receipts, sample=0.1)
+    assert report.ok and report.checked == len(alone) // 10, report.lines()
 
 
 def test_a_killed_driver_goes_on_from_its_checkpoint(

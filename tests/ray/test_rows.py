@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.batch_lines import HEADER, finished, parsed, talk
+from tests.support.receipts import Job, audited
 from xla_engine.engine.batch_engine import XlaBatchEngine
-from xla_engine.errors import ConfigError, InvalidRequestError
+from xla_engine.errors import ConfigError, InvalidRequestError, ReceiptError
 from xla_engine.openai.requests import LineError, LineRequest
+from xla_engine.openai.results import result_line
+from xla_engine.ray.receipts import numbered, write_receipts
 from xla_engine.ray.results import ERROR
-from xla_engine.ray.stage import EngineActor, ModelStage, _added, _answered, request_of
+from xla_engine.ray.stage import EngineActor, ModelStage, _added, _answered, record_of, request_of
 
 pa = pytest.importorskip("pyarrow")
 
@@ -33,11 +39,15 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+def requested(row: dict[str, Any], defaults: dict[str, Any], *named: Any) -> LineRequest | LineError:
+    return request_of(record_of(row, defaults, *named), defaults)
+
+
 def test_a_row_is_a_request_of_its_columns() -> None:
     chat = {"messages": [{"role": "user", "content": "hi", "tool_calls": None}], "prompt": None}
-    request = request_of(chat, {"max_tokens": 3}, None, len)
+    request = requested(chat, {"max_tokens": 3}, None, len)
     assert isinstance(request, LineRequest) and request.is_chat and request.params.max_tokens == 3
-    request = request_of({"tokenized_prompt": [1, 2], "key": 7}, {}, "key", int)
+    request = requested({"tokenized_prompt": [1, 2], "key": 7}, {}, "key", int)
     assert isinstance(request, LineRequest) and request.prompts == ((1, 2),) and request.params.seed == 7
     names: list[str] = []
 
@@ -46,15 +56,15 @@ def test_a_row_is_a_request_of_its_columns() -> None:
         return 1
 
     for other in ({"prompt": "a", "other": 1}, {"prompt": "a", "other": 2}, {"prompt": "b"}):
-        request_of(other, {}, None, seed_of)
+        record_of(other, {}, None, seed_of)
     assert names[0] == names[1] != names[2]
     for given, default in ((5, 6), (None, 5)):
         seeded = {"prompt": "a", "sampling_params": {"seed": given}}
-        request = request_of(seeded, {"seed": default}, None, len)
+        request = requested(seeded, {"seed": default}, None, len)
         assert isinstance(request, LineRequest) and request.params.seed == 5
     bad: list[dict[str, Any]] = [{}, {"prompt": 5}, {"prompt": "x", "sampling_params": {"n": 2}}]
     for row in (*bad, {"prompt": "x", "sampling_params": {"top": 1}}):
-        assert isinstance(request_of(row, {}, None, len), LineError)
+        assert isinstance(requested(row, {}, None, len), LineError)
 
 
 def test_functions_before_and_after_see_all_columns_and_errors_widen_no_table() -> None:
@@ -100,6 +110,56 @@ def test_an_actor_gives_each_row_its_columns(actor: type[EngineActor], embedded:
 
 def test_an_actor_takes_options_by_vllms_names(actor: type[EngineActor]) -> None:
     assert batch_of(actor(ModelStage(engine={"enable_chunked_prefill": True})), ROWS[:1])[0][ERROR] == ""
+
+
+def test_rows_have_receipts_that_are_written_to_one_file(
+    actor: type[EngineActor], embedded: XlaBatchEngine, tmp_path: Path
+) -> None:
+    """Of two actors, with a row that ran twice in another place; errors too; and an auditor accepts them."""
+    stage = ModelStage(id_column="key", receipts=True, sampling={"top_p": 0.9})
+    one, two = (batch_of(actor(stage), ROWS[part]) for part in (slice(3), slice(3, None)))
+    again = batch_of(actor(stage), list(reversed(ROWS)))
+    assert [row["receipt"] for row in one + two] == [row["receipt"] for row in reversed(again)]
+    job = Job(tmp_path / "out.jsonl", tmp_path / "out.receipts.jsonl")
+    assert write_receipts(one + two, job.results, job.receipts) == 5
+    report = audited(embedded, job)
+    assert report.ok and (report.checked, report.errors) == (5, 2), report.lines()
+    answers, _ = job.read()
+    assert [each["custom_id"] for each in answers] == ["1", "2", "3", "4", "5"]
+    assert answers[2]["response"]["body"]["id"] == "cmpl-3"
+    texts = [each["response"]["body"]["choices"][0]["text"] for each in answers if each["response"]]
+    assert texts == [row["generated_text"] for row in one + two if not row[ERROR]]
+    assert all(
+        each["error"]["message"] in row[ERROR]
+        for each, row in zip(answers, one + two, strict=True)
+        if row[ERROR]
+    )
+    for wrong, why in (
+        (one + one, "two rows have the id '1'"),
+        ([{"key": 1}], "receipts=True"),
+        ([], "no rows"),
+    ):
+        with pytest.raises(ReceiptError, match=why):
+            write_receipts(wrong, tmp_path / f"{why[:3]}.jsonl", tmp_path / f"{why[:3]}.receipts.jsonl")
+    after = _answered(lambda row: {"answer": row["generated_text"]})
+    assert after({"generated_text": "x", ERROR: "", "receipt": "r"}) == {
+        "answer": "x",
+        ERROR: "",
+        "receipt": "r",
+    }
+
+
+def test_an_answer_gets_the_ids_of_its_line() -> None:
+    """With tool calls, whose ids depend on the line too."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    forced = {"type": "function", "function": {"name": "f"}}
+    raw = talk(tools=[{"type": "function", "function": function}], tool_choice=forced)
+    one, seven = (
+        json.loads(result_line(parsed(raw, line), [finished("{}")], f"name-{line}", HEADER))
+        for line in (1, 7)
+    )
+    assert one["response"]["body"]["choices"][0]["message"]["tool_calls"][0]["id"].startswith("call_")
+    assert numbered(one, 7, "name-7", "c") == seven != one
 
 
 def test_a_bad_row_ends_the_job_only_where_asked_for(actor: type[EngineActor]) -> None:

@@ -41,6 +41,7 @@ def job(source: str, target: str, checkpoint: str, actors: int) -> None:
         max_concurrent_batches=2,
         concurrency=actors,
         id_column="key",
+        receipts=True,
     )
     dataset = ray.data.read_parquet(source, override_num_blocks=8)
     build_processor(stage, preprocess, postprocess)(dataset).write_parquet(target)

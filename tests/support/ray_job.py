@@ -59,9 +59,14 @@ def expected(source: Path, engine: XlaBatchEngine) -> list[dict[str, Any]]:
 
 
 def found(target: Path) -> list[dict[str, Any]]:
-    rows = pq.read_table(target).to_pylist()
-    assert all(row.pop("__inference_error__") == "" for row in rows)
-    return sorted(rows, key=lambda row: int(row["key"][1:]))
+    rows = rows_of(target)
+    assert all(row.pop("__inference_error__") == "" and row.pop("receipt") for row in rows)
+    return rows
+
+
+def rows_of(target: Path) -> list[dict[str, Any]]:
+    """The rows of a job, with their receipts."""
+    return sorted(pq.read_table(target).to_pylist(), key=lambda row: int(row["key"][1:]))
 
 
 def start(source: Path, target: Path, checkpoint: Path | str, actors: int) -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ from xla_engine.batch.signatures import Signer
 from xla_engine.engine.identity import EngineIdentity, logprob_bits_sha256, tokens_sha256
 from xla_engine.errors import OutputError
 from xla_engine.openai.results import ResultHeader
-from xla_engine.outputs import CompletionOutput, RequestOutput
+from xla_engine.outputs import RequestOutput
 from xla_engine.utils.json_line import dump_line, load_object
 from xla_engine.utils.new_file import replacing
 
@@ -151,6 +151,18 @@ def receipt_line(
     raw: the line; None if it was too long. answer: what its digest covers. outputs: one for each prompt; none with an
     error. error: the code of the answer's error.
     """
+    return receipt_of(raw, line, custom_id, answer, choices_of(outputs), error)
+
+
+def receipt_of(
+    raw: bytes | None,
+    line: int,
+    custom_id: str,
+    answer: bytes,
+    choices: Sequence[Mapping[str, Any]],
+    error: str | None = None,
+) -> bytes:
+    """As `receipt_line`. choices: as `choices_of` makes them."""
     request = request_in(raw)
     return dump_line(
         {
@@ -160,7 +172,7 @@ def receipt_line(
             "request_sha256": sha256_of(request),
             "answer_sha256": hashlib.sha256(answer).hexdigest(),
             "error": error,
-            "choices": [_choice(each) for output in outputs for each in output.outputs],
+            "choices": [*choices],
         }
     )
 
@@ -173,8 +185,9 @@ def request_in(raw: bytes | None) -> dict[str, Any] | None:
         return None
 
 
-def _choice(completion: CompletionOutput) -> dict[str, Any]:
-    return choice_of(completion.token_ids, completion.logprobs)
+def choices_of(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """The choices of an answer, as receipts have them. outputs: one for each prompt."""
+    return [choice_of(each.token_ids, each.logprobs) for output in outputs for each in output.outputs]
 
 
 def choice_of(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any]:

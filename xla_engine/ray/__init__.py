@@ -13,6 +13,7 @@ Runnable example, with Ray installed::
     print(processor(ray.data.from_items(["def f(x):", "import "])).take_all())
 """
 
+from xla_engine.ray.receipts import write_receipts
 from xla_engine.ray.stage import ModelStage, Processor, build_processor
 
-__all__ = ["ModelStage", "Processor", "build_processor"]
+__all__ = ["ModelStage", "Processor", "build_processor", "write_receipts"]

@@ -18,7 +18,9 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.requests.output_collector import OutputCollector, Readable
 from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.open_engine import engine_config
-from xla_engine.openai.requests import LineError, LineRequest, line_error, parse_record
+from xla_engine.openai.requests import LineError, LineRequest, explain, line_error, parse_record
+from xla_engine.openai.results import output_error
+from xla_engine.ray.receipts import RECEIPT, RowReceipts, receipt_column
 from xla_engine.ray.results import ERROR, columns_of, error_of, result_of
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
@@ -32,12 +34,12 @@ def columns_read(id_column: str | None) -> set[str]:
     return {*(column for column, _ in PROMPTS), SAMPLING} | ({id_column} if id_column is not None else set())
 
 
-def request_of(
+def record_of(
     row: Mapping[str, Any], defaults: Mapping[str, Any], id_column: str | None, seed_of: Callable[[str], int]
-) -> LineRequest | LineError:
-    """The request of a row, or its error.
+) -> dict[str, Any] | None:
+    """The request line of a row, with its seed; None if it has no `messages`, `prompt` or `tokenized_prompt`.
 
-    row: has `messages`, `prompt` or `tokenized_prompt`, and optionally `sampling_params`.
+    row: may have `sampling_params`.
     id_column: the column of row ids. Without one the request itself is the id, so that equal rows get equal texts.
     seed_of: returns the seed for an id, for rows without a seed.
     """
@@ -48,12 +50,19 @@ def request_of(
             record[name] = without_nulls(_plain(row[column]))
             break
     else:
-        return line_error(1, "invalid_request", "the row has no messages, prompt or tokenized_prompt")
+        return None
     if record.get("seed", defaults.get("seed")) is None:
         record["seed"] = seed_of(_name(record) if id_column is None else str(row.get(id_column)))
+    return record
+
+
+def request_of(record: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> LineRequest | LineError:
+    """The request of a row's line, or its error."""
+    if record is None:
+        return line_error(1, "invalid_row", "the row has no messages, prompt or tokenized_prompt")
     request = parse_record(record, 1, defaults)
     if isinstance(request, LineRequest) and (len(request.prompts) > 1 or request.params.n > 1):
-        return line_error(1, "invalid_request", "a row has one text: n must be 1")
+        return line_error(1, "invalid_row", "a row has one text: n must be 1")
     return request
 
 
@@ -88,6 +97,7 @@ class ModelStage:
         equal results.
     should_continue_on_error: a failed row has its error in `__inference_error__`; otherwise it ends the job.
     ray_remote_args: further arguments of the actors, such as `runtime_env`.
+    receipts: adds a column `receipt`, which `write_receipts` reads. It stays in the rows that `postprocess` makes.
     """
 
     model: str | Path | None = None
@@ -101,6 +111,7 @@ class ModelStage:
     id_column: str | None = None
     should_continue_on_error: bool = True
     ray_remote_args: Mapping[str, Any] = field(default_factory=dict)
+    receipts: bool = False
 
     def __post_init__(self) -> None:
         SamplingParams.from_mapping(self.sampling)
@@ -209,12 +220,13 @@ def _answered(function: RowFunction, kept: tuple[str, ...] = ()) -> RowFunction:
 
     def output_row(row: dict[str, Any]) -> dict[str, Any]:
         error = row.get(ERROR) or ""
+        own = {ERROR: error} | {name: row[name] for name in (RECEIPT,) if name in row}
         try:
-            return {**function(row), ERROR: error}
+            return {**function(row), **own}
         except Exception:
             if not error:
                 raise
-            return {name: row[name] for name in kept if name in row} | {ERROR: error}  # the row has no text
+            return {name: row[name] for name in kept if name in row} | own  # the row has no text
 
     return output_row
 
@@ -253,6 +265,7 @@ class EngineActor:
         self._stage = stage
         self._engine = XlaBatchEngine.from_pretrained(stage.model, stage.config)
         self._columns = columns_read(stage.id_column)
+        self._receipts = RowReceipts(self._engine, stage.sampling) if stage.receipts else None
         self._count = 0
         self._has_work = threading.Event()
         threading.Thread(target=self._drive, name="xla-engine", daemon=True).start()
@@ -273,7 +286,8 @@ class EngineActor:
         """The batch with the columns of its results, in its order."""
         read = [name for name in batch.column_names if name in self._columns]
         rows = batch.select(read).to_pylist() if read else [{}] * batch.num_rows
-        columns = columns_of(await self._results(rows))
+        results = await self._results(rows)
+        columns = columns_of(results) | ({} if self._receipts is None else receipt_column(results))
         table = batch.select([name for name in batch.column_names if name not in columns])
         for name, column in columns.items():
             table = table.append_column(name, column)
@@ -293,32 +307,47 @@ class EngineActor:
 
         collector = _Ends(tell)
         results: dict[int, dict[str, Any]] = {}
-        places: dict[str, int] = {}
+        running: dict[str, tuple[int, Mapping[str, Any], LineRequest]] = {}
         for place, row in enumerate(rows):
+            record: Mapping[str, Any] | None = None
             try:
-                places[self._submit(row, collector)] = place
+                record = self._record_of(row)
+                request = request_of(record, self._stage.sampling)
+                if isinstance(request, LineError):
+                    wrong = ValueError(f"{request.code}: {request.message}")
+                    results[place] = self._failed(wrong, record, (request.code, request.message))
+                    continue
+                assert record is not None
+                running[self._submit(request, collector)] = place, record, request
             except Exception as error:
-                results[place] = self._failed(error)
+                results[place] = self._failed(error, record)
             self._has_work.set()
         with self._engine.lock:
-            collector.expect(len(places))
+            collector.expect(len(running))
         await ended.wait()
         with self._engine.lock:
-            outputs = [request.output() for request in collector.take()]
+            outputs = [ended_request.output() for ended_request in collector.take()]
         for output in outputs:
-            try:
-                if output.outputs[0].finish_reason not in ("stop", "length"):
-                    raise ValueError(output.error or f"the request ended: {output.outputs[0].finish_reason}")
-                results[places[output.request_id]] = result_of(output)
-            except Exception as error:
-                results[places[output.request_id]] = self._failed(error)
+            place, asked, request = running[output.request_id]
+            if (failed := output_error(request, output)) is not None:
+                wrong = ValueError(failed.message)
+                results[place] = self._failed(wrong, asked, (failed.code, failed.message))
+                continue
+            results[place] = result_of(output)
+            if self._receipts is not None:
+                results[place] |= _receipt(self._receipts.answered, asked, request, output)
         return [results[place] for place in range(len(rows))]
 
-    def _submit(self, row: dict[str, Any], collector: OutputCollector) -> str:
-        """Queue the request of a row; returns its id. Raises for an invalid row."""
-        request = request_of(row, self._stage.sampling, self._stage.id_column, self._seed_of)
-        if isinstance(request, LineError):
-            raise ValueError(f"{request.code}: {request.message}")
+    def _record_of(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The request line of a row; with receipts also its id."""
+        name = self._stage.id_column
+        record = record_of(row, self._stage.sampling, name, self._seed_of)
+        if self._receipts is None or record is None or name is None:
+            return record
+        return {"custom_id": str(row.get(name)), **record}
+
+    def _submit(self, request: LineRequest, collector: OutputCollector) -> str:
+        """Queue the request of a row; returns its id."""
         self._count += 1
         name = f"row-{self._count}"
         submit_prompt(self._engine, request, request.prompts[0], name, collector=collector)
@@ -327,8 +356,10 @@ class EngineActor:
     def _seed_of(self, name: str) -> int:
         return self._engine.seed_of(name, _NO_SEED)
 
-    def _failed(self, error: Exception) -> dict[str, Any]:
-        """The columns of a failed row, if the job continues on errors; otherwise raises."""
+    def _failed(
+        self, error: Exception, record: Mapping[str, Any] | None, why: tuple[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The columns of a failed row, if the job continues on errors; otherwise raises. why: code and message."""
         if self._engine.closed_because is not None or isinstance(error, EngineClosedError):
             # Ray reruns the batch on another actor or on this one restarted. An orderly exit of the actor would
             # end its tasks instead: ray-project/ray#59522.
@@ -336,4 +367,15 @@ class EngineActor:
             os._exit(1)
         if not self._stage.should_continue_on_error:
             raise error
-        return error_of(str(error))
+        found = error_of(str(error))
+        if self._receipts is not None:
+            found |= _receipt(self._receipts.failed, record or {}, *(why or explain(error)))
+        return found
+
+
+def _receipt(make: Callable[..., str], *of: Any) -> dict[str, str | None]:
+    """The column of a receipt; null if the request is no JSON, as with pictures in bytes."""
+    try:
+        return {RECEIPT: make(*of)}
+    except (TypeError, ValueError):
+        return {RECEIPT: None}

@@ -33,7 +33,8 @@ def write_answers(
     defaults: Mapping[str, Any],
 ) -> None:
     """As `xla_engine.receipts.write`."""
-    with _new_files(engine, results, receipts, sign, defaults) as (header, sink, file):
+    header = header_of(engine)
+    with new_files(receipts_header(engine, header, defaults), results, receipts, sign) as (sink, file):
         run = BatchRun(engine, _lines(requests), sink, receipts=file, header=header, defaults=defaults)
         totals = run.run()
         if totals.failure is not None:
@@ -51,7 +52,8 @@ def save_outputs(
     sign: Path | str | None,
 ) -> None:
     """As `xla_engine.receipts.save`."""
-    with _new_files(engine, results, receipts, sign, {}) as (header, sink, file):
+    header = header_of(engine)
+    with new_files(receipts_header(engine, header, {}), results, receipts, sign) as (sink, file):
         for receipt, answer in answered(outputs, header):
             file.write(receipt)
             sink.write(answer)
@@ -81,19 +83,18 @@ def answered(outputs: Iterable[RequestOutput], header: ResultHeader) -> Iterator
 
 
 @contextmanager
-def _new_files(
-    engine: EngineClient, results: Path, receipts: Path, sign: Path | str | None, defaults: Mapping[str, Any]
-) -> Iterator[tuple[ResultHeader, Writer, ReceiptFile]]:
-    """Both files, begun; at the end the root is written."""
+def new_files(
+    header: Mapping[str, Any], results: Path, receipts: Path, sign: Path | str | None
+) -> Iterator[tuple[Writer, ReceiptFile]]:
+    """Both files, begun; at the end the root is written. header: of the receipts."""
     done = FinishedLines()
     file = ReceiptFile(receipts, Mode.NEW, None if sign is None else Signer.read(sign))
     file.check((str(results),))
-    header = header_of(engine)
     with OutputFile(str(results), Mode.NEW) as output:
         output.claim(done)
-        file.begin(receipts_header(engine, header, defaults), done)
+        file.begin(header, done)
         try:
-            yield header, output.begin(), file
+            yield output.begin(), file
             file.finish()
         finally:
             file.close()

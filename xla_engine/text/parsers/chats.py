@@ -255,16 +255,18 @@ def part_message(choice: dict[str, Any], reading: Reading, name: str, *, thinkin
     if found.reasoning:
         message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
     if found.calls:
-        ids = (
-            "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest()
-            for number in range(len(found.calls))
-        )
         calls = [
-            call_of(reading.offered, *call, name=each) for call, each in zip(found.calls, ids, strict=False)
+            call_of(reading.offered, *call, name=call_id(name, number))
+            for number, call in enumerate(found.calls)
         ]
         message |= {"function_call": calls[0]["function"]} if reading.offered.old else {"tool_calls": calls}
         if choice["finish_reason"] == "stop":
             choice["finish_reason"] = calls_reason(reading.offered)
+
+
+def call_id(name: str, number: int) -> str:
+    """The id of a choice's call `number`, from 0. name: the choice's."""
+    return "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest()
 
 
 def call_of(offered: Offered, function: str, arguments: str, *, name: str) -> dict[str, Any]:
