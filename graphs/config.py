@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from xla_engine.graphs.encoder_form import EncoderForm
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, Recurrent
 
-FULL, SLIDING, LINEAR = (
+FULL, SLIDING, LINEAR, CONV = (
     "full_attention",
     "sliding_attention",
     "linear_attention",
+    "conv",
 )  # layer types of Hugging Face
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"  # vLLM's pooling types
 POOLING_TYPES = (LAST, MEAN, CLS)
@@ -118,43 +120,6 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaForm:
-    """Sizes of a gated DeltaNet layer (`graphs.delta_net.layer`); consecutive value heads share a key head.
-
-    kernel: positions that the convolution covers, including its own. norm_eps: of the output norm.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-    norm_eps: float
-
-    def __post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"linear_num_value_heads ({self.value_heads}) must be a multiple of "
-                f"linear_num_key_heads ({self.key_heads})"
-            )
-
-    @property
-    def mixed_features(self) -> int:
-        """Features of the convolution: queries, keys, values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def inner_features(self) -> int:
-        """Features of the output before the last product."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def projected_features(self) -> int:
-        """Rows of the fused projection: queries, keys, values, gates, then rate and step of each value head."""
-        return self.mixed_features + self.inner_features + 2 * self.value_heads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and flags of a decoder or encoder. Field names are those of config.json if it has the field.
 
@@ -169,7 +134,8 @@ class ModelConfig:
     rms_norm_eps: of every norm.
     hidden_act: activation of the MLP's gate.
     tie_word_embeddings: the output head shares the embedding's weight.
-    layer_types: "full_attention", "sliding_attention" or "linear_attention" for each layer; empty: all full.
+    layer_types: for each layer "full_attention", "sliding_attention", "linear_attention" (gated DeltaNet) or "conv"
+        (short convolution); empty: all full.
     sliding_window: keys that a query of a sliding layer attends to, up to its own; None: all.
     rope_theta: base of the rotary embedding.
     rope_scaling: its scaling; None: none.
@@ -185,7 +151,7 @@ class ModelConfig:
     qk_norm: "head" normalises each query and key head; "all" normalises all heads of a token together.
     attention_sinks: every query head has an additional logit in its softmax, without a value.
     attn_output_gate: the attention output is multiplied by a sigmoid of the layer's input.
-    delta: sizes of the linear layers.
+    delta: sizes of the gated DeltaNet layers.
     experts: mixture of experts in place of the MLP.
     mlp_only_layers: indices of the layers that have an MLP all the same.
     qkv_bias: bias on q, k and v.
@@ -204,6 +170,7 @@ class ModelConfig:
     encoder: what makes the model an encoder; None: it has a decoder's layers.
     bidirectional: every token of a decoder's layers attends to all others, too, and a window reaches as far forwards
         as backwards: the model is an encoder.
+    convolution: sizes of the short convolutions.
     """
 
     vocab_size: int
@@ -250,6 +217,7 @@ class ModelConfig:
     gated_mlp: bool = True
     head_bias: bool = False
     bidirectional: bool = False
+    convolution: ConvolutionForm | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -274,9 +242,10 @@ class ModelConfig:
             )
         if self.llama_4_scaling_beta is not None and scaling is None:
             raise ValueError("llama_4_scaling_beta needs a rope scaling")
-        if LINEAR in self.layer_types and self.delta is None:
-            raise ValueError("linear_attention layers need their sizes")
-        if self.bidirectional and (self.delta is not None or self.llama_4_scaling_beta is not None):
+        for kind, form in ((LINEAR, self.delta), (CONV, self.convolution)):
+            if kind in self.layer_types and form is None:
+                raise ValueError(f"{kind} layers need their sizes")
+        if self.bidirectional and (self.recurrent is not None or self.llama_4_scaling_beta is not None):
             raise ValueError(
                 "attention to later tokens needs layers without a state, and queries without a scale"
             )
@@ -300,9 +269,14 @@ class ModelConfig:
     def layer_type(self, index: int) -> str:
         return self.layer_types[index] if self.layer_types else FULL
 
-    def is_linear(self, index: int) -> bool:
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Sizes of the recurrent layers, which are all of one kind; None if there are none."""
+        return self.delta or self.convolution
+
+    def is_recurrent(self, index: int) -> bool:
         """Whether layer `index` has a recurrent state instead of keys and values."""
-        return self.layer_type(index) == LINEAR
+        return self.layer_type(index) in (LINEAR, CONV)
 
     def experts_of(self, index: int) -> RoutedExperts | None:
         """The experts of layer `index`; None if it has an MLP."""

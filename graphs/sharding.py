@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_engine.graphs.config import DeltaForm, ModelConfig
-from xla_engine.graphs.delta_net.layer import has_native_rule
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.recurrent.rule import has_native_rule
+from xla_engine.graphs.recurrent_forms import DeltaForm
 
 AXIS = "tp"  # axis of the mesh
 
 # The kinds of features: of query heads, of key/value heads, of the residual stream, inside an MLP, inside an expert or
-# the shared expert, of the value heads of a linear layer, of the vocabulary.
+# the shared expert, of the output of a recurrent layer, of the vocabulary.
 Kind = Literal["queries", "keys", "residual", "mlp", "expert", "shared_expert", "values", "vocabulary"]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -84,8 +85,8 @@ class Sharding:
     def cuts_recurrent(self) -> bool:
         """Whether the heads of recurrent layers are sharded.
 
-        They are not if XLA runs the rule, or the product before it: fewer heads then have other bits
-        (findings/many_devices.md).
+        Only those of DeltaNet are, and not if XLA runs the rule, or the product before it: fewer heads then have
+        other bits (findings/many_devices.md).
         """
         return self.config.delta is not None and self.least == 1 and has_native_rule(self.config.delta)
 
@@ -262,9 +263,9 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
         )
         return _features(queries if kind == "queries" else keys, c.head_dim)
     if kind == "values":
-        assert c.delta is not None
-        if not sharding.cuts_recurrent:
-            return _everywhere(c.delta.inner_features, devices)
+        assert c.recurrent is not None
+        if c.delta is None or not sharding.cuts_recurrent:
+            return _everywhere(c.recurrent.inner_features, devices)
         _, values = _groups(c.delta.key_heads, c.delta.value_heads // c.delta.key_heads, devices)
         return _features(values, c.delta.value_dim)
     sizes = {"residual": c.hidden_size, "mlp": c.intermediate_size, "vocabulary": c.vocab_size}

@@ -10,11 +10,11 @@ import jax
 
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import ModelConfig, whole_spans
-from xla_engine.graphs.delta_net.layer import DeltaState, make_state
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.recurrent.layer import RecurrentState, make_state
 from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
 
-KVCache = list[LayerCache | DeltaState]
+KVCache = list[LayerCache | RecurrentState]
 
 
 def make_cache(
@@ -27,17 +27,17 @@ def make_cache(
 ) -> KVCache:
     """Zeroed state of `rows` slots of `length` positions, whole spans: a record for each of `stores(spec)`.
 
-    Layers of attention have keys and values in the layout of the spec's backend, linear ones a `DeltaState`. With
-    `num_blocks`, keys and values are a pool of this many blocks of `length` positions each, for block tables; other
-    state stays by row. `config`: if its heads are not those of one device. Raises ValueError for a block size that
-    the backend cannot read.
+    Layers of attention have keys and values in the layout of the spec's backend, recurrent ones a `RecurrentState`.
+    With `num_blocks`, keys and values are a pool of this many blocks of `length` positions each, for block tables;
+    other state stays by row. `config`: if its heads are not those of one device. Raises ValueError for a block size
+    that the backend cannot read.
     """
     config = spec.local if config is None else config
     cache: KVCache = []
     for layers in stores(spec):
-        if config.is_linear(layers[0]):
-            assert config.delta is not None
-            cache.append(make_state(config.delta, rows))
+        if config.is_recurrent(layers[0]):
+            assert config.recurrent is not None
+            cache.append(make_state(config.recurrent, rows))
         else:
             slots = rows if num_blocks is None else num_blocks
             cache.append(spec.attention.make_store(config, layers, slots, length, spec.dtype))
@@ -46,10 +46,10 @@ def make_cache(
 
 def stores(spec: ModelSpec) -> list[list[int]]:
     """The layers of each store of a cache: layers with the same window together if the backend shares stores, each
-    linear layer alone."""
+    recurrent layer alone."""
     found: dict[Any, list[int]] = {}
     for index in range(spec.config.num_hidden_layers):
-        alone = spec.config.is_linear(index) or not spec.attention.shares_stores
+        alone = spec.config.is_recurrent(index) or not spec.attention.shares_stores
         alike = index if alone else ("window", spec.config.attention(index).window)
         found.setdefault(alike, []).append(index)
     return list(found.values())
@@ -65,23 +65,24 @@ def places(spec: ModelSpec) -> list[tuple[int, int]]:
     return [found[index] for index in range(len(found))]
 
 
-States = list[DeltaState]  # one for each recurrent layer, in order; leaves `[slots or places, ...]`
+States = list[RecurrentState]  # one for each recurrent layer, in order; leaves `[slots or places, ...]`
 
 
 def make_states(config: ModelConfig, places: int) -> States:
     """Zeroed room for `places` states."""
-    linear = sum(config.is_linear(index) for index in range(config.num_hidden_layers))
-    return [] if config.delta is None else [make_state(config.delta, places) for _ in range(linear)]
+    form, count = config.recurrent, config.num_hidden_layers
+    recurrent = sum(config.is_recurrent(index) for index in range(count))
+    return [] if form is None else [make_state(form, places) for _ in range(recurrent)]
 
 
 def states_of(cache: KVCache) -> States:
     """The stores of a cache that belong to recurrent layers."""
-    return [store for store in cache if isinstance(store, DeltaState)]
+    return [store for store in cache if isinstance(store, RecurrentState)]
 
 
 def with_states(cache: KVCache, states: States) -> KVCache:
     others = iter(states)
-    return [next(others) if isinstance(store, DeltaState) else store for store in cache]
+    return [next(others) if isinstance(store, RecurrentState) else store for store in cache]
 
 
 def copy_state(target: States, source: States, at: jax.Array, place: jax.Array) -> tuple[States]:
@@ -119,7 +120,7 @@ def keeps_every_position(spec: ModelSpec, length: int, *, saves_states: bool = F
 
     def stores(positions: int) -> list[int]:
         cache = jax.eval_shape(lambda: make_cache(spec, 1, positions))
-        asked = (store for store in cache if not (saves_states and isinstance(store, DeltaState)))
+        asked = (store for store in cache if not (saves_states and isinstance(store, RecurrentState)))
         return [tree_bytes(store) for store in asked]
 
     once = whole_spans(length)

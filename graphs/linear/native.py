@@ -213,8 +213,8 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     widths = [config.hidden_size, config.intermediate_size, heads, config.qkv_features]
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
-    if config.delta is not None:
-        widths.append(config.delta.inner_features)
+    if config.recurrent is not None:
+        widths.append(config.recurrent.inner_features)
     if isa == "amx" or dtype == jnp.int8:
         return not any(width % (64 // dtype.itemsize) for width in widths)
     whole = [config.intermediate_size, *([] if config.experts is None else widths)]

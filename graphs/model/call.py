@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import jax
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.recurrent.kind import RecurrentWeights
 
 # (layer index, fused projection [N, (H + 2 KV) Dh] float32 before rotation, weights of attention) -> [N, H Dh]
-# For a linear layer: (layer index, [N, projected features], its weights) -> [N, inner features]
-Attend = Callable[[int, jax.Array, AttentionWeights | DeltaWeights], jax.Array]
+# For a recurrent layer: (layer index, [N, projected features], its weights) -> [N, inner features]
+Attend = Callable[[int, jax.Array, AttentionWeights | RecurrentWeights], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)

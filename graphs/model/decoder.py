@@ -19,11 +19,10 @@ from xla_engine.graphs.linear.products import Input, Norm, Products, looked_up, 
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.parameters import LeafMaker
 from xla_engine.graphs.model.sublayers import (
-    AttentionMixer,
-    DeltaNet,
     Linear,
     RoutedMlp,
     biased,
+    mixer_of,
     mlp_of,
     value,
 )
@@ -49,7 +48,7 @@ class Layer(nnx.Module):
         self.config, self.sharding = c, make.sharding
         self.is_last = index + 1 == c.num_hidden_layers
         self.input_norm = StreamNorm(make, c) if c.pre_norm else None
-        self.mixer = (DeltaNet if c.is_linear(index) else AttentionMixer)(make, c, index)
+        self.mixer = mixer_of(make, c, index)
         self.post_attention_norm = StreamNorm(make, c) if c.post_norm else None
         second = c.pre_norm and not c.use_parallel_residual
         self.pre_feedforward_norm = StreamNorm(make, c) if second else None

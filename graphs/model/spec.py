@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from xla_engine.graphs.attention.backend import Attention as AttentionBackend
 from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.products import LEAST, Products
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.model.leaves import Leaf, Leaves, Path, leaf_name
 from xla_engine.graphs.ops.coded import Order, StoredKinds
+from xla_engine.graphs.recurrent.rule import has_native_rule
 from xla_engine.graphs.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class ModelSpec:
 
     @property
     def native_state(self) -> str | None:
-        """The instruction set of the C++ kernels for linear layers; None if attention is not in C++ or the heads'
+        """The instruction set of the C++ kernels for recurrent layers; None if attention is not in C++ or the heads'
         sizes do not fit."""
-        delta = self.config.delta
-        return None if delta is None or not has_native_rule(delta) else self.attention.isa
+        form = self.config.recurrent
+        return None if form is None or not has_native_rule(form) else self.attention.isa
 
     def merge(self, leaves: list[jax.Array]) -> Decoder:
         """Rebuild the decoder around traced leaves; call inside a graph only."""

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
-from xla_engine.graphs.delta_net.layer import DeltaWeights
+from xla_engine.graphs.config import CONV, LINEAR, ModelConfig, RoutedExperts
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
 from xla_engine.graphs.linear.products import (
     Activation,
@@ -35,6 +34,7 @@ from xla_engine.graphs.ops.encoder_rows import activated
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
+from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
 
@@ -149,7 +149,7 @@ class AttentionMixer(nnx.Module):
 
 
 class DeltaNet(nnx.Module):
-    """A gated DeltaNet layer (`graphs.delta_net.layer`) without its last product, `output`, as in `AttentionMixer`."""
+    """A gated DeltaNet layer (`graphs.recurrent.delta_net`) without its last product, `output`."""
 
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         form, d = c.delta, c.hidden_size
@@ -170,6 +170,34 @@ class DeltaNet(nnx.Module):
         )
         projected = self.projected(call.products, x, norm=norm)
         return self.sharding.gather(call.attend(self.index, projected, weights), "values")
+
+
+class ShortConvolution(nnx.Module):
+    """A short gated convolution (`graphs.recurrent.short_convolution`) without its last product, as `DeltaNet`."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        form, d = c.convolution, c.hidden_size
+        assert form is not None
+        self.index = index
+        self.projected = Linear(make, (form.projected_features, d), None, bias=form.bias)
+        self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel))
+        self.convolution_bias = make.vector(form.mixed_features) if form.bias else None
+        cut = make.sharding.cut("residual")
+        self.output = Linear(make, (d, form.inner_features), cut, bias=form.bias)
+
+    def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
+        """The output for the normalised `x [N, D]`: `[N, inner features]`."""
+        weights = ConvolutionWeights(self.convolution[...].astype(jnp.float32), value(self.convolution_bias))
+        return call.attend(self.index, self.projected(call.products, x, norm=norm), weights)
+
+
+Mixer = AttentionMixer | DeltaNet | ShortConvolution
+
+
+def mixer_of(make: LeafMaker, c: ModelConfig, index: int) -> Mixer:
+    """The token mixer of layer `index`."""
+    kinds: dict[str, type[Mixer]] = {LINEAR: DeltaNet, CONV: ShortConvolution}
+    return kinds.get(c.layer_type(index), AttentionMixer)(make, c, index)
 
 
 class Mlp(nnx.Module):

@@ -6,10 +6,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights, delta_decode
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import WEIGHT_LEFT
 from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.recurrent.layer import recurrent_decode
 from xla_engine.graphs.row_state.rows import Rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -35,12 +35,7 @@ def decode_step(
     angles = state.rope[:, position]  # [K, B, 2, Dh/2]
     updated = list(state.cache)
 
-    def recurrence(
-        _: int, layer: DeltaState, projected: jax.Array, own: DeltaWeights
-    ) -> tuple[DeltaState, jax.Array]:
-        assert spec.local.delta is not None
-        return delta_decode(spec.local.delta, own, layer, projected, live=live, native=spec.native_state)
-
+    recurrence = functools.partial(recurrent_decode, live=live, native=spec.native_state)
     attention = functools.partial(spec.attention.attend_decode, length=rows.length, live=live)
     attend = attending(form, updated, angles, attention, recurrence, block_tables=rows.block_tables)
     products = (spec.products or WEIGHT_LEFT).for_rows(live)

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
-from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.recurrent.kind import RecurrentWeights
 from xla_engine.graphs.row_state.rows import Extents
 
 
@@ -70,7 +70,7 @@ def encode(
     if shape.block is None:
         store = spec.attention.clear_values(store, lanes.slot, lanes.size > 0)
 
-    def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
         nonlocal store
         assert isinstance(own, AttentionWeights)
         form = config.attention(index)

@@ -12,16 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionCall, LayerCache
-from xla_engine.graphs.delta_net.layer import (
-    DeltaState,
-    DeltaWeights,
-    PendingInputs,
-    delta_prefill,
-    delta_verify,
-)
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.recurrent.layer import (
+    PendingInputs,
+    recurrent_prefill,
+    recurrent_verify,
+)
 from xla_engine.graphs.row_state.rows import Extents, Rows, targets, with_rows
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
@@ -236,19 +234,16 @@ def through_layers(
     ) -> tuple[LayerCache, jax.Array]:
         return spec.attention.attend_prefill(layer, projected, call, lanes)
 
-    def recurrence(
-        store: int, layer: DeltaState, projected: jax.Array, own: DeltaWeights
-    ) -> tuple[DeltaState, jax.Array]:
-        delta, native = spec.local.delta, spec.native_state
-        assert delta is not None
-        if pending is None:
-            return delta_prefill(delta, own, layer, projected, lanes, native=native)
-        assert native is not None, "only the C++ rule gives verify steps the bits of decode"
-        pending[store], out = delta_verify(delta, own, layer, projected, lanes, native=native)
-        return layer, out
-
+    recurrence = recurrent_prefill if pending is None else recurrent_verify
     attend = attending(
-        form, updated, angles, attention, recurrence, block_tables=fed.block_tables, reach=fed.reach
+        form,
+        updated,
+        angles,
+        attention,
+        functools.partial(recurrence, lanes=lanes, native=spec.native_state),
+        block_tables=fed.block_tables,
+        reach=fed.reach,
+        pending=pending,
     )
     products = spec.products or ROWS_LEFT
     used = (jnp.arange(width, dtype=jnp.int32) < count[:, None]).reshape(-1)

@@ -6,17 +6,22 @@ from typing import Any, NamedTuple
 import jax
 
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
-from xla_engine.graphs.delta_net.layer import DeltaState, DeltaWeights
 from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.model.call import Attend
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.norms import scaled_queries
+from xla_engine.graphs.recurrent.kind import RecurrentWeights
+from xla_engine.graphs.recurrent.layer import PendingInputs, RecurrentState
+from xla_engine.graphs.recurrent_forms import Recurrent
 from xla_engine.graphs.row_state.rows import Rows, Tables
 
 # (a layer's cache, projected, call) -> (the cache, with new keys and values, attention's output)
 Attention = Callable[[LayerCache, jax.Array, AttentionCall], tuple[LayerCache, jax.Array]]
-# (index of the store, a layer's state, projected, weights) -> (the new state, the layer's output)
-Recurrence = Callable[[int, DeltaState, jax.Array, DeltaWeights], tuple[DeltaState, jax.Array]]
+# (sizes, a layer's weights, its state, projected) -> (the new state, or what it will follow from; the layer's output)
+Recurrence = Callable[
+    [Recurrent, RecurrentWeights, RecurrentState, jax.Array],
+    tuple[RecurrentState | PendingInputs, jax.Array],
+]
 
 
 class StepForm(NamedTuple):
@@ -53,20 +58,26 @@ def attending(
     *,
     block_tables: jax.Array | None,
     reach: jax.Array | None = None,
+    pending: dict[int, PendingInputs] | None = None,
 ) -> Attend:
     """`Call.attend` of a step, which replaces the stores of `cache` by what they are after the layer.
 
     angles: cosines and sines of the tokens, `[K, ..., 2, Dh/2]`. block_tables: as in `Rows`.
-    reach: as in `AttentionCall`.
+    reach: as in `AttentionCall`. pending: receives, by store, what `recurrence` returns in place of a new state.
     """
     spec, where = form.spec, places(form.spec)
 
-    def attend(index: int, projected: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+    def attend(index: int, projected: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
         store, layer_in_store = where[index]
         layer = cache[store]
-        if isinstance(layer, DeltaState):
-            assert isinstance(own, DeltaWeights)
-            cache[store], out = recurrence(store, layer, projected, own)
+        if isinstance(layer, RecurrentState):
+            assert spec.local.recurrent is not None and not isinstance(own, AttentionWeights)
+            after, out = recurrence(spec.local.recurrent, own, layer, projected)
+            if isinstance(after, RecurrentState):
+                cache[store] = after
+            else:
+                assert pending is not None
+                pending[store] = after
             return out
         assert isinstance(own, AttentionWeights)
         call = AttentionCall(

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.delta_net.layer import DeltaState, PendingInputs, delta_commit
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
+from xla_engine.graphs.recurrent.layer import PendingInputs, RecurrentState, recurrent_commit
 from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, some_rows, targets, with_rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample
@@ -143,9 +143,9 @@ def verify_rows(
     goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
     for store, brought in (pending or {}).items():
-        layer, native = updated[store], spec.native_state
-        assert isinstance(layer, DeltaState) and native is not None
-        updated[store] = delta_commit(layer, brought, slot=slot, count=emitted, native=native)
+        layer = updated[store]
+        assert isinstance(layer, RecurrentState)
+        updated[store] = recurrent_commit(layer, brought, slot=slot, count=emitted, native=spec.native_state)
     final = jnp.maximum(emitted - 1, 0)[:, None]
     advanced = advance(
         own,

@@ -314,7 +314,7 @@ def test_an_mtp_layer_is_read_as_any_other_layer(name: str, tmp_path: Path) -> N
     tensors = load_file(tmp_path / "model.safetensors")
     _, family = read_model(open_model(tmp_path))
     main = load_checkpoint(tmp_path)
-    full = max(index for index in range(main.config.num_hidden_layers) if not main.config.is_linear(index))
+    full = max(index for index in range(main.config.num_hidden_layers) if not main.config.is_recurrent(index))
     prefix = family.layer.format(index=full)
     size = main.config.hidden_size
     tensors |= {

@@ -18,9 +18,10 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.config import DeltaForm, RoutedExperts
-from xla_engine.graphs.delta_net.layer import DeltaState
+from xla_engine.graphs.config import ModelConfig, RoutedExperts
 from xla_engine.graphs.kv_cache.cache import tree_bytes
+from xla_engine.graphs.recurrent.layer import RecurrentState
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner import dispatch
 from xla_engine.runner.kv_moves import StateMoves
@@ -56,6 +57,31 @@ DRAW = random.Random(5)
 STEM = [DRAW.randrange(TINY.vocab_size) for _ in range(120)]
 PROMPTS = [[*STEM[: 60 + 6 * at], *DRAW.sample(range(TINY.vocab_size), 3)] for at in range(10)]
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=6, logprobs=0, seed=5, ignore_eos=True)
+
+
+CONVOLUTIONS = replace(
+    MODEL,
+    layer_types=("conv", "full_attention"),
+    delta=None,
+    convolution=ConvolutionForm(features=64, kernel=3, bias=True),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attention", ["native", "xla"])
+@pytest.mark.parametrize("model", [CONVOLUTIONS], ids=["conv"])
+def test_other_recurrent_layers_keep_the_law(model: ModelConfig, attention: str) -> None:
+    """Among peers, after preemption, behind a prefix with a saved state, and with drafts."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3} if attention == "native" else None
+    config = replace(CONFIG, attention_backend=attention, speculative_config=speculative)
+    with XlaBatchEngine(tiny_checkpoint(model=model), None, config) as engine:
+        assert engine.self_check is not None and engine.self_check.ok, engine.self_check
+        report = verify(engine, requests=60, schedules=2, seed=1, lags=(0, 1))
+        assert report.ok and report.preempted > 0, "\n".join(report.lines())
+        expected = cold(engine)
+        for _ in range(2):
+            assert answers(engine, PROMPTS) == expected
+        assert engine.stats().cached_tokens > 9 * 32
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +128,7 @@ def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> N
 
 def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     """Linear layers keep state of a fixed size and no keys."""
-    kinds = [isinstance(store, DeltaState) for store in hybrid.runner._state.cache]
+    kinds = [isinstance(store, RecurrentState) for store in hybrid.runner._state.cache]
     assert kinds == [True, False]
     inputs, memory = read_cache(hybrid.runner)[0]
     assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)

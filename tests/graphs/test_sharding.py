@@ -15,9 +15,9 @@ from tests.support.models import TINY
 from tests.support.tensor_parallel import WIDE, WIDE_MODELS
 from tests.support.tiers import default
 from xla_engine.graphs.config import ModelConfig, RoutedExperts
-from xla_engine.graphs.delta_net.layer import has_native_rule
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
+from xla_engine.graphs.recurrent.rule import has_native_rule
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows
@@ -74,8 +74,10 @@ def test_parts_of_every_weight_make_the_whole(
                 "scale",
                 "head_bias",
             )
-            assert last.endswith(whole) or (
-                ".delta." in leaf and not has_native_rule(checkpoint.config.delta)
+            assert (
+                last.endswith(whole)
+                or (".delta." in leaf and not has_native_rule(checkpoint.config.delta))
+                or ".conv." in leaf
             )
             continue
         rows = [cut.flat_rows(device, shape) for device in range(devices)]

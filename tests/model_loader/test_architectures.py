@@ -27,8 +27,6 @@ REFUSALS = {
     "Nemotron-3-Nano": "Mamba-2 layers",
     "Falcon-H1-1.5B": "Mamba-2 layers",
     "mamba2-2.7b": "Mamba-2 layers",
-    "LFM2.5-1.2B": "short convolutions",
-    "LFM2-8B-A1B": "short convolutions",
     "DeepSeek-V2-Lite": "latent attention",
     "DeepSeek-V3": "latent attention",
     "GLM-4.7-Flash": "latent attention",

@@ -30,6 +30,7 @@ IN_CI = (
     *("smollm3", "ministral", "qwen2", "qwen3", "gemma3_vision"),
     *("phi3_long", "olmo2", "granite", "cohere2", "gpt_oss_mxfp4", "qwen3_next"),
     *("exaone4", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
+    *("lfm2", "lfm2_moe"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4

@@ -54,6 +54,7 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("qwen3", "qwen3vl", PICTURES),
         ("qwen3_5", "qwen35", {}),
         ("qwen3_next", "qwen3next", {}),
+        ("lfm2_bias", "lfm2", {}),
     ],
 )
 def test_a_float32_file_has_the_bits_of_its_source(
@@ -74,6 +75,7 @@ def test_a_float32_file_has_the_bits_of_its_source(
     [
         ("qwen3_5_moe", "qwen35moe", {**THIRD, "linear_num_value_heads": 6}),
         ("qwen3_5_moe", "qwen35moe", THIRD),  # as many key heads as value heads
+        ("lfm2_moe", "lfm2moe", {"routed_scaling_factor": 1.0}),  # which no file has
         ("glm4", "glm4", {"attention_bias": False}),
         ("seed_oss", "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
         ("ernie4_5", "ernie4_5", {"use_bias": True}),

@@ -43,7 +43,7 @@ def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray
     "memory" of linear layers likewise."""
     edited = []
     for index, (first, second) in enumerate(read_cache(runner)):
-        names = ("inputs", "memory") if runner.spec.config.is_linear(index) else ("keys", "values")
+        names = ("inputs", "memory") if runner.spec.config.is_recurrent(index) else ("keys", "values")
         edited.append((edit(index, names[0], first), edit(index, names[1], second)))
     runner._state.cache = from_host(runner.spec, edited)
 

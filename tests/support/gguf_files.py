@@ -77,7 +77,8 @@ def write_gguf(
     writer.add_block_count(layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(keys)
+    conv = [kind == "conv" for kind in config.get("layer_types") or ()]
+    writer.add_head_count_kv([0 if each else keys for each in conv] if any(conv) else keys)
     width = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_key_length(width)
     writer.add_value_length(width)
@@ -87,6 +88,9 @@ def write_gguf(
     writer.add_rope_freq_base(base)
     for name, add in {
         "rms_norm_eps": writer.add_layer_norm_rms_eps,
+        "norm_eps": writer.add_layer_norm_rms_eps,
+        "conv_L_cache": writer.add_shortconv_l_cache,
+        "num_dense_layers": writer.add_leading_dense_block_count,
         "layer_norm_eps": writer.add_layer_norm_eps,
         "sliding_window": writer.add_sliding_window,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
@@ -238,6 +242,10 @@ def _delta(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
 
 def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """A tensor as llama.cpp has it; the gates and ups of gpt-oss' experts take turns."""
+    if ".conv.conv.weight" in name:
+        return {name: tensor[:, 0]}
+    if name.endswith(".expert_bias"):
+        return {f"{name}.bias": tensor}
     if ".linear_attn." in name:
         return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")

@@ -10,19 +10,19 @@ import numpy as np
 from xla_engine.graphs.attention.backend import Attention, LayerCache
 from xla_engine.graphs.attention.native import _LANES, _pack, _width
 from xla_engine.graphs.config import KEY_SPAN
-from xla_engine.graphs.delta_net.layer import DeltaState
 from xla_engine.graphs.kv_cache.cache import KVCache, places, stores
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.graphs.recurrent.layer import RecurrentState
 
 Layer = tuple[np.ndarray, np.ndarray]
 
 
 def to_host(spec: ModelSpec, cache: KVCache) -> list[Layer]:
-    """Copies of every layer's state: keys and values `[B, KV, S, Dh]`, or the two arrays of a `DeltaState`."""
+    """Copies of every layer's state: keys and values `[B, KV, S, Dh]`, or the two arrays of a `RecurrentState`."""
     found = []
     for store, layer_in_store in places(spec):
         kept = cache[store]
-        if isinstance(kept, DeltaState):
+        if isinstance(kept, RecurrentState):
             first, second = kept.inputs, kept.memory
         else:
             first, second = layer_to_host(spec.attention, kept, spec.config.head_dim, layer_in_store)
@@ -34,8 +34,8 @@ def from_host(spec: ModelSpec, layers: Sequence[Layer]) -> KVCache:
     """The inverse of `to_host`, bit for bit."""
     cache: KVCache = []
     for members in stores(spec):
-        if spec.config.is_linear(members[0]):
-            cache.append(DeltaState(*jax.device_put(layers[members[0]])))
+        if spec.config.is_recurrent(members[0]):
+            cache.append(RecurrentState(*jax.device_put(layers[members[0]])))
             continue
         alone = [layer_from_host(spec.attention, *layers[index]) for index in members]
         joined = (

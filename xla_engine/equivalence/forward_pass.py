@@ -13,13 +13,14 @@ import numpy as np
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.attention.dense import attend_densely
-from xla_engine.graphs.config import DeltaForm
-from xla_engine.graphs.delta_net.layer import DeltaWeights, delta_decode, make_state
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.norms import scaled_queries
 from xla_engine.graphs.ops.rope import rope_tables
+from xla_engine.graphs.recurrent.kind import RecurrentWeights
+from xla_engine.graphs.recurrent.layer import make_state, recurrent_decode
+from xla_engine.graphs.recurrent_forms import Recurrent
 from xla_engine.graphs.sampling.logits import ByRow
 from xla_engine.model_loader.checkpoint import Checkpoint
 
@@ -60,9 +61,9 @@ class ForwardPass:
         model = self._spec.merge(weights)
         config = self._spec.config
 
-        def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
-            if isinstance(own, DeltaWeights):
-                return _follow(config.delta, own, qkv)
+        def attend(index: int, qkv: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
+            if not isinstance(own, AttentionWeights):
+                return _follow(config.recurrent, own, qkv)
             table = rope[config.rope_index(index)]
             return attend_densely(
                 config, config.attention(index), own, scaled_queries(config, qkv, rope), table
@@ -95,12 +96,12 @@ def logit_gap(reference: ForwardPass, prefix: Sequence[int]) -> LogitGap:
     return LogitGap(first, second, float(logits[first]), float(logits[second]))
 
 
-def _follow(form: DeltaForm | None, own: DeltaWeights, projected: jax.Array) -> jax.Array:
-    """A linear layer over one sequence `[N, projected features]`, position by position."""
+def _follow(form: Recurrent | None, own: RecurrentWeights, projected: jax.Array) -> jax.Array:
+    """A recurrent layer over one sequence `[N, projected features]`, position by position."""
     assert form is not None
 
     def one(state: Any, row: jax.Array) -> tuple[Any, jax.Array]:
-        state, out = delta_decode(form, own, state, row[None], live=jnp.ones(1, bool))
+        state, out = recurrent_decode(form, own, state, row[None], live=jnp.ones(1, bool))
         return state, out[0]
 
     return jax.lax.scan(one, make_state(form, 1), projected)[1]

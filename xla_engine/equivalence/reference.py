@@ -22,12 +22,16 @@ ARCHITECTURES = (
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
+    *("lfm2", "lfm2_moe"),
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
 _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
 _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
+_FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
+_ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
+_LFM2 = ("lfm2", "lfm2_moe")
 _QUERIES = 256  # positions whose scores are in memory at a time
 
 
@@ -69,7 +73,7 @@ class Reference:
         for index in range(c["num_hidden_layers"]):
             x = self._layer(x, ends, index)
             progress()
-        x = self._norm(x, "final_layernorm" if c["model_type"] == "phi" else "norm")
+        x = self._norm(x, _FINAL_NORM.get(c["model_type"], "norm"))
         tied = c.get("tie_word_embeddings") or not self._files.has("lm_head")
         head = read("embed_tokens" if tied else "lm_head")
         for stream, first in zip(np.split(x, ends), firsts, strict=True):
@@ -84,6 +88,10 @@ class Reference:
         factor = np.float32(c.get("residual_multiplier") or 1)
         mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
+        if c["model_type"] in _LFM2:
+            mixer = self._attention if self._files.has(f"{name}self_attn.q_proj") else self._convolution
+            x = x + mixer(self._norm(x, f"{name}operator_norm"), ends, index)
+            return x + mlp(self._norm(x, f"{name}ffn_norm"), name)
         if c["model_type"] in ("cohere", "cohere2", "phi") or c.get(
             "use_parallel_residual"
         ):  # one beside the other
@@ -130,12 +138,13 @@ class Reference:
         gate = None
         if c["model_type"] in _HYBRID:  # each head's query, then its gate
             q, gate = np.split(q.reshape(len(x), heads, 2 * width), 2, axis=2)
-        per_head = has(f"{name}q_norm") and read(f"{name}q_norm").size == width
+        norms = "layernorm" if c["model_type"] in _LFM2 else "norm"
+        per_head = has(f"{name}q_{norms}") and read(f"{name}q_{norms}").size == width
         if has(f"{name}q_norm") and not per_head:  # OLMo: over all heads together
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
         q, k, v = (each.reshape(len(x), -1, width) for each in (q, k, v))
         if per_head:
-            q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+            q, k = self._norm(q, f"{name}q_{norms}"), self._norm(k, f"{name}k_{norms}")
         angles, factor = rotary(c, index, self._context_length)
         sinks = read(f"{name}sinks") if has(f"{name}sinks") else None
         adjacent = self._files.rotary_pairs_adjacent or c["model_type"] in _ADJACENT
@@ -155,11 +164,11 @@ class Reference:
             ]
         )
         out = out if gate is None else out * sigmoid(gate)
-        return self._linear(
-            out.reshape(len(x), -1), name + ("dense" if c["model_type"] == "phi" else "o_proj")
-        )
+        return self._linear(out.reshape(len(x), -1), name + _ATTENDED.get(c["model_type"], "o_proj"))
 
     def _mlp(self, x: Array, name: str, part: str = "mlp.") -> Array:
+        if self._files.has(f"{name}feed_forward.w1"):
+            return self._numbered(x, f"{name}feed_forward.")
         if (plain := _PLAIN.get(self._config["model_type"])) is not None:  # no gate
             hidden = activation(self._config)(self._linear(x, f"{name}{part}{plain[0]}"))
             return self._linear(hidden, f"{name}{part}{plain[1]}")
@@ -169,9 +178,15 @@ class Reference:
             gate, up = np.split(self._linear(x, f"{name}{part}gate_up_proj"), 2, axis=1)
         return self._linear(activation(self._config)(gate) * up, f"{name}{part}down_proj")
 
+    def _numbered(self, x: Array, name: str) -> Array:
+        """An MLP whose gate, last product and up are w1, w2 and w3 (Mixtral, LFM2)."""
+        gate, up = self._linear(x, f"{name}w1"), self._linear(x, f"{name}w3")
+        return self._linear(activation(self._config)(gate) * up, f"{name}w2")
+
     def _router(self, name: str) -> str:
         kind = self._config["model_type"]
         router = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}
+        router["lfm2_moe"] = "feed_forward.gate"
         return name + router.get(kind, "mlp.gate")
 
     def _experts(self, x: Array, name: str) -> Array:
@@ -179,16 +194,17 @@ class Reference:
         c, kind = self._config, self._config["model_type"]
         scores = self._linear(x, self._router(name))  # [N, E]
         count = c.get("num_experts_per_tok") or {"mixtral": 2, "gpt_oss": 4}.get(kind, 8)
-        if kind == "glm4_moe":  # sigmoids, and a correction that only chooses
+        correction = {"glm4_moe": "mlp.gate.e_score_correction_bias", "lfm2_moe": "feed_forward.expert_bias"}
+        if kind in correction:  # sigmoids, and a correction that only chooses
             scores = sigmoid(scores)
-            corrected = scores + self._files.read(f"{self._router(name)}.e_score_correction_bias")
+            corrected = scores + self._files.read(name + correction[kind])
         else:
             corrected = scores
         chosen = np.argsort(-corrected, axis=1, kind="stable")[:, :count]  # [N, K]
         # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
         renormalised = c.get("norm_topk_prob", kind in _HYBRID) or kind in ("mixtral", "gpt_oss")
         among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
-        if kind == "glm4_moe":
+        if kind in correction:
             among = np.take_along_axis(scores, chosen, axis=1)
             total = among.sum(axis=1, keepdims=True) if c.get("norm_topk_prob", True) else np.float32(1)
             weights = among / total * np.float32(c.get("routed_scaling_factor") or 1)
@@ -207,10 +223,9 @@ class Reference:
 
     def _expert(self, x: Array, name: str, expert: int) -> Array:
         kind, has = self._config["model_type"], self._files.has
-        if kind == "mixtral":
-            part = f"{name}block_sparse_moe.experts.{expert}."
-            gate, up = self._linear(x, f"{part}w1"), self._linear(x, f"{part}w3")
-            return self._linear(activation(self._config)(gate) * up, f"{part}w2")
+        if kind in ("mixtral", "lfm2_moe"):
+            part = "block_sparse_moe" if kind == "mixtral" else "feed_forward"
+            return self._numbered(x, f"{name}{part}.experts.{expert}.")
         if kind != "gpt_oss":
             return self._mlp(x, name, f"mlp.experts.{expert}.")
         if has(f"{name}mlp.experts.gate_up_proj"):  # [E, D, 2 F], gates and ups in turn
@@ -228,6 +243,16 @@ class Reference:
             return self._linear(hidden, f"{part}down_proj")
         down: Array = hidden @ self._files.read(f"{part}down_proj")[expert]
         return down + self._files.read(f"{part}down_proj_bias")[expert]
+
+    def _convolution(self, x: Array, ends: Array, index: int) -> Array:
+        """A short gated convolution (LFM2)."""
+        name, has = f"layers.{index}.conv.", self._files.has
+        before, behind, x = np.split(self._linear(x, f"{name}in_proj"), 3, axis=1)
+        filters = self._files.read(f"{name}conv").reshape(x.shape[1], -1)
+        out = np.concatenate([convolved(each, filters) for each in np.split(before * x, ends)])
+        if has(f"{name}conv.bias"):
+            out += self._files.read(f"{name}conv.bias")
+        return self._linear(behind * out, f"{name}out_proj")
 
     def _linear_attention(self, x: Array, ends: Array, index: int) -> Array:
         """A gated DeltaNet layer (Yang, Kautz and Hatamizadeh 2024), one position after the other."""
@@ -376,6 +401,8 @@ def epsilon(c: Config) -> float:
         return float(c.get("layer_norm_eps") or c.get("norm_epsilon") or 1e-5)
     late = ("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4", "glm4_moe", "ministral3")
     usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
+    if c["model_type"] in _LFM2:
+        return float(c.get("norm_eps") or 1e-5)
     return float(c.get("rms_norm_eps") or usual.get(c["model_type"], 1e-6))
 
 
@@ -484,7 +511,7 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
         local = c.get("rope_local_base_freq") or (10000.0 if kind == "gemma3_text" else None)
         rope = {"rope_theta": local or c.get("rope_theta") or rope.get("rope_theta")}
     defaults = {
-        **dict.fromkeys(("mixtral", "gemma3_text"), 1e6),
+        **dict.fromkeys(("mixtral", "gemma3_text", *_LFM2), 1e6),
         **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "ernie4_5"), 500000.0),
         "helium": 100000.0,
         "smollm3": 2e6,

@@ -102,7 +102,7 @@ def load_weights(model: ModelDescription) -> Checkpoint:
 
 # Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
 _LATER: dict[str, Any] = {"encoder": None, "llama_4_scaling_beta": None, "norm_bias": False}
-_LATER |= {"gated_mlp": True, "head_bias": False, "bidirectional": False}
+_LATER |= {"gated_mlp": True, "head_bias": False, "bidirectional": False, "convolution": None}
 _LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
 _LATER_OF_ENCODERS = {"pre_norm": False, "norm_bias": True, "gated": False, "up_bias": True}
 
@@ -283,6 +283,6 @@ def stored_dtype(files: TensorFiles, sources: Sources) -> str:
         source.name
         for leaf, stacked in sources.items()
         for source in stacked
-        if len(source.shape) > 1 and not leaf.endswith("delta.convolution")
+        if len(source.shape) > 1 and not leaf.endswith(".convolution")
     )
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

@@ -161,7 +161,7 @@ def native_parts(
     """
     stores = "bf16" if dtype == jnp.bfloat16 else "f32"
     parts = {"sampler", "attention_int8" if config.kv_cache_dtype == "int8" else f"attention_{stores}"}
-    if model.delta is not None:
+    if model.recurrent is not None and model.convolution is None:
         parts.add("delta")
     if model.encoder is not None:
         parts.add("encoder")

@@ -79,8 +79,8 @@ def _activations(spec: ModelSpec) -> int:
     widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
     if model.experts is not None:
         widths += model.experts.num_experts_per_tok * model.hidden_size
-    if model.delta is not None:
-        widths += 8 * model.delta.projected_features
+    if model.recurrent is not None:
+        widths += 8 * model.recurrent.projected_features
     return 4 * widths
 
 

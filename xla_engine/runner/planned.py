@@ -104,14 +104,14 @@ def has_one_row_code(spec: ModelSpec) -> bool:
     model = spec.config
     names = {spec.attention.name, None if spec.products is None else spec.products.name}
     if names == {"gpu"}:  # interpreted on a CPU, products are XLA's
-        return target.platform() == "gpu" and model.delta is None and model.experts is None
-    return names == {"native"} and (model.delta is None or spec.native_state is not None)
+        return target.platform() == "gpu" and model.recurrent is None and model.experts is None
+    return names == {"native"} and (model.recurrent is None or spec.native_state is not None)
 
 
 def _pool(config: EngineConfig, model: ModelConfig, positions: int) -> Pool | None:
     if config.num_blocks is None:
         return None
-    if model.delta is not None:
+    if model.recurrent is not None:
         raise ConfigError("num_blocks does not support recurrent layers, which this model has; leave it out")
     blocks_of_a_slot = positions // config.block_size
     own = blocks_of_a_slot if config.shadow_rate else 0

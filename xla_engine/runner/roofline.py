@@ -48,7 +48,7 @@ def _work(spec: ModelSpec, rows: int, head_rows: int, slots: int, keys: int) -> 
             multiplied = head_rows if leaf.role == "head" else rows
             ops += 2 * share * multiplied * prod(leaf.on_devices().shape)
     heads = model.num_attention_heads * model.head_dim
-    attending = sum(not model.is_linear(index) for index in range(model.num_hidden_layers))
+    attending = sum(not model.is_recurrent(index) for index in range(model.num_hidden_layers))
     return Work(size + cache_bytes(spec, slots, keys), ops + 4.0 * rows * keys * heads * attending)
 
 

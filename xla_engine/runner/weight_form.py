@@ -68,7 +68,7 @@ def resolve_form(config: EngineConfig, model: ModelConfig, dtype: str, stored: S
 
 def packed_form(config: EngineConfig, model: ModelConfig) -> str:
     """The packed form for a model: activations in eight bits, where their loss was measured (docs/models.md)."""
-    is_measured = model.experts is None and model.delta is None and not config.pools
+    is_measured = model.experts is None and model.recurrent is None and not config.pools
     return GGUF_INT8 if is_measured else GGUF
 
 

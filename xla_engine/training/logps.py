@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.attention.dense import attend_densely
 from xla_engine.graphs.config import ModelConfig, whole_spans
-from xla_engine.graphs.delta_net.layer import DeltaWeights
 from xla_engine.graphs.kv_cache.cache import make_cache
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.norms import scaled_queries
+from xla_engine.graphs.recurrent.kind import RecurrentWeights
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
 from xla_engine.graphs.sampling.logits import ByRow
@@ -232,7 +232,7 @@ def _held(spec: ModelSpec, name: str, values: jax.Array) -> jax.Array:
 def _dense_call(config: ModelConfig, rope: jax.Array, rows: int, width: int) -> Call:
     """Attention of `rows` sequences of `width` tokens over themselves, and XLA's products."""
 
-    def attend(index: int, qkv: jax.Array, own: AttentionWeights | DeltaWeights) -> jax.Array:
+    def attend(index: int, qkv: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
         assert isinstance(own, AttentionWeights)
         form, table = config.attention(index), rope[config.rope_index(index), :width]
         qkv = scaled_queries(config, qkv, jnp.repeat(rope[:, None, :width], rows, axis=1))

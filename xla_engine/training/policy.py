@@ -167,7 +167,7 @@ def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
         "prefix_cache_dir": config.prefix_cache_dir is not None,
         f"dtype {spec.dtype}": spec.dtype != jnp.bfloat16,
         "a model with routed experts": spec.config.experts is not None,
-        "a model with recurrent layers": spec.config.delta is not None,
+        "a model with recurrent layers": spec.config.recurrent is not None,
     }
     if unsupported := [name for name, is_so in found.items() if is_so]:
         remedy = "without this option"

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from hybrid_cases import HYBRIDS
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -467,6 +468,8 @@ CASES |= {
     ),
 }
 
+CASES |= HYBRIDS
+
 
 def main() -> None:
     for name in sys.argv[1:] or CASES:
@@ -510,14 +513,17 @@ def random_model(name: str, seed: int) -> Any:
             if parameter_name.endswith("A_log"):
                 parameter -= 3  # slow decay: what lies far behind still counts
             if (
-                parameter_name in ("model.norm.weight", "model.language_model.norm.weight")
+                parameter_name
+                in ("model.norm.weight", "model.language_model.norm.weight", "model.embedding_norm.weight")
                 and config.tie_word_embeddings
             ):
                 # Random signs: a tied head likes the token it was just given too well.
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):  # as large as the scores' differences
+            if buffer_name.endswith(
+                ("e_score_correction_bias", "expert_bias")
+            ):  # as large as the scores' differences
                 buffer.copy_((0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16().float())
         if name.endswith("mxfp4"):
             for parameter_name, (blocks, scales) in mxfp4_tensors(config, seed).items():

@@ -1,4 +1,5 @@
-"""Leaves that GGUF files store otherwise than transformers does: the experts of gpt-oss, and DeltaNet layers.
+"""Leaves that GGUF files store otherwise than transformers does: the experts of gpt-oss, DeltaNet layers, and short
+convolutions.
 
 llama.cpp's converter writes `-exp(A_log)` for `A_log`, drops the convolution's middle axis, and cuts Qwen3-Next's
 projection of queries, keys, values and gates by part. For Qwen3.5 it also deals out value heads: where several share
@@ -13,7 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from xla_engine.graphs.config import DeltaForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.recurrent_forms import DeltaForm
 from xla_engine.model_loader.families.experts import (
     GPT_OSS,
     QWEN3_5,
@@ -24,6 +26,7 @@ from xla_engine.model_loader.families.experts import (
     each_expert,
 )
 from xla_engine.model_loader.families.family import Source, Sources, Tensors
+from xla_engine.model_loader.families.hybrids import LFM2, LFM2_MOE
 
 Array = np.ndarray[Any, Any]
 _DIGITS = Context(prec=30)
@@ -142,9 +145,20 @@ _EXPERTS: Tensors = {  # gates and ups in tensors of their own
     "experts.down_bias": each_expert("mlp.experts.{expert}.down_proj.bias"),
 }
 _QWEN3_5: Tensors = {**_delta(_dealt), "delta.projected": _projected, "delta.output": _output}
+
+
+def _whole(name: str) -> Sources:
+    """A tensor of the leaf's shape."""
+    return lambda _, shape: (Source(name=name, shape=shape),)
+
+
+_LFM2: Tensors = {"conv.convolution": _whole("conv.conv.weight")}
+_LFM2_EXPERTS: Tensors = {"experts.correction": ("feed_forward.expert_bias.bias",)}
 GGUF_TENSORS: dict[str, Tensors] = {  # by architecture
     GPT_OSS.architecture: _EXPERTS,
     QWEN3_NEXT.architecture: {**_delta(_grouped), "delta.projected": _projected_next},
     QWEN3_5.architecture: _QWEN3_5,
     QWEN3_5_MOE.architecture: _QWEN3_5,
+    LFM2.architecture: _LFM2,
+    LFM2_MOE.architecture: _LFM2 | _LFM2_EXPERTS,
 }

@@ -14,8 +14,6 @@ REFUSED = {
     "NemotronHForCausalLM": (_SSD, "Qwen3.5 or Qwen3-Next"),
     "FalconH1ForCausalLM": (_SSD, "Qwen3.5"),
     "Mamba2ForCausalLM": (_SSD, "Qwen3.5"),
-    "Lfm2ForCausalLM": ("layers that are short convolutions", "Qwen3 or SmolLM3"),
-    "Lfm2MoeForCausalLM": ("layers that are short convolutions", "Qwen3-MoE"),
     "OlmoHybridForCausalLM": ("DeltaNet layers with other norms and projections", "OLMo 3"),
     "DeepseekV2ForCausalLM": (_MLA, "Qwen3-MoE"),
     "DeepseekV3ForCausalLM": (_MLA, "Qwen3-MoE or gpt-oss"),

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
+from xla_engine.graphs.config import CONV, FULL, SLIDING, ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import FAMILIES, Family
 from xla_engine.model_loader.families.experts import GPT_OSS
@@ -46,6 +46,8 @@ class _Architecture:
     words: names of fields that differ from `_FIELDS`.
     experts: whether some layers have experts.
     recurrent: whether some layers are DeltaNet layers.
+    keys: keys that only this architecture has, and their fields.
+    keyless: the type of layers that have no key heads, if these are told by layer.
     biases: flags of config.json by the tensor that shows them.
     """
 
@@ -56,9 +58,20 @@ class _Architecture:
     words: Mapping[str, str] = field(default_factory=dict)
     experts: bool = False
     recurrent: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    keyless: str = ""
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
 
 
+_LFM2 = _Architecture(
+    name="lfm2",
+    architecture="Lfm2ForCausalLM",
+    fields={"block_auto_adjust_ff_dim": False},
+    words={"rms_norm_eps": "norm_eps"},
+    keys={"{arch}.shortconv.l_cache": "conv_L_cache"},
+    keyless=CONV,
+    biases={"conv_bias": "blk.0.shortconv.conv.bias"},
+)
 _KINDS = (
     _Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
     _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
@@ -97,6 +110,18 @@ _KINDS = (
     ),
     _Architecture(
         name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
+    ),
+    _LFM2,
+    replace(
+        _LFM2,
+        name="lfm2moe",
+        architecture="Lfm2MoeForCausalLM",
+        experts=True,
+        keys={
+            **_LFM2.keys,
+            "{arch}.leading_dense_block_count": "num_dense_layers",
+            "{arch}.expert_gating_func": "expert_gating_func",
+        },
     ),
     _Architecture(
         name="gpt-oss",
@@ -144,6 +169,7 @@ _RECURRENT_FIELDS = {
 }
 _ROPE = "{arch}.rope.scaling."
 _PREDICTS = "{arch}.nextn_predict_layers"
+_KEY_HEADS = "{arch}.attention.head_count_kv"
 _SLIDES = "{arch}.attention.sliding_window_pattern"
 _HANDLED = {  # below, or of no account in text
     "{arch}.vocab_size",
@@ -182,6 +208,7 @@ def config_fields(file: GgufReader) -> Fields:
         **_FIELDS,
         **(_EXPERT_FIELDS if kind.experts else {}),
         **(_RECURRENT_FIELDS if kind.recurrent else {}),
+        **kind.keys,
     }
     known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
     for key, value in file.metadata.items():
@@ -266,6 +293,9 @@ def _read_layers(file: GgufReader, values: dict[str, Any]) -> None:
         values["layer_types"] = [SLIDING if each else FULL for each in slides[:count]]
     elif slides and not isinstance(slides, list):
         values["sliding_window_pattern"] = _number(file, _SLIDES)
+    keys, keyless = file.get(_KEY_HEADS), architecture(file).keyless
+    if keyless and isinstance(keys, list):
+        values["layer_types"] = [FULL if each else keyless for each in keys]
     features, heads = values.pop("linear_value_features", None), values.get("linear_num_value_heads")
     if features and heads:
         values["linear_value_head_dim"] = features // heads
@@ -280,6 +310,8 @@ def _number(file: GgufReader, key: str) -> Any:
     """A number, or None. If the file has a list with one number for each layer, they must be equal."""
     value = file.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
+    if isinstance(value, list) and key == _KEY_HEADS:
+        values = value = [each for each in values if each != 0] or [0]  # of layers that have any
     for each in values:
         if isinstance(each, bool) or not isinstance(each, int | float):
             raise CheckpointError(

@@ -109,7 +109,7 @@ def draft_model(
             f"{context_length}; "
             f"use max_model_len {own.max_position_embeddings} or less, or another draft model"
         )
-    if own.delta is not None:
+    if own.recurrent is not None:
         raise ConfigError("a draft model with recurrent layers is not supported; use one with attention only")
     if config.quantization in KEPT:  # the engine's file has this form, and the draft's one of its own
         config = replace(config, quantization=AUTO)

@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 
 from xla_engine.graphs.attention import native as attention
-from xla_engine.graphs.delta_net.layer import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.experts.routing import DOWN_EXPERTS, EXPERTS, GATED_EXPERTS
 from xla_engine.graphs.joined import JOINED, number
 from xla_engine.graphs.linear.native import (
@@ -29,6 +28,7 @@ from xla_engine.graphs.linear.native import (
 )
 from xla_engine.graphs.ops.coded import BLOCK, KINDS, CodedForm, Order
 from xla_engine.graphs.ops.encoder_rows import ACTIVATED, ADDED_NORM
+from xla_engine.graphs.recurrent.rule import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.model_loader.tensor_files import Array
 from xla_engine.model_loader.weights import Pack

@@ -1,0 +1,1 @@
+"""Recurrent layers, which have a state instead of keys and values."""
