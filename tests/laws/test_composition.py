@@ -23,7 +23,6 @@ INHERITS = {
     "RecordedClock": "a Clock that is told instead of computing",
     "FaultyTokenizer": "plants faults below the methods of the class that it replaces",
     "_Ends": "an OutputCollector that hears of ends",
-    "Written": "an endpoint that differs from Generation in its shapes",
     # a peer of the benchmark
     "Continuous": "a variant of Static",
 }

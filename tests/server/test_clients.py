@@ -16,7 +16,7 @@ from tests.server.conftest import Running
 from tests.support.again import again
 from xla_engine.observability.observer import Observer
 from xla_engine.server.app import make_app
-from xla_engine.server.generation import Generation
+from xla_engine.server.completions import completions
 from xla_engine.server.service import Service
 from xla_engine.server.settings import read_api_keys
 
@@ -49,7 +49,7 @@ def test_hanging_up_frees_the_slot_within_two_steps(server: Running, stream: boo
     service = server.service
 
     async def main() -> list[int]:
-        endpoint = Generation(service, "/v1/completions")
+        endpoint = completions(service, "/v1/completions")
         clients = [Client({**LONG, "stream": stream}) for _ in range(50)]
         tasks = [asyncio.create_task(endpoint(c.scope, c.receive, c.send)) for c in clients]
         turned = asyncio.Event()
@@ -118,7 +118,7 @@ def test_a_full_queue_says_when_to_come_again(server: Running, http: httpx.Clien
     server.wait_until(lambda: service.live == 0)
 
     async def main() -> None:
-        endpoint = Generation(service, "/v1/completions")
+        endpoint = completions(service, "/v1/completions")
         clients = [Client(LONG) for _ in range(service.engine.max_num_seqs + service.settings.max_waiting)]
         tasks = [asyncio.create_task(endpoint(c.scope, c.receive, c.send)) for c in clients]
         while service.live < len(clients):

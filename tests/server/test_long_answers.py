@@ -14,8 +14,8 @@ import pytest
 from tests.server.conftest import Running
 from tests.server.test_clients import Client
 from xla_engine.openai.logprobs import TextLogprobs
+from xla_engine.server.completions import completions
 from xla_engine.server.errors import ApiError
-from xla_engine.server.generation import Generation
 from xla_engine.server.service import Service
 from xla_engine.server.turns import PART_BYTES
 from xla_engine.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ def answered(server: Running, body: dict[str, Any]) -> list[bytes]:
 
     async def main() -> list[bytes]:
         client = Client(body)
-        await Generation(server.service, "/v1/completions")(client.scope, client.receive, client.send)
+        await completions(server.service, "/v1/completions")(client.scope, client.receive, client.send)
         return [message.get("body", b"") for message in client.sent]
 
     found: list[bytes] = server.run(main())
@@ -55,14 +55,14 @@ def test_an_answer_that_may_be_too_large_is_refused_before_it_is_begun(
         client = Client({**ECHO, "stream": stream, **change})
         submitted = engine.snapshot().counters.submitted
         with pytest.raises(ApiError) as refused:
-            await Generation(service, "/v1/completions")(client.scope, client.receive, client.send)
+            await completions(service, "/v1/completions")(client.scope, client.receive, client.send)
         assert refused.value.status == 400 and refused.value.param == "logprobs"
         for word in ("n x", "max_tokens", "echo", "logprobs", "--max-answer-values"):
             assert word in refused.value.message
         assert engine.snapshot().counters.submitted == submitted
         assert service.values == service.live == 0
         one = Client({**ECHO, "n": 1, "temperature": 0})
-        await Generation(service, "/v1/completions")(one.scope, one.receive, one.send)
+        await completions(service, "/v1/completions")(one.scope, one.receive, one.send)
         assert one.sent[0]["status"] == 200, "one sequence is always allowed"
 
     server.run(main())
@@ -73,7 +73,7 @@ def test_what_answers_under_way_may_hold_is_bounded(server: Running) -> None:
 
     async def main() -> None:
         service = Service(server.service.llm, replace(server.service.settings, max_answer_values=1))
-        endpoint, most = Generation(service, "/v1/completions"), 0
+        endpoint, most = completions(service, "/v1/completions"), 0
 
         async def ask() -> int:
             nonlocal most
@@ -171,7 +171,7 @@ def test_a_chat_does_not_wait_for_the_large_chats_of_others(
         client = Client(body)
         client.scope["state"] = {"tenant": key}
         try:
-            await Generation(service, "/v1/chat/completions")(client.scope, client.receive, client.send)
+            await completions(service, "/v1/chat/completions")(client.scope, client.receive, client.send)
         except ApiError as error:
             return error.status
         return int(client.sent[0]["status"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.server.bodies import TEMPLATE, TOOL
 from tests.server.conftest import Running
 from tests.server.test_tools import read
+from xla_engine.openai.chat_message import read_message
 from xla_engine.server.app import make_app
 from xla_engine.server.errors import ApiError
 from xla_engine.server.messages import MessageBuilder
@@ -22,7 +23,6 @@ from xla_engine.server.messages_body import chat_of
 from xla_engine.server.service import Service
 from xla_engine.text.chat_template import render_chat
 from xla_engine.text.conversation import normalised
-from xla_engine.text.parsers.chats import part_message
 
 ASK: Any = {
     "model": "embedded",
@@ -257,9 +257,8 @@ def test_every_message_is_taken_back_and_is_that_of_a_chat(pieces: list[str], re
     again = {**ASK, "messages": [*ASK["messages"], message, {"role": "user", "content": "go on"}]}
     told = read("/v1/chat/completions", chat_of(again)).prompts[0].messages  # type: ignore[union-attr]
     render_chat(told, TEMPLATE)
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    part_message(choice, line.reading, "x", thinking=False)
-    found, expected = normalised(told)[1], normalised([choice["message"]])[0]
+    expected_message = read_message(line.reading, text, "x", thinking=False).message
+    found, expected = normalised(told)[1], normalised([expected_message])[0]
     for each in (found, expected):
         for call in each.get("tool_calls") or ():
             call.pop("id")

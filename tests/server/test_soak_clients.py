@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running
-from xla_engine.server.generation import Generation
+from xla_engine.server.completions import Completions
 from xla_engine.tools.soak import http_rounds
 from xla_engine.tools.soak.http_rounds import HttpRounds
 from xla_engine.tools.soak.report import SoakReport
@@ -65,7 +65,7 @@ def test_a_server_error_is_found(rounds: Rounds, monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Generation, "_parse", fail)
+    monkeypatch.setattr(Completions, "parse", fail)
     problems = rounds.run("1")
     assert any("an honest client" in problem and "is answered 500" in problem for problem in problems)
     assert any(": a client that " in problem and "is answered 500" in problem for problem in problems)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from tests.server.bodies import TOOL
 from tests.server.conftest import Running
+from xla_engine.openai.chat_message import ChatMessage, read_message
 from xla_engine.openai.requests import LineRequest, parse_record
 from xla_engine.openai.responses import ResponseBuilder
 from xla_engine.openai.results import completion_usage
 from xla_engine.outputs import RequestOutput
 from xla_engine.text.conversation import normalised
-from xla_engine.text.parsers.chats import Dialect, part_message
+from xla_engine.text.parsers.chats import Dialect
 from xla_engine.text.parsers.scan import message_of
 
 MESSAGES: Any = [{"role": "user", "content": "add"}]
@@ -486,6 +487,37 @@ WRITTEN = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
+@given(pieces=WRITTEN, size=st.integers(1, 40))
+def test_the_increments_of_a_chat_add_up_to_the_message(pieces: list[str], size: int) -> None:
+    """In any cut of the text, and with the same ids of calls."""
+    text, tools = "".join(pieces), [TOOL, {"type": "custom", "custom": CUSTOM}]
+    reading = read(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    ).reading
+    streamed, parser = ChatMessage(reading, "x"), reading.parser(thinking=False)
+    deltas = [
+        each for at in range(0, len(text), size) for each in streamed.add(parser.feed(text[at : at + size]))
+    ]
+    told: dict[str, Any] = {"content": "", "reasoning": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in [*deltas, *streamed.add(parser.finish())]:
+        for name in told:
+            told[name] += delta.get(name, "")
+        for part in delta.get("tool_calls", ()):
+            if "id" in part:
+                assert part.pop("index") == len(calls)
+                calls.append(part)
+            elif "custom" in part:
+                calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    message = read_message(reading, text, "x", thinking=False).message
+    assert message == streamed.message
+    assert message.get("tool_calls", []) == calls
+    assert {name: message.get(name) or "" for name in told} == told
+
+
+@settings(max_examples=60, deadline=None)
 @given(pieces=WRITTEN, reason=st.sampled_from(["stop", "length"]), size=st.integers(1, 40))
 def test_an_answer_is_the_same_conversation_in_each_form(pieces: list[str], reason: str, size: int) -> None:
     """What a chat and a response return for one text, each sent back to its own path, are the same messages."""
@@ -498,8 +530,7 @@ def test_an_answer_is_the_same_conversation_in_each_form(pieces: list[str], reas
     chat = read(
         "/v1/chat/completions", {"messages": asked, "tools": [TOOL, {"type": "custom", "custom": CUSTOM}]}
     )
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    part_message(choice, chat.reading, "x", thinking=False)
+    message = read_message(chat.reading, text, "x", thinking=False).message
     line = read("/v1/responses", {"input": asked, "tools": flat})
     assert line.reading.tools == chat.reading.tools
     builder = ResponseBuilder("r", body={}, model="m", created=0, custom=line.reading.offered.custom)
@@ -507,7 +538,7 @@ def test_an_answer_is_the_same_conversation_in_each_form(pieces: list[str], reas
     events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
     list(builder.add([*events, *parser.finish()]))
     list(builder.end(reason=reason, usage={}, now=0))
-    back = [*asked, choice["message"]], [*asked, *builder.output]
+    back = [*asked, message], [*asked, *builder.output]
     chats = [
         read("/v1/chat/completions", {"messages": back[0], "tools": chat.prompts[0].options["tools"]}),  # type: ignore[union-attr]
         read("/v1/responses", {"input": back[1], "tools": flat}),

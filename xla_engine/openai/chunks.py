@@ -8,12 +8,11 @@ import msgspec
 
 from xla_engine.openai.answers import Columns, completion_columns, counted, prompt_columns, spelled
 from xla_engine.openai.call import HttpCall
+from xla_engine.openai.chat_message import ChatMessage
 from xla_engine.openai.logprobs import ChatLogprobs, TextLogprobs, logprob_blocks
 from xla_engine.openai.results import ReasoningTokens, ResultHeader, asked_for, completion_usage
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.text.parsers.chats import call_of, calls_reason
-from xla_engine.text.parsers.scan import Content, Event, Parser, Reasoning, ToolArguments, ToolStart
-from xla_engine.text.parsers.tools import new_call_id
+from xla_engine.text.parsers.scan import Parser
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -29,11 +28,10 @@ class _Choice:
     """State of one streamed choice."""
 
     parser: Parser
+    chat: ChatMessage
     ended: bool = False
     echoed: bool = False
     blocks: TextLogprobs | ChatLogprobs | None = None
-    calls: int = 0
-    is_custom: bool = False
     reasoning: ReasoningTokens | None = None
 
 
@@ -78,7 +76,8 @@ class ChunkWriter:
             number = index * per_prompt + completion.index
             state = self._choices.get(number)
             if state is None:
-                state = self._choices[number] = _Choice(reading.parser(thinking=self._thinking))
+                chat = ChatMessage(reading, f"{self._common['id']}/{number}")
+                state = self._choices[number] = _Choice(reading.parser(thinking=self._thinking), chat)
                 if self._is_chat:  # the role comes before the first token
                     role = {"role": "assistant", "content": ""}
                     beginning = {"index": number, "delta": role, "logprobs": None, "finish_reason": None}
@@ -157,11 +156,7 @@ class ChunkWriter:
                 choices[0]["token_ids"] = ids
         if ended:
             state.ended = True
-            reason = completion.finish_reason
-            called = reason == "stop" and state.calls
-            choices[-1]["finish_reason"] = (
-                calls_reason(self._call.request.reading.offered) if called else reason
-            )
+            choices[-1]["finish_reason"] = state.chat.finish_reason(completion.finish_reason)
             choices[-1]["stop_reason"] = completion.stop_reason
         return choices
 
@@ -181,28 +176,7 @@ class ChunkWriter:
         if not self._is_chat:
             return [{"text": text}] if text else []
         events = [*state.parser.feed(text), *(state.parser.finish() if ended else [])]
-        return [{"delta": self._part(state, each)} for each in events]
-
-    def _part(self, state: _Choice, part: Event) -> dict[str, Any]:
-        """The delta for one event of a parser."""
-        offered = self._call.request.reading.offered
-        match part:
-            case Content(text):
-                return {"content": text}
-            case Reasoning(text):
-                return {"reasoning_content": text, "reasoning": text}
-            case ToolStart(name):
-                state.calls += 1
-                state.is_custom = name in offered.custom
-                call = call_of(offered, name, "", name=new_call_id())
-                if offered.old:
-                    return {"function_call": call["function"]}
-                return {"tool_calls": [{"index": state.calls - 1, **call}]}
-            case ToolArguments(text):
-                if offered.old:
-                    return {"function_call": {"arguments": text}}
-                more = {"custom": {"input": text}} if state.is_custom else {"function": {"arguments": text}}
-                return {"tool_calls": [{"index": state.calls - 1, **more}]}
+        return [{"delta": each} for each in state.chat.add(events)]
 
     def _logprobs(
         self, state: _Choice, head: _Head | None, completion: CompletionOutput

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from xla_engine.engine.identity import result_fingerprint
+from xla_engine.openai.chat_message import read_message
 from xla_engine.openai.logprobs import ChatLogprobs, TextLogprobs, few_tokens, logprob_blocks, prompt_logprobs
 from xla_engine.openai.pooling import pooling_body
 from xla_engine.openai.requests import LineError, LineRequest, line_error
 from xla_engine.openai.responses import MessageLogprobs, ResponseBuilder
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.text.parsers.chats import begins_thinking, part_message
+from xla_engine.text.parsers.chats import begins_thinking
 from xla_engine.text.parsers.scan import Event, Reasoning
 from xla_engine.utils.json_line import dump_line
 
@@ -245,10 +246,17 @@ def result_choices(
                 head = TextLogprobs(request.params, tokenizer).prompt(output)
         for completion in output.outputs:
             index = number * len(output.outputs) + completion.index
-            choice = {"index": index} | _choice(request, output, completion, head, tokenizer)
+            prompt = (output.prompt or "") if request.echo else ""
+            content: dict[str, Any] = {"text": prompt + completion.text}
+            reason = completion.finish_reason
             if request.is_chat:
-                part_message(choice, request.reading, f"{name}/{index}", thinking=thinking)
-            yield choice
+                chat = read_message(request.reading, completion.text, f"{name}/{index}", thinking=thinking)
+                content, reason = {"message": chat.message}, chat.finish_reason(reason)
+            block = logprob_blocks(request, tokenizer, begin=len(prompt)).completion(completion)
+            if block is not None and head is not None:
+                block = {key: None if new is None else head[key] + new for key, new in block.items()}
+            end = {"finish_reason": reason, "stop_reason": completion.stop_reason}
+            yield {"index": index, **content, **end, "logprobs": block}
 
 
 def shows_prompt_logprobs(request: LineRequest, output: RequestOutput) -> bool:
@@ -262,25 +270,6 @@ def error_line(error: LineError, name: str) -> bytes:
     if error.partial:
         detail["partial"] = list(error.partial)
     return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
-
-
-def _choice(
-    request: LineRequest,
-    output: RequestOutput,
-    completion: CompletionOutput,
-    head: dict[str, Any] | None,
-    tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
-    """One choice without its index; `stop_reason` is vLLM's. head: logprobs block of the echoed prompt, if any."""
-    prompt = (output.prompt or "") if request.echo else ""
-    content: dict[str, Any] = {"text": prompt + completion.text}
-    if request.is_chat:
-        content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-    block = logprob_blocks(request, tokenizer, begin=len(prompt)).completion(completion)
-    if block is not None and head is not None:
-        block = {key: None if new is None else head[key] + new for key, new in block.items()}
-    end = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-    return {**content, **end, "logprobs": block}
 
 
 def prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:

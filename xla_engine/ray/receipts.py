@@ -13,11 +13,11 @@ from xla_engine.batch.receipts import choices_of, other_job, receipt_of, receipt
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.errors import ReceiptError
 from xla_engine.open_engine import EngineClient
+from xla_engine.openai.chat_message import call_id
 from xla_engine.openai.requests import LineRequest, line_error
 from xla_engine.openai.results import asked_for, error_line, result_line
 from xla_engine.outputs import RequestOutput
 from xla_engine.receipts.writing import header_of, new_files
-from xla_engine.text.parsers.chats import call_id
 from xla_engine.utils.json_line import dump_line
 
 RECEIPT = "receipt"  # column

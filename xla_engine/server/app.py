@@ -19,6 +19,7 @@ from xla_engine.server.batches.routes import BatchRoutes
 from xla_engine.server.batches.store import BatchStore
 from xla_engine.server.batches.worker import Batches
 from xla_engine.server.changes import Changes
+from xla_engine.server.completions import completions
 from xla_engine.server.errors import MESSAGES_URL, ApiError
 from xla_engine.server.generation import Generation
 from xla_engine.server.info import Info, JsonResponse
@@ -108,13 +109,13 @@ def _routes(service: Service) -> list[Route]:
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/tokenizer_info", info.tokenizer_info),
-        *(Route(url, Generation(service, url), methods=["POST"]) for url in URLS if url != RESPONSES_URL),
-        *(Route(path, Generation(service, url), methods=["POST"]) for path, url in _ALIASES.items()),
-        Route("/v1/responses", Written(service, responses), methods=["POST"]),
+        *(Route(url, completions(service, url), methods=["POST"]) for url in URLS if url != RESPONSES_URL),
+        *(Route(path, completions(service, url), methods=["POST"]) for path, url in _ALIASES.items()),
+        Route("/v1/responses", Generation(service, Written(responses)), methods=["POST"]),
         Route("/v1/responses/{id}", responses.read, methods=["GET"]),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/input_items", responses.input_items),
-        Route(MESSAGES_URL, Written(service, messages), methods=["POST"]),
+        Route(MESSAGES_URL, Generation(service, Written(messages)), methods=["POST"]),
         Route(f"{MESSAGES_URL}/count_tokens", messages.count_tokens, methods=["POST"]),
         *Changes(service).routes(),
     ]

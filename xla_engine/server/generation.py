@@ -1,27 +1,25 @@
-"""`/v1/completions`, `/v1/chat/completions` and the pooling endpoints, streamed and unstreamed."""
+"""The endpoints that answer a POST with what a model generates, streamed and unstreamed, in any form."""
 
 import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from xla_engine.openai.answers import answer_pieces
 from xla_engine.openai.call import HttpCall
-from xla_engine.openai.chunks import DONE, ChunkWriter, event
-from xla_engine.openai.results import answer_prefix, asked_for, output_error, result_body
+from xla_engine.openai.results import answer_prefix, asked_for, output_error
 from xla_engine.outputs import CompletionOutput, RequestOutput
-from xla_engine.server.bodies import parse_call, read_json
-from xla_engine.server.errors import ClientGone, api_error, ended, invalid
+from xla_engine.server.errors import ApiError, ClientGone, api_error, ended, invalid
 from xla_engine.server.service import Service, Submission
-from xla_engine.server.turns import PART_BYTES, Turns
+from xla_engine.server.turns import Turns
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 LEFT_HEADER = b"x-left-to-client"
 MAX_LEFT = 1000  # characters of it
+TOO_LONG = "context_length_exceeded"  # error code of a prompt that does not fit
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -29,17 +27,48 @@ SSE_HEADERS = [
 ]
 
 
+class Stream(Protocol):
+    """Writes the events of one streamed answer. Its iterators may yield empty pieces, between which others work."""
+
+    def begin(self) -> Iterator[bytes]:
+        """The events before the first token."""
+
+    def events(self, news: Sequence[tuple[int, RequestOutput]], *, whole: bool) -> Iterator[bytes]:
+        """The events of new outputs by prompt, up to a failure, which ends the stream. whole: they are the last."""
+
+
+class Form(Protocol):
+    """The form of requests and answers at one path."""
+
+    def parse(self, raw: bytes, scope: Scope) -> HttpCall:
+        """The call of a body. Raises ApiError."""
+
+    def size(self, raw: bytes, scope: Scope) -> int:
+        """How many bytes `parse` reads, at most."""
+
+    def shorter(self, call: HttpCall, without: int) -> HttpCall | None:
+        """A call without this number of its oldest messages; None if there is none."""
+
+    def answer(
+        self, call: HttpCall, outputs: Sequence[RequestOutput], name: str, submission: Submission
+    ) -> Iterator[bytes]:
+        """The JSON of a whole answer in pieces, perhaps empty, between which others work."""
+
+    def stream(self, call: HttpCall, name: str, submission: Submission) -> Stream:
+        """What writes the answer as events."""
+
+
 class Generation:
-    """The endpoint of one path of `xla_engine.openai.fields.URLS`, as an ASGI application.
+    """The endpoint of one form, as an ASGI application.
 
     If a client disconnects while its request waits, runs or is sent, the request is aborted at once, and its slot
     is free for the next planned step. A client that reads slowly gets all text since its last chunk in one piece;
     the engine never waits for clients.
     """
 
-    def __init__(self, service: Service, url: str) -> None:
+    def __init__(self, service: Service, form: Form) -> None:
         self._service = service
-        self._url = url
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
@@ -61,17 +90,22 @@ class Generation:
     async def _read(self, scope: Scope, receive: Receive) -> HttpCall:
         bodies = self._service.bodies
         async with bodies.whole(scope, receive) as raw:
-            return await bodies.parsed(lambda: self._parse(raw, scope), self._size(raw, scope))
-
-    def _size(self, raw: bytes, scope: Scope) -> int:
-        """How many bytes `_parse` reads."""
-        return len(raw)
-
-    def _parse(self, raw: bytes, scope: Scope) -> HttpCall:
-        service = self._service
-        return parse_call(read_json(raw), self._url, service.defaults(), service.model_names)
+            return await bodies.parsed(lambda: self._form.parse(raw, scope), self._form.size(raw, scope))
 
     async def _submit(self, scope: Scope, call: HttpCall, name: str) -> Submission:
+        """Queue the call, or a shorter one if it does not fit."""
+        without, shorter = 0, call
+        while True:
+            try:
+                return await self._queue(scope, shorter, name)
+            except ApiError as error:
+                without = 2 * without + 1
+                found = self._form.shorter(call, without) if error.code == TOO_LONG else None
+                if found is None:
+                    raise
+                shorter = replace(call, request=found.request)
+
+    async def _queue(self, scope: Scope, call: HttpCall, name: str) -> Submission:
         try:
             return await self._service.submit(
                 call.request,
@@ -86,13 +120,8 @@ class Generation:
 
     async def _answer(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         """Wait until all prompts have ended, and send one answer."""
-        whole, service = await self._whole(call, submission), self._service
-        header = service.header()
-        if call.request.pooling is not None:
-            body = result_body(call.request, whole, name, header)
-            await send_json(send, 200, msgspec.json.encode(body))
-            return
-        await send_whole(send, service.turns, answer_pieces(call, whole, name, header))
+        outputs = await self._whole(call, submission)
+        await send_whole(send, self._service.turns, self._form.answer(call, outputs, name, submission))
 
     async def _whole(self, call: HttpCall, submission: Submission) -> list[RequestOutput]:
         """The outputs of all prompts. Raises ApiError when the first of them fails."""
@@ -113,31 +142,18 @@ class Generation:
 
     async def _stream(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
         """Send new text whenever the socket accepts more."""
-        turns = self._service.turns
-        writer = ChunkWriter(call, name, self._service.header(), thinking=submission.thinking)
+        turns, stream = self._service.turns, self._form.stream(call, name, submission)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        async for part in turns.parts(stream.begin()):
+            await send_part(send, part)
         failed = False
         while not (failed or submission.finished):
             await submission.next_news()
             news = submission.take()
             failed = any(output_error(call.request, output) is not None for _, output in news)
-            events = _events(call, writer, news, whole=submission.finished)
-            async for part in turns.parts(events):
+            async for part in turns.parts(stream.events(news, whole=submission.finished)):
                 await send_part(send, part)
         await send_part(send, b"", last=True)
-
-
-def _events(
-    call: HttpCall, writer: ChunkWriter, news: list[tuple[int, RequestOutput]], *, whole: bool
-) -> Iterator[bytes]:
-    """The events of new outputs, up to the first failure. whole: these are the last outputs."""
-    for index, output in news:
-        yield from writer.events(index, output)
-        if (error := output_error(call.request, output)) is not None:
-            yield event(ended(error).body()) + DONE
-            return
-    if whole:
-        yield from writer.last_events()
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -149,18 +165,22 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 
 async def send_whole(send: Send, turns: Turns, pieces: Iterator[bytes]) -> None:
-    """Send a JSON answer: at once if small, else in parts that are encoded as the client reads them."""
-    begun = False
+    """Send a JSON answer: at once if it is one part, else in parts that are encoded as the client reads them."""
+    first, begun = None, False
     async for part in turns.parts(pieces):
-        if not begun and len(part) < PART_BYTES:
-            await send_json(send, 200, part)
-            return
+        if first is None:
+            first = part
+            continue
         if not begun:
             head = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send_part(send, first)
             begun = True
         await send_part(send, part)
-    await send_part(send, b"", last=True)
+    if begun:
+        await send_part(send, b"", last=True)
+    else:
+        await send_json(send, 200, first or b"")
 
 
 async def send_part(send: Send, data: bytes, *, last: bool = False) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from xla_engine.openai.answers import PAUSE
 from xla_engine.openai.call import HttpCall
-from xla_engine.openai.fields import CHAT_URL
 from xla_engine.openai.results import AnswerWriter, Builder, output_error
-from xla_engine.server.errors import ApiError, ended
-from xla_engine.server.generation import SSE_HEADERS, Generation, send_json, send_part
-from xla_engine.server.service import Service, Submission
-
-TOO_LONG = "context_length_exceeded"  # error code of a prompt that does not fit
+from xla_engine.outputs import RequestOutput
+from xla_engine.server.errors import ended
+from xla_engine.server.service import Submission
 
 
 class Told(Builder, Protocol):
@@ -35,19 +31,16 @@ class Told(Builder, Protocol):
         """The last event of an answer that fails."""
 
 
-class Form(Protocol):
-    """A form of requests and answers. end: what ends a stream."""
+class ToldForm(Protocol):
+    """A form whose answers a writer makes. end: what ends a stream."""
 
     end: bytes
 
-    def parse(self, raw: bytes, scope: Scope) -> HttpCall:
-        """The call of a body. Raises ApiError."""
+    def parse(self, raw: bytes, scope: Scope) -> HttpCall: ...
 
-    def size(self, raw: bytes, scope: Scope) -> int:
-        """How many bytes `parse` reads, at most."""
+    def size(self, raw: bytes, scope: Scope) -> int: ...
 
-    def shorter(self, call: HttpCall, without: int) -> HttpCall | None:
-        """A call without this number of its oldest messages; None if there is none."""
+    def shorter(self, call: HttpCall, without: int) -> HttpCall | None: ...
 
     def writer(self, call: HttpCall, name: str, submission: Submission) -> AnswerWriter[Any]:
         """The writer of an answer, whose builder is a `Told`."""
@@ -56,63 +49,50 @@ class Form(Protocol):
         """Called with each answer that has a result, before its last event is sent."""
 
 
-class Written(Generation):
-    """The chat endpoint with requests and answers of another form."""
+class Written:
+    """Chats with requests and answers of another form."""
 
-    def __init__(self, service: Service, form: Form) -> None:
-        super().__init__(service, CHAT_URL)
+    def __init__(self, form: ToldForm) -> None:
         self._form = form
+        self.parse, self.size, self.shorter = form.parse, form.size, form.shorter
 
-    def _size(self, raw: bytes, scope: Scope) -> int:
-        return self._form.size(raw, scope)
-
-    def _parse(self, raw: bytes, scope: Scope) -> HttpCall:
-        return self._form.parse(raw, scope)
-
-    async def _submit(self, scope: Scope, call: HttpCall, name: str) -> Submission:
-        """Queue the call, or a shorter one if it does not fit."""
-        without, shorter = 0, call
-        while True:
-            try:
-                return await super()._submit(scope, shorter, name)
-            except ApiError as error:
-                without = 2 * without + 1
-                found = self._form.shorter(call, without) if error.code == TOO_LONG else None
-                if found is None:
-                    raise
-                shorter = replace(call, request=found.request)
-
-    async def _answer(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
-        (output,) = await self._whole(call, submission)
+    def answer(
+        self, call: HttpCall, outputs: Sequence[RequestOutput], name: str, submission: Submission
+    ) -> Iterator[bytes]:
+        """The sum of the events."""
         writer = self._form.writer(call, name, submission)
-        async for _ in self._service.turns.parts(PAUSE for _ in writer.events(output, int(time.time()))):
-            pass
+        for _ in writer.events(outputs[0], int(time.time())):
+            yield PAUSE
         self._form.ended(call, writer, submission)
-        await send_json(send, 200, msgspec.json.encode(writer.builder.response))
+        yield msgspec.json.encode(writer.builder.response)
 
-    async def _stream(self, send: Send, call: HttpCall, name: str, submission: Submission) -> None:
-        turns, writer = self._service.turns, self._form.writer(call, name, submission)
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        async for part in turns.parts(map(_event, writer.builder.begin())):
-            await send_part(send, part)
-        while not submission.finished:
-            await submission.next_news()
-            async for part in turns.parts(self._events(call, writer, submission)):
-                await send_part(send, part)
-        await send_part(send, self._form.end)
-        await send_part(send, b"", last=True)
+    def stream(self, call: HttpCall, name: str, submission: Submission) -> EventStream:
+        return EventStream(self._form, call, self._form.writer(call, name, submission), submission)
 
-    def _events(self, call: HttpCall, writer: AnswerWriter[Any], submission: Submission) -> Iterator[bytes]:
-        """The events of new output, up to a failure."""
-        for _, output in submission.take():
-            if (error := output_error(call.request, output)) is not None:
+
+class EventStream:
+    """The events of one answer, then what ends the stream."""
+
+    def __init__(
+        self, form: ToldForm, call: HttpCall, writer: AnswerWriter[Any], submission: Submission
+    ) -> None:
+        self._form, self._call, self._writer, self._submission = form, call, writer, submission
+
+    def begin(self) -> Iterator[bytes]:
+        return map(_event, self._writer.builder.begin())
+
+    def events(self, news: Sequence[tuple[int, RequestOutput]], *, whole: bool) -> Iterator[bytes]:
+        for _, output in news:
+            if (error := output_error(self._call.request, output)) is not None:
                 failure = ended(error)
-                yield _event(writer.builder.failed(failure.code, failure.message))
+                yield _event(self._writer.builder.failed(failure.code, failure.message)) + self._form.end
                 return
-            for event in writer.events(output, int(time.time())):
+            for event in self._writer.events(output, int(time.time())):
                 yield PAUSE if event is None else _event(event)
-        if writer.ended:
-            self._form.ended(call, writer, submission)
+        if self._writer.ended:
+            self._form.ended(self._call, self._writer, self._submission)
+        if whole:
+            yield self._form.end
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

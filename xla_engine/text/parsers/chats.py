@@ -5,7 +5,6 @@ The formats of tool calls and reasoning are by default those that the source of 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +17,7 @@ from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredO
 from xla_engine.text.parsers.call_grammars import calls_grammar
 from xla_engine.text.parsers.formats import first_call, forced, harmony, plain, think
 from xla_engine.text.parsers.offered import Offered, take_offered, with_plain_inputs
-from xla_engine.text.parsers.scan import Parser, message_of
+from xla_engine.text.parsers.scan import Parser
 from xla_engine.text.parsers.tool_calls import tool_calls
 from xla_engine.text.parsers.tools import Tools, take_tools
 from xla_engine.utils.json_size import is_longer
@@ -245,37 +244,3 @@ def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:
     if text is None and tokenizer is not None:
         text = b"".join(map(tokenizer.token_bytes, output.prompt_token_ids[-_TAIL:])).decode(errors="ignore")
     return opens_reasoning(text or "")
-
-
-def part_message(choice: dict[str, Any], reading: Reading, name: str, *, thinking: bool) -> None:
-    """Split a choice's text into content, reasoning and tool calls. The ids of calls are derived from `name`."""
-    message = choice["message"]
-    found = message_of(reading.parser(thinking=thinking), message["content"])
-    message["content"] = found.content or (None if found.calls else "")
-    if found.reasoning:
-        message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
-    if found.calls:
-        calls = [
-            call_of(reading.offered, *call, name=call_id(name, number))
-            for number, call in enumerate(found.calls)
-        ]
-        message |= {"function_call": calls[0]["function"]} if reading.offered.old else {"tool_calls": calls}
-        if choice["finish_reason"] == "stop":
-            choice["finish_reason"] = calls_reason(reading.offered)
-
-
-def call_id(name: str, number: int) -> str:
-    """The id of a choice's call `number`, from 0. name: the choice's."""
-    return "call_" + hashlib.blake2b(f"{name}/{number}".encode(), digest_size=12).hexdigest()
-
-
-def call_of(offered: Offered, function: str, arguments: str, *, name: str) -> dict[str, Any]:
-    """A call as chats have it. name: its id."""
-    if function in offered.custom:
-        return {"id": name, "type": "custom", "custom": {"name": function, "input": arguments}}
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def calls_reason(offered: Offered) -> str:
-    """The finish reason of an answer with calls."""
-    return "function_call" if offered.old else "tool_calls"

@@ -1,7 +1,6 @@
 """`tools` and `tool_choice` of a chat. `call_grammars` turns them into constraints on the answer."""
 
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,8 +144,3 @@ def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wrong(param: str, message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {message}")
-
-
-def new_call_id() -> str:
-    """A random id for a tool call, which the client's result refers to."""
-    return f"call_{secrets.token_hex(12)}"
