@@ -19,12 +19,14 @@ from xla_engine.openai.logprobs import (
     token_parts,
 )
 from xla_engine.openai.results import (
+    PAUSE,
     ReasoningTokens,
     ResultHeader,
     completion_usage,
     result_choices,
     result_head,
     shows_prompt_logprobs,
+    spelled,
 )
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.sampling_params import SamplingParams
@@ -33,7 +35,6 @@ from xla_engine.text.parsers.chats import begins_thinking
 if TYPE_CHECKING:
     from xla_engine.text.tokenizer import Tokenizer
 
-PAUSE = b""  # a generator yields this when its caller may give way to other work
 Pauses = Generator[bytes, None, "Columns"]
 _encode = msgspec.json.Encoder().encode
 
@@ -114,18 +115,6 @@ def prompt_logprobs_pieces(output: RequestOutput, params: SamplingParams) -> Ite
     """`prompt_logprobs` in vLLM's format."""
     parts = token_parts(len(output.prompt_token_ids), params.prompt_logprobs)
     return list_pieces(prompt_logprobs(output, part) for part in parts)
-
-
-def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[bytes, None, str]:
-    """The prompt's text as given, or decoded from its token ids."""
-    if output.prompt is not None or tokenizer is None:
-        return output.prompt or ""
-    text = tokenizer.incremental()
-    pieces: list[str] = []
-    for part in token_parts(len(output.prompt_token_ids), None):
-        pieces += text.push_all(output.prompt_token_ids[part])
-        yield PAUSE
-    return "".join(pieces) + text.flush()
 
 
 def answer_pieces(

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from xla_engine.openai.answers import Columns, completion_columns, counted, prompt_columns, spelled
+from xla_engine.openai.answers import Columns, completion_columns, counted, prompt_columns
 from xla_engine.openai.call import HttpCall
 from xla_engine.openai.chat_message import ChatMessage
 from xla_engine.openai.logprobs import ChatLogprobs, TextLogprobs, logprob_blocks
-from xla_engine.openai.results import ReasoningTokens, ResultHeader, asked_for, completion_usage
+from xla_engine.openai.results import ReasoningTokens, ResultHeader, asked_for, completion_usage, spelled
 from xla_engine.outputs import CompletionOutput, RequestOutput
 from xla_engine.text.parsers.scan import Parser
 

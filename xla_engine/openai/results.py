@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from xla_engine.engine.identity import result_fingerprint
 from xla_engine.openai.chat_message import read_message
-from xla_engine.openai.logprobs import ChatLogprobs, TextLogprobs, few_tokens, logprob_blocks, prompt_logprobs
+from xla_engine.openai.logprobs import (
+    ChatLogprobs,
+    TextLogprobs,
+    few_tokens,
+    logprob_blocks,
+    prompt_logprobs,
+    token_parts,
+)
 from xla_engine.openai.pooling import pooling_body
 from xla_engine.openai.requests import LineError, LineRequest, line_error
 from xla_engine.openai.responses import MessageLogprobs, ResponseBuilder
@@ -21,6 +28,7 @@ from xla_engine.utils.json_line import dump_line
 if TYPE_CHECKING:
     from xla_engine.text.tokenizer import Tokenizer
 
+PAUSE = b""  # a generator yields this when its caller may give way to other work
 _CODES = {"abort": "aborted", "error": "engine_error"}  # finish reasons whose error code differs
 
 
@@ -241,7 +249,7 @@ def result_choices(
     for number, output in enumerate(outputs):
         head = None
         if request.echo:
-            output = replace(output, prompt=prompt_text(output, tokenizer))
+            output = replace(output, prompt=_whole(spelled(output, tokenizer)))
             if output.outputs[0].logprobs is not None:
                 head = TextLogprobs(request.params, tokenizer).prompt(output)
         for completion in output.outputs:
@@ -259,6 +267,15 @@ def result_choices(
             yield {"index": index, **content, **end, "logprobs": block}
 
 
+def _whole(pieces: Generator[bytes, None, str]) -> str:
+    """What a generator returns when nothing interrupts it."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return str(end.value)
+
+
 def shows_prompt_logprobs(request: LineRequest, output: RequestOutput) -> bool:
     """Whether the answer has vLLM's `prompt_logprobs`; with `echo` they are in the choice's logprobs instead."""
     return output.prompt_logprobs is not None and not (request.echo and request.params.logprobs is not None)
@@ -272,12 +289,16 @@ def error_line(error: LineError, name: str) -> bytes:
     return dump_line({"id": name, "custom_id": error.custom_id, "response": None, "error": detail})
 
 
-def prompt_text(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
+def spelled(output: RequestOutput, tokenizer: Tokenizer | None) -> Generator[bytes, None, str]:
     """The prompt's text as given, or decoded from its token ids."""
     if output.prompt is not None or tokenizer is None:
         return output.prompt or ""
     text = tokenizer.incremental()
-    return "".join(map(text.push, output.prompt_token_ids)) + text.flush()
+    pieces: list[str] = []
+    for part in token_parts(len(output.prompt_token_ids), None):
+        pieces += text.push_all(output.prompt_token_ids[part])
+        yield PAUSE
+    return "".join(pieces) + text.flush()
 
 
 def _hashes(fingerprint: str, completions: Sequence[CompletionOutput]) -> Mapping[str, str | None]:

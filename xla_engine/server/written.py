@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Scope
 
-from xla_engine.openai.answers import PAUSE
 from xla_engine.openai.call import HttpCall
-from xla_engine.openai.results import AnswerWriter, Builder, output_error
+from xla_engine.openai.results import PAUSE, AnswerWriter, Builder, output_error
 from xla_engine.outputs import RequestOutput
 from xla_engine.server.errors import ended
 from xla_engine.server.service import Submission
@@ -66,11 +65,11 @@ class Written:
         self._form.ended(call, writer, submission)
         yield msgspec.json.encode(writer.builder.response)
 
-    def stream(self, call: HttpCall, name: str, submission: Submission) -> EventStream:
-        return EventStream(self._form, call, self._form.writer(call, name, submission), submission)
+    def stream(self, call: HttpCall, name: str, submission: Submission) -> ToldStream:
+        return ToldStream(self._form, call, self._form.writer(call, name, submission), submission)
 
 
-class EventStream:
+class ToldStream:
     """The events of one answer, then what ends the stream."""
 
     def __init__(
