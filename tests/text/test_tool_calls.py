@@ -124,8 +124,32 @@ def pairs(name: str, arguments: Mapping[str, Any], between: str = "\n") -> str:
     return f"<tool_call>{between.join([name, *written, ''])}</tool_call>"
 
 
+def gemma(value: Any) -> str:
+    """A value in Gemma 4's form: keys are bare, and texts stand between marks."""
+    match value:
+        case dict():
+            return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(gemma, value)) + "]"
+        case str():
+            return f'<|"|>{value}<|"|>'
+    return json.dumps(value)
+
+
+def dsml(name: str, arguments: Mapping[str, Any], word: str) -> str:
+    """A call in the tags of DeepSeek V3.2 (`function_calls`) and V4 (`tool_calls`)."""
+    values = (
+        f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
+        f"{value if isinstance(value, str) else json.dumps(value)}</｜DSML｜parameter>\n"
+        for key, value in arguments.items()
+    )
+    call = f'<｜DSML｜invoke name="{name}">\n{"".join(values)}</｜DSML｜invoke>'
+    return f"<｜DSML｜{word}>\n{call}\n</｜DSML｜{word}>"
+
+
 # A new parameter or the end of a call at the beginning of a line: with no closing tag before it, the value's end.
 LEFT_OPEN = re.compile(r"\S\s*\n\s*(<parameter=(city|days)>|</function>)")
+TAGGED = ("qwen3_coder", "glm", "deepseek v3.2", "deepseek v4", "minimax", "minicpm")
 Write = Callable[[str, Mapping[str, Any]], str]
 FORMS: dict[str, Write] = {
     "hermes": lambda n, a: f"<tool_call>\n{obj(n, a)}\n</tool_call>",
@@ -185,6 +209,29 @@ FORMS: dict[str, Write] = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>"
     ),
+    "deepseek v3.2": lambda n, a: dsml(n, a, "function_calls"),
+    "deepseek v4": lambda n, a: "\n\n" + dsml(n, a, "tool_calls"),
+    "gemma4": lambda n, a: f"<|tool_call>call:{n}{gemma(a)}<tool_call|>",
+    "gemma4, stopped at the result": lambda n, a: (
+        f"<|tool_call>call:now{{}}<tool_call|><|tool_call>call:{n}{gemma(a)}<tool_call|><|tool_response>"
+    ),
+    "apertus": lambda n, a: f"<|tools_prefix|>[{json.dumps({n: a}, ensure_ascii=False)}]<|tools_suffix|>",
+    "minimax": lambda n, a: (
+        f'<minimax:tool_call>\n<invoke name="{n}">\n'
+        + "".join(
+            f'<parameter name="{key}">{value if isinstance(value, str) else json.dumps(value)}</parameter>\n'
+            for key, value in a.items()
+        )
+        + "</invoke>\n</minimax:tool_call>"
+    ),
+    "minicpm": lambda n, a: (
+        f'<function name="{n}">'
+        + "".join(
+            f'<param name="{key}">{f"<![CDATA[{value}]]>" if isinstance(value, str) else json.dumps(value)}</param>'
+            for key, value in a.items()
+        )
+        + "</function>"
+    ),
     "kimi k2": lambda n, a: (
         f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{n}:0<|tool_call_argument_begin|>{json.dumps(a)}"
         "<|tool_call_end|><|tool_calls_section_end|>"
@@ -234,9 +281,13 @@ def test_a_call_is_read_in_every_form_with_any_text_in_its_values(
     text = {**FORMS, **HARMONY}[form]("get_weather", given_arguments)
     whole_end, whole_call = "</parameter>\n</function>", "<function=now>\n</function>"
     shown = list(map(str, given_arguments.values()))
-    if form.startswith("qwen3_coder"):  # an end with a call after it has only one reading
+    if form.startswith(
+        ("qwen3_coder", "minimax", "minicpm")
+    ):  # an end with a call after it has only one reading
         assume(not any(whole_end in each and whole_call in each for each in shown))
         assume(not any(LEFT_OPEN.search(each) for each in shown))
+    if form in ("minimax", "minicpm"):  # a model may have put a value on lines of its own
+        assume(not any(each[:1] == each[-1:] == "\n" for each in shown))
     if form.startswith("glm"):
         assume(not any("</arg_value>" in each and "now</tool_call>" in each for each in shown))
     found = message_of(parser_of(form), text)
@@ -306,8 +357,18 @@ def test_if_no_tool_is_known_only_a_mark_makes_a_call() -> None:
     for form, write in FORMS.items():
         text = write("get_weather", {"city": "x"})
         found = message_of(parser_of(form, {}), text)
-        opened = ("<t", "<|", "<function_call>", "<｜", "[TOOL_CALLS]", "```tool", "```xml", "functools")
-        assert bool(found.calls) == text.startswith(opened)
+        opened = (
+            "<t",
+            "<|",
+            "<function_call>",
+            "<｜",
+            "[TOOL_CALLS]",
+            "```tool",
+            "```xml",
+            "functools",
+            "<mini",
+        )
+        assert bool(found.calls) == text.lstrip().startswith(opened)
         assert found.calls or found == Message(text)
 
 
@@ -437,7 +498,7 @@ def test_a_call_is_emitted_before_the_answer_ends(form: str) -> None:
     """A value in tags may hold the end of a call, so such a call is certain when the answer ends or another begins."""
     parser, text = parser_of(form), FORMS[form]("get_weather", {"city": "Paris"})
     events = parser.feed(text)
-    assert any(isinstance(event, ToolStart) for event in events) != form.startswith(("qwen3_coder", "glm"))
+    assert any(isinstance(event, ToolStart) for event in events) != form.startswith(TAGGED)
 
 
 HOSTILE = (

@@ -36,7 +36,8 @@ def call_events(name: str, arguments: str) -> list[Event]:
 
 
 def json_calls(text: str, schemas: Schemas, *, bare: bool = False, depth: int = 0) -> list[Event] | None:
-    """The events of the calls that a JSON text is: one or a list, each {"name": ..., "arguments": ...} or a variant.
+    """The events of the calls that a JSON text is: one or a list, each {"name": ..., "arguments": ...} or a variant,
+    or, unless it is bare, {NAME: {...}}.
 
     None if the text is anything else. schemas: of the offered tools by name; empty if any name is a tool's. bare: only
     the text says that it is a call, so it must have the arguments too, and not be the description of the tool.
@@ -55,6 +56,12 @@ def json_calls(text: str, schemas: Schemas, *, bare: bool = False, depth: int = 
     for key in WRAPPERS:
         if members.get(key, "")[:1] in ("{", "[") and members.keys() <= {key, *ABOUT} and depth < MAX_DEPTH:
             return json_calls(members[key], schemas, bare=bare, depth=depth + 1)
+    if not bare and len(members) == 1:
+        ((key, raw),) = members.items()
+        if raw.startswith("{") and (
+            key in schemas or not (schemas or key in (*NAMES, *ARGUMENTS, *WRAPPERS))
+        ):
+            return call_events(key, raw)
     names = [name for key in NAMES if isinstance(name := _text(members.get(key, "")), str)]
     if not names or not members.keys() <= {*NAMES, *ARGUMENTS, *ABOUT}:
         return None
@@ -150,13 +157,19 @@ def _skip(text: str, place: int) -> int:
     return place if found is None else found.end()
 
 
-def tagged_arguments(values: Mapping[str, str], kinds: Mapping[str, Kinds], *, own_lines: bool = True) -> str:
+def tagged_arguments(
+    values: Mapping[str, str], kinds: Mapping[str, Kinds], *, own_lines: bool | None = True
+) -> str:
     """Arguments whose values are text, as JSON.
 
-    kinds: the types that the tool's schema allows. own_lines: the line breaks around a value are not part of it.
+    kinds: the types that the tool's schema allows. own_lines: the line breaks around a value are not part of it; None:
+    only if there are two.
     """
     members = (
-        f"{_quoted(key)}: {_json(_inner(value) if own_lines else value, kinds.get(key, ANY))}"
+        f"{_quoted(key)}: "
+        + _json(
+            value if own_lines is False else _inner(value, either_side=own_lines is True), kinds.get(key, ANY)
+        )
         for key, value in values.items()
     )
     return "{" + ", ".join(members) + "}"
@@ -173,8 +186,13 @@ def _json(text: str, allowed: Kinds) -> str:
     return _quoted(text)
 
 
-def _inner(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
+def _inner(text: str, *, either_side: bool) -> str:
+    """Without the line breaks around it, or the brackets of an XML section of characters (MiniCPM)."""
+    if either_side or (len(text) > 1 and text[0] == text[-1] == "\n"):
+        text = text.removeprefix("\n").removesuffix("\n")
+    if text.startswith("<![CDATA[") and text.endswith("]]>"):
+        return text.removeprefix("<![CDATA[").removesuffix("]]>")
+    return text
 
 
 def _quoted(text: str) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
-from xla_engine.text.parsers.scan import Scanner
+from xla_engine.text.parsers.scan import Marks, Scanner
 
 _BLANKS = re.compile(r"[ \t\n\r]+")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _WORD = re.compile(r"[-+.0-9A-Za-z_]+")
 _LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_QUOTE = '<|"|>'
+_MARK = Marks.of(_QUOTE)  # around each of Gemma 4's strings, which have no escapes
+_BARE_KEY = re.compile(r"[^:,{}\[\]<\s]+")
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 MAX_WORD = 400  # characters of a number; of a string, those that are kept apart
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # Python's literals, which models sometimes write
@@ -28,6 +32,8 @@ class Frame:
 class JsonValue:
     """Takes the JSON value that begins at a scanner's place, one piece after the other.
 
+    With `marked` it is written as Gemma 4 writes it: `{city:<|"|>Paris<|"|>,days:3}`.
+
     It mends what has only one meaning: line breaks and tabs in strings, backslashes that escape nothing (as in "\\d"),
     Python's True, False, None and strings in single or triple quotes, and commas before a closing bracket.
 
@@ -37,7 +43,8 @@ class JsonValue:
     none of these; of that, only the letters of a literal were taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, marked: bool = False) -> None:
+        self._marked = marked
         self.frames: list[Frame] = []
         self.before = "value"
         self.string = ""
@@ -83,6 +90,12 @@ class JsonValue:
             self.is_broken = scan.ended
             return ""
         self._may_reopen = False
+        if (
+            self._marked
+            and self.before in ("value", "key")
+            and (char == "<" or self.before == "key" != char != "}")
+        ):
+            return self._begin_marked(scan, char)
         if char in _PLAIN and self.before in ("value", "key"):
             self._begin('"')
             self.string, self.is_key, self.before = "", self.before == "key", "string"
@@ -158,7 +171,25 @@ class JsonValue:
             return self.step(scan) if self.is_open else ""
         return ""
 
+    def _begin_marked(self, scan: Scanner, char: str) -> str:
+        """The beginning of a string between marks, or of a key without any."""
+        if char == "<" and (mark := scan.mark(_MARK)) is None:
+            return ""
+        elif char != "<":
+            mark = ""
+        self.is_broken = char == "<" and not mark
+        if self.is_broken:
+            return ""
+        self._begin('"')
+        self.string, self.is_key, self.before = "", self.before == "key", "string"
+        self._quote = mark or ":"
+        return mark or self._string(scan)
+
     def _string(self, scan: Scanner) -> str:
+        if self._quote == _QUOTE:
+            return self._between_marks(scan)
+        if self._quote == ":":
+            return self._bare_key(scan)
         if plain := scan.run(_PLAIN[self._quote]):
             self._read(plain)
             self._mended.append(plain if self._quote == '"' else plain.replace('"', '\\"'))
@@ -175,13 +206,8 @@ class JsonValue:
                 self._mended.append('"')
                 self._ended()
                 return scan.take(3)
-            self._mended.append('"')
             self._may_reopen = not (self.is_key or self.string)
-            if self.is_key:
-                self.frames[-1].key = self.string
-                self.before = "colon"
-            else:
-                self._ended()
+            self._string_ended()
             return scan.take(1)
         if char != "\\":  # a control character, or nothing
             self.is_broken = not char and scan.ended
@@ -189,6 +215,35 @@ class JsonValue:
             self._read(char)
             return scan.take(len(char))
         return self._escape(scan)
+
+    def _between_marks(self, scan: Scanner) -> str:
+        text, mark = scan.until(_MARK)
+        self._read(text)
+        self._mended.append(json.dumps(text, ensure_ascii=False)[1:-1])
+        if mark is None:
+            self.is_broken = scan.ended
+            return text
+        self._string_ended()
+        return text + mark
+
+    def _bare_key(self, scan: Scanner) -> str:
+        if key := scan.run(_BARE_KEY):
+            self._read(key)
+            self._mended.append(json.dumps(key, ensure_ascii=False)[1:-1])
+            return key
+        if not scan.peek() and not scan.ended:
+            return ""
+        self.is_broken = not self.string
+        self._string_ended()
+        return self.step(scan) if self.is_open else ""
+
+    def _string_ended(self) -> None:
+        self._mended.append('"')
+        if self.is_key:
+            self.frames[-1].key = self.string
+            self.before = "colon"
+        else:
+            self._ended()
 
     def _escape(self, scan: Scanner) -> str:
         size = 6 if scan.peek(2) == "\\u" else 2

@@ -13,13 +13,17 @@ WORDS = (
     *("function_call", "function_calls", "response", "json", "xml"),
 )
 FENCE = "```"
-HEADS = ("<function=", "<function name=", "<invoke name=", "<tool_call name=")
+DSML = "<｜DSML｜"  # what tags of DeepSeek V3.2 and later begin with
+_DSML_END = "</｜DSML｜"
+HEADS = ("<function=", "<function name=", "<invoke name=", "<tool_call name=", DSML + "invoke name=")
 TOOL_CALL, ARG_KEY = "<tool_call>", "<arg_key>"
 CLOSERS = frozenset(
     {
         *(form.format(word) for word in WORDS for form in ("</{}>", "<|/{}|>", "<|{}_end|>")),
         *("</invoke>", "[/TOOL_CALLS]", "[/TOOL_CALL]", "<|END_ACTION|>", "<|eom_id|>", "<|eot_id|>"),
         *("<|tool_calls_section_end|>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "<|call|>"),
+        *("<tool_call|>", "<|tool_response>", "<|tools_suffix|>", "</minimax:tool_call>"),
+        *(_DSML_END + word for word in ("invoke>", "function_calls>", "tool_calls>")),
     }
 )
 END = Marks.of(*CLOSERS, FENCE)
@@ -69,6 +73,12 @@ QWEN = Tags.of(
     ends=("</parameter>", "</param>"),
     call_ends=("</function>", "</invoke>"),
     heads=(*HEADS, TOOL_CALL),
+)
+DEEPSEEK = Tags.of(
+    opens=(DSML + "parameter name=",),
+    ends=(_DSML_END + "parameter>",),
+    call_ends=(_DSML_END + "invoke>",),
+    heads=(DSML + "invoke name=",),
 )
 GLM = Tags.of(
     opens=(ARG_KEY,),

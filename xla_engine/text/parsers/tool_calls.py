@@ -6,6 +6,8 @@ one parser reads every form, whatever the model's template says, and the name of
     opening marks, one after the other   <tool_call>  [TOOL_CALLS]  <|python_tag|>  ```json  ...; or none
     a body                               {"name": NAME, "arguments": {...}}, or a list of those
                                          NAME[ARGS]{...}, and other separators after an opening mark
+                                         call:NAME{key:<|"|>text<|"|>}, after an opening mark
+                                         [{NAME: {...}}], after an opening mark
                                          NAME(key=value) or NAME(value), in a list or after an opening mark
                                          <function=NAME> with {...} or tagged parameters
                                          NAME with <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>, or NAME alone,
@@ -41,6 +43,8 @@ from xla_engine.text.parsers.scan import BLANKS, Content, Event, Marks, Scanner,
 from xla_engine.text.parsers.tagged_values import (
     ARG_KEY,
     CLOSERS,
+    DEEPSEEK,
+    DSML,
     END,
     FENCE,
     GLM,
@@ -59,13 +63,21 @@ _OPENERS = frozenset(
         *(form.format(word) for word in WORDS for form in ("<{}>", "<|{}|>", "<|{}_start|>", "<|{}_begin|>")),
         *("[TOOL_CALLS]", "[TOOL_CALL]", "<|python_tag|>", "<|START_ACTION|>", "functools"),
         *("<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        *(
+            "<|tool_call>",
+            "<|tools_prefix|>",
+            "<minimax:tool_call>",
+            DSML + "function_calls>",
+            DSML + "tool_calls>",
+        ),
     }
 )
 _STRAY = frozenset(",;}])")  # between calls, and after the last: separators, and brackets too many
 _FENCES_OF_CALLS = ("tool_call", "tool_calls", "tool_code", "function_call", "tool")
 _BODIES = (*_OPENERS, *HEADS, FENCE, "{", "[")
 _CODE, _QUOTES = frozenset("=([{\\"), frozenset("\"'`")
-_BEFORE_NAME = Marks.of("function<｜tool▁sep｜>", "functions.")
+_CALL = "call:"  # before the name, in Gemma 4's form
+_BEFORE_NAME = Marks.of("function<｜tool▁sep｜>", "functions.", _CALL)
 _AFTER_NAME = Marks.of(
     *(ARGS, "[CALL_ID]", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", ":", FENCE, "{", "("),
     *(ARG_KEY, "</tool_call>"),
@@ -265,7 +277,7 @@ class _Reader:
     def _json(self, *, is_marked: bool) -> Calls:
         """A call in JSON, or a list of calls."""
         value = self.begin_json()
-        if not (yield from self._take(value, lambda: self._is_other(value))):
+        if not (yield from self._take(value, lambda: self._is_other(value, is_marked=is_marked))):
             return None
         return json_calls(value.text(), self.schemas, bare=value.is_broken or not is_marked)
 
@@ -296,7 +308,7 @@ class _Reader:
         del self.held[place:]
         return bool(mark) and (mark != FENCE or self.fenced)
 
-    def _is_other(self, value: JsonValue) -> bool:
+    def _is_other(self, value: JsonValue, *, is_marked: bool) -> bool:
         """Whether what was read of a value shows that it is not a call."""
         path = _path(value)
         if len(value.frames) > _MAX_FRAMES:
@@ -305,7 +317,9 @@ class _Reader:
             return not path and bool(value.frames) and bool(value.string)
         is_whole, text = value.before not in ("string", "literal"), value.string
         known: tuple[str, ...]
-        if value.is_key:
+        if value.is_key and is_marked:  # the key may be the name of a tool
+            known = (*NAMES, *ARGUMENTS, *ABOUT, *WRAPPERS, *self.schemas) if self.schemas else ()
+        elif value.is_key:
             known = (*NAMES, *ARGUMENTS, *ABOUT, *WRAPPERS)
         elif path[0] in NAMES and value.string:
             known = tuple(self.schemas)
@@ -319,7 +333,7 @@ class _Reader:
 
     def _named(self) -> Calls:
         """A name, separators, and the arguments in JSON or in Python."""
-        yield from self.next_mark(_BEFORE_NAME)
+        marked = (yield from self.next_mark(_BEFORE_NAME)) == _CALL
         name = yield from self._name()
         if not name:
             return None
@@ -327,7 +341,7 @@ class _Reader:
             mark = yield from self.next_mark(_AFTER_NAME)
             if mark == "{":
                 self.scan.put_back(self.held.pop())
-                return (yield from self._arguments(name))
+                return (yield from self._arguments(name, marked=marked))
             if mark == "(":
                 return (yield from self._python(name))
             if mark == ARG_KEY:
@@ -342,9 +356,10 @@ class _Reader:
             else:
                 return None
 
-    def _arguments(self, name: str) -> Calls:
+    def _arguments(self, name: str, *, marked: bool = False) -> Calls:
+        """The arguments as an object. marked: in Gemma 4's form."""
         yield from self._run(BLANKS)
-        value = self.value = JsonValue()
+        value = self.value = JsonValue(marked=marked)
         if not (yield from self._take(value)):
             return None
         text = value.text().strip()
@@ -430,19 +445,22 @@ class _Reader:
 
     def _function(self, mark: str) -> Calls:
         """A call whose arguments are JSON, or text in tags."""
+        head, tags = mark, DEEPSEEK if mark.startswith(DSML) else QWEN
         name = yield from self._attribute(is_tool=True)
         if name is None:
             return None
-        mark = yield from self.next_mark(QWEN.in_head)
+        mark = yield from self.next_mark(tags.in_head)
         if mark == "{":
             self.scan.put_back(self.held.pop())
             return (yield from self._arguments(name))
-        if mark not in QWEN.opens:
+        if mark not in tags.opens:
             return call_events(name, "{}") if mark else None
-        return (yield from self._parameters(name, QWEN))
+        own_lines = True if head == "<function=" else None if tags is QWEN else False
+        return (yield from self._parameters(name, tags, own_lines=own_lines))
 
-    def _parameters(self, name: str, tags: Tags) -> Calls:
-        """A call whose arguments are text in tags; the first opening tag was taken."""
+    def _parameters(self, name: str, tags: Tags, *, own_lines: bool | None = False) -> Calls:
+        """A call whose arguments are text in tags; the first opening tag was taken. own_lines: see
+        `tagged_arguments`."""
         values: dict[str, str] = {}
         schema, kinds = self.schemas.get(name, {}), self.kinds_of(name)
         known = kinds if kinds and schema.get("additionalProperties") is False else None
@@ -453,7 +471,7 @@ class _Reader:
                 return None
             found, key = read
             values.update(found)
-        return call_events(name, tagged_arguments(values, kinds, own_lines=tags is QWEN)) if values else None
+        return call_events(name, tagged_arguments(values, kinds, own_lines=own_lines)) if values else None
 
     def parameter(self, tags: Tags) -> Generator[None, None, str | None]:
         """The name of a parameter whose opening tag was taken, with all up to its value; None if it is none."""
@@ -471,7 +489,7 @@ class _Reader:
         if is_tool:
             name = yield from self._name(pattern)
         else:
-            name = (yield from self._run(pattern, _MAX_KEY)).strip(" \"'")
+            name = (yield from self._run(pattern, _MAX_KEY)).strip(" \"'").partition('"')[0]
         if not name or self.scan.peek() != ">":
             return None
         self.held.append(self.scan.take(1))
