@@ -38,7 +38,7 @@ class AnyBuffer {
   DataType element_type() const { return buffer_->dtype; }
   const int64_t* dimensions() const { return buffer_->dims; }
   void* untyped_data() const { return buffer_->data; }
-  size_t element_count() const {
+  __attribute__((noinline)) size_t element_count() const {  // compilers make long code of this loop at each call
     size_t count = 1;
     for (int64_t axis = 0; axis < buffer_->rank; ++axis) count *= static_cast<size_t>(buffer_->dims[axis]);
     return count;

@@ -1,4 +1,4 @@
-// Routed experts, for XLA:CPU: one call per layer. Weights in bf16 and in eight bits are a library each.
+// Routed experts, for XLA:CPU: one call per layer. Weights of each kind are a library.
 //
 // The rows of each expert in use are gathered, multiplied by its gates and ups, gated, and multiplied by its second matrix;
 // experts that no row takes are not read. A row adds up its experts in ascending order and each product runs over its width

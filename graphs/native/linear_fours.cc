@@ -1,6 +1,5 @@
-// Linear layers and routed experts of weights as a quantised file has them, with rows in eight bits; and rows of these weights.
+// Linear layers of weights as a quantised file has them, with rows in eight bits; and rows of these weights.
 
-#include "experts_layer.h"
 #include "linear_fours.h"
 
 namespace xla_engine {
@@ -22,7 +21,6 @@ ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, 
 }  // namespace
 
 XLA_ENGINE_LINEAR(Fours, Fours)
-XLA_ENGINE_EXPERTS(Fours, Fours)
 XLA_ENGINE_HANDLER(XlaEngineRowsFours, RowsOf)
 
 }  // namespace xla_engine

@@ -318,7 +318,7 @@ def test_experts_have_the_bits_of_their_dequantised_form(isa: str) -> None:
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_experts_multiply_rows_in_eight_bits_as_linear_layers_do(isa: str) -> None:
     """Each row has one expert, whose part of the output it takes whole."""
-    products, count = NativeProducts(str(registered(isa, "linear_fours"))), 3
+    products, count = NativeProducts(str(registered(isa, "linear_fours", "experts_fours"))), 3
     generator = np.random.default_rng(0)
     x, given = (jnp.asarray(generator.standard_normal((29, WIDTH)), jnp.float32) for _ in range(2))
     expert = np.arange(29) % count

@@ -21,6 +21,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.runner import backends
 from xla_engine.runner.native_library.build import ATTENTION
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
+from xla_engine.runner.native_library.needed import native_parts
 
 WIDE = replace(TINY, hidden_size=64, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2)
 ONE_ORDER = ("avx512_bf16", "avx512", "avx2")
@@ -142,8 +143,7 @@ def test_a_model_needs_the_attention_for_the_dtype_of_its_cache(
     options: dict[str, Any], dtype: str, needed: set[str]
 ) -> None:
     config = EngineConfig(**options)
-    held = jnp.dtype("int8" if config.quantization else dtype)
-    parts = backends.native_parts(config, TINY, jnp.dtype(dtype), held)
+    parts = native_parts(config, TINY, dtype)
     assert parts & ATTENTION == needed and "sampler" in parts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from xla_engine.engine.inspection import inspect_model
 from xla_engine.engine.inspection_report import report_lines
 from xla_engine.errors import InvalidRequestError
 from xla_engine.graphs.config import RoutedExperts
-from xla_engine.model_loader.checkpoint import random_weights
-from xla_engine.runner import memory
-from xla_engine.runner.weight_form import note_of, packed_form
+from xla_engine.model_loader.checkpoint import load_weights, random_weights
+from xla_engine.model_loader.describe import describe_decoder
+from xla_engine.model_loader.model_files import open_model
+from xla_engine.model_loader.weights import stored_kinds
+from xla_engine.runner import backends, memory
+from xla_engine.runner.native_library.needed import PLAIN, expected_parts, packed_form
+from xla_engine.runner.weight_form import note_of, resolve_form
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.tools.bench.models import write_checkpoint
 
@@ -112,6 +117,32 @@ def test_activations_keep_their_bits_where_the_loss_was_not_measured() -> None:
     assert packed_form(ENGINE, MODEL) == GGUF_INT8
     assert packed_form(ENGINE, replace(MODEL, experts=experts)) == GGUF
     assert packed_form(replace(ENGINE, runner="pooling"), MODEL) == GGUF
+
+
+def test_a_first_start_compiles_the_parts_that_the_form_needs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its header lets expect; and products in bf16 are among them only if some weight needs them."""
+    parts: set[str] = set()
+
+    def register(isa: str | None, more: Collection[str]) -> str:
+        parts.update(more)
+        return isa or NATIVE_ISAS[0]
+
+    monkeypatch.setattr(backends, "register", register)
+    files = open_model(path)
+    model = describe_decoder(files, ENGINE)
+    stored = stored_kinds(load_weights(model).weights)
+    resolve_form(ENGINE, model.config, "bfloat16", stored).spec_of(model.config)
+    plain_too = resolve_form(ENGINE, model.config, "bfloat16", {})
+    assert parts == expected_parts(ENGINE, model.config, files.tensors().tensors.values())
+    assert parts == {"sampler", "attention_bf16", "linear_fours", "pack_fours"}
+    plain_too.spec_of(model.config)
+    assert expected_parts(ENGINE, model.config, ()) == {"sampler", "attention_bf16", PLAIN} <= parts
+    parts.clear()
+    partly = dict(list(stored.items())[1:])
+    resolve_form(ENGINE, model.config, "bfloat16", partly).spec_of(model.config)
+    assert parts == {"sampler", "attention_bf16", "linear_fours", "pack_fours", PLAIN}
 
 
 @pytest.mark.parametrize("total", [10**7, 10**8, 10**9])

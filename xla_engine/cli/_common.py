@@ -27,6 +27,7 @@ from xla_engine.utils.startup import StartTimes, startup_line
 
 if TYPE_CHECKING:
     from xla_engine.engine.batch_engine import XlaBatchEngine
+    from xla_engine.model_loader.describe import ModelDescription
     from xla_engine.open_engine import EngineClient
 
 SOME_FAILED, NOT_STARTED, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
@@ -242,9 +243,12 @@ def begin_start(options: Mapping[str, Any]) -> None:
     begin_compiling(options["isa"])
 
 
-def check_model(options: dict[str, Any], config: EngineConfig) -> None:
-    """Open the model for `load_engine`. Raise CheckpointError or ConfigError before jax is imported if its files show
-    that it cannot run, or not with these options."""
+def check_model(options: dict[str, Any], config: EngineConfig) -> ModelDescription:
+    """Open the model for `load_engine`, and describe it.
+
+    Raises CheckpointError or ConfigError before jax is imported if its files show that it cannot run, or not with
+    these options.
+    """
     from xla_engine.environment import embedded_model_directory
     from xla_engine.model_loader.describe import describe_decoder
     from xla_engine.model_loader.model_files import open_model
@@ -253,6 +257,16 @@ def check_model(options: dict[str, Any], config: EngineConfig) -> None:
         options["files"] = open_model(options["model"] or embedded_model_directory())
     model = describe_decoder(options["files"], config)
     model.options.context_length(model.config.max_position_embeddings)
+    return model
+
+
+def begin_kernels(model: ModelDescription) -> None:
+    """Compile the C++ kernels that the model will probably need, if this is their first start."""
+    from xla_engine.runner.native_library.compiled import begin_compiling
+    from xla_engine.runner.native_library.needed import expected_parts
+
+    tensors = model.files.tensors().tensors.values() if model.files.path.suffix == ".gguf" else ()
+    begin_compiling(model.options.isa, expected_parts(model.options, model.config, tensors))
 
 
 @contextlib.contextmanager
@@ -264,7 +278,7 @@ def load_engine(
     show: print the progress of loading. times: records how long each part took.
     """
     fields = config_fields(options)
-    check_model(options, EngineConfig(**fields))
+    begin_kernels(check_model(options, EngineConfig(**fields)))
     from xla_engine.engine.batch_engine import XlaBatchEngine
     from xla_engine.model_loader.peft.request import LoRARequest
     from xla_engine.observability.log import engine_log

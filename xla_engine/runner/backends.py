@@ -18,6 +18,7 @@ from xla_engine.graphs.attention.xla import XlaAttention
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.native import NativeProducts, fits
 from xla_engine.graphs.linear.products import Products
+from xla_engine.graphs.model.leaves import Leaf
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.graphs.ops.int8 import GROUP
@@ -26,6 +27,7 @@ from xla_engine.runner.adapters import lora_form
 from xla_engine.runner.jax_settings import check_platform
 from xla_engine.runner.native_library.build import ATTENTION, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
+from xla_engine.runner.native_library.needed import PLAIN, native_parts
 from xla_engine.runner.native_library.recipe import NativeBuildError
 from xla_engine.runner.portable import with_portable_isa
 
@@ -110,7 +112,7 @@ def make_spec(
     """
     quantized, kept = config.quantization == "int8", config.quantization in KEPT
     matrices = jnp.dtype(jnp.int8) if quantized else dtype
-    parts = native_parts(config, model, dtype, matrices, kept=kept)
+    parts = native_parts(config, model, dtype.name)
     if config.is_portable:
         config = with_portable_isa(config, model, dtype, parts)
     isa = isa_of_model(config, model, matrices, parts)
@@ -149,34 +151,14 @@ def make_spec(
             "for AWQ, GPTQ and compressed-tensors with integers in groups of 32 columns or a multiple, and for "
             "experts in MXFP4. This model has none. Leave quantization out"
         )
+    if kept and spec.isa is not None and any(_is_plain_matrix(leaf) for leaf in spec.leaves.values()):
+        serving_isa(spec.isa, {PLAIN})
     return spec
 
 
-def native_parts(
-    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, matrices: jnp.dtype, *, kept: bool = False
-) -> frozenset[str]:
-    """The parts of the C++ kernels (`native_library.build`) that a model needs, which are compiled together.
-
-    dtype: of the model. matrices: the dtype of its matrices. kept: whether some keep the encoding of their file.
-    """
-    stores = "bf16" if dtype == jnp.bfloat16 else "f32"
-    parts = {"sampler", "attention_int8" if config.kv_cache_dtype == "int8" else f"attention_{stores}"}
-    if model.recurrent is not None and model.convolution is None:
-        parts.add("delta")
-    if model.encoder is not None:
-        parts.add("encoder")
-    kinds = {"bf16"} if matrices == jnp.bfloat16 else {"int8"} if matrices == jnp.int8 else set()
-    if not kinds or config.linear_backend in ("xla", "gpu"):
-        return frozenset(parts)
-    if model.experts is not None:
-        parts |= {f"experts_{kind}" for kind in kinds}
-        kinds.add("bf16")  # routers
-    if kept:
-        own = "fours" if config.quantization == GGUF_INT8 else "coded"
-        kinds.add(own)
-        parts.add(f"pack_{own}")
-    products = ("linear",) if config.enable_lora is False else ("linear", "lora")
-    return frozenset(parts | {f"{each}_{kind}" for each in products for kind in kinds})
+def _is_plain_matrix(leaf: Leaf) -> bool:
+    """Whether a leaf is a matrix that does not keep the encoding of its file."""
+    return leaf.form is None and len(leaf.shape) > 1
 
 
 def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype, parts: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.coded import KINDS, StoredKinds
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.runner.backends import PACKED_NEEDS, make_spec
+from xla_engine.runner.native_library.needed import packed_form
 
 _EXACT = {
     GGUF: "quantization none has the same results in bfloat16",
@@ -64,12 +65,6 @@ def resolve_form(config: EngineConfig, model: ModelConfig, dtype: str, stored: S
         else:
             return form
     return plain._replace(note=f"weights are dequantised to {dtype}: {why}")
-
-
-def packed_form(config: EngineConfig, model: ModelConfig) -> str:
-    """The packed form for a model: activations in eight bits, where their loss was measured (docs/models.md)."""
-    is_measured = model.experts is None and model.recurrent is None and not config.pools
-    return GGUF_INT8 if is_measured else GGUF
 
 
 def note_of(form: str | None) -> str | None:

@@ -39,7 +39,7 @@ from xla_engine.runner.native_library.recipe import NativeBuildError
 
 _log = logging.getLogger("xla_engine")
 _KINDS = ("bf16", "int8", "coded", "fours")  # of weights
-_EXPERTS = (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS)  # in fours they share the products of linear layers
+_EXPERTS = (EXPERTS, GATED_EXPERTS, DOWN_EXPERTS)  # those in codes are unpacked to bf16
 
 _PACKS: dict[Order, str] = {"pairs": "pack_coded", "fours": "pack_fours"}  # parts with a plain C function
 
@@ -54,10 +54,10 @@ _TARGETS: dict[str, tuple[str, ...]] = {
     "sampler": (SAMPLE, PROCESS, LOGPROBS, JOINED),
     "delta": (DELTA_RULE, DELTA_OUTPUTS),
     "encoder": (ADDED_NORM, ACTIVATED),
-    **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in _KINDS[:2]},
+    **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in ("bf16", "int8", "fours")},
     **{
         f"linear_{kind}": tuple(f"{each}_{kind}" for each in (LINEAR, GATED_LINEAR, HEAD, *more))
-        for kind, more in zip(_KINDS, ((), (), (ROWS,), (ROWS, *_EXPERTS)), strict=True)
+        for kind, more in zip(_KINDS, ((), (), (ROWS,), (ROWS,)), strict=True)
     },
     **{
         f"lora_{kind}": tuple(f"{each}_{kind}" for each in (LORA, LINEAR_LORA, GATED_LORA)) for kind in _KINDS

@@ -21,6 +21,7 @@ from xla_engine.runner.native_library.instruction_sets import InstructionSet, av
 SOURCES = Path(graphs.__file__).parent / "native"
 BUNDLE = Path(bundled.__file__).parent / bundled.FOLDER
 _EVERY_MODEL = ("sampler",)  # parts that every model on a CPU needs
+_LARGE = ("attention", "linear", "lora", "experts")  # parts that take longer to compile than others
 
 
 def build(isa: InstructionSet, parts: Collection[str]) -> dict[str, Path]:
@@ -52,7 +53,7 @@ def _build_in(directory: Path, isa: InstructionSet, parts: Collection[str]) -> d
 
     largest_first = sorted(
         parts,
-        key=lambda part: (part.endswith(("coded", "fours")), part.startswith("attention")),
+        key=lambda part: (part.endswith(("coded", "fours")), part.startswith(_LARGE)),
         reverse=True,
     )
     # One more than cores, so that most models' three parts share two cores and no core waits for the last part.
@@ -60,8 +61,9 @@ def _build_in(directory: Path, isa: InstructionSet, parts: Collection[str]) -> d
         return dict(zip(largest_first, pool.map(made, largest_first), strict=True))
 
 
-def begin_compiling(isa: str) -> None:
-    """Compile what every model on a CPU needs in a background thread, unless a library came with the package.
+def begin_compiling(isa: str, parts: Collection[str] = _EVERY_MODEL) -> None:
+    """Compile parts in a background thread, by default what every model on a CPU needs, unless a library came with
+    the package.
 
     A later `build` waits for it, and reports its errors. isa: as in `EngineConfig.isa`.
     """
@@ -72,7 +74,7 @@ def begin_compiling(isa: str) -> None:
 
     def run() -> None:
         with contextlib.suppress(recipe.NativeBuildError, OSError):
-            build(chosen, _EVERY_MODEL)
+            build(chosen, parts)
 
     threading.Thread(target=run, name=begin_compiling.__name__).start()
 
