@@ -136,22 +136,21 @@ class Probe:
         return self._run(lanes, self.bucket, prompts)[1]
 
     def by_prefill(self, lanes: int, samples: Sequence[Sample]) -> list[Sample]:
-        """Each sample after the first again, by prefilling the prompt and the samples before it."""
+        """Each sample after the first again, by prefilling the prompt and the samples before it; after `alone`."""
         sampled = tuple(sample.token_id for sample in samples[:-1])
         if not sampled:
             return []
         found = []
         for count in range(1, len(sampled) + 1):
             prompt = self._in_slot(0, sampled[:count], samples=1)
-            ((first,), _), *_ = self._run(
-                lanes, self.bucket, [replace(prompt, is_cached=count > 1 and self._holds_keys)]
-            )
+            ((first,), _), *_ = self._run(lanes, self.bucket, [replace(prompt, is_cached=self._holds_keys)])
             found.append(first)
         return found
 
     def last_token_alone(self, lanes: int) -> Found:
-        """The first slot to its first sample, with the last token in a chunk of its own."""
-        (found,) = self._run(lanes, self.bucket, [replace(self._in_slot(0, samples=1), last_alone=True)])
+        """The first slot to its first sample, with the last token in a chunk of its own; after `by_prefill`."""
+        prompt = replace(self._in_slot(0, samples=1), last_alone=True, is_cached=self._holds_keys)
+        (found,) = self._run(lanes, self.bucket, [prompt])
         return found
 
     def _in_slot(self, slot: int, forced: tuple[int, ...] = (), *, samples: int | None = None) -> Prompt:
