@@ -33,7 +33,13 @@ from xla_engine.text.parsers.chats import Reading
 pytestmark = pytest.mark.full
 SLIPS = {"bare": "hermes", "fence": "hermes", "qwen3_coder without a beginning": "qwen3_coder"}
 MODELS = {**{name: name for name in FORMATS}, **SLIPS}  # by the form in which the model writes its calls
-WRITE = {**FORMS, **HARMONY, "deepseek": FORMS["deepseek v3.1"], "kimi_k2": FORMS["kimi k2"]}
+WRITE = {
+    **FORMS,
+    **HARMONY,
+    "deepseek": FORMS["deepseek v3.1"],
+    "kimi_k2": FORMS["kimi k2"],
+    "gemma4": FORMS["gemma4"],
+}
 ASK, CITY, ANSWER = "How warm is it in two days?", 'New "York" </tool_call>', "It will be 21 degrees."
 
 

@@ -15,6 +15,7 @@ from tests.support.profiles import examples
 from xla_engine.text.parsers.chats import TOOL_PARSERS, Dialect
 from xla_engine.text.parsers.formats import first_call, forced, plain, think
 from xla_engine.text.parsers.scan import Message, Parser, message_of
+from xla_engine.text.parsers.thoughts import THOUGHTS
 from xla_engine.text.parsers.tool_calls import tool_calls
 
 SCHEMA = {
@@ -33,6 +34,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "think": lambda: think(plain(), begun=False),
     "think, begun": lambda: think(plain(), begun=True),
     "think, hermes": lambda: think(tool_calls({}), begun=False),
+    **{
+        f"think, {name}": partial(lambda name: think(tool_calls({}), begun=False, tags=THOUGHTS[name]), name)
+        for name in ("gemma4", "mistral", "seed_oss")
+    },
     "forced": lambda: forced(None),
     "named": lambda: forced("f"),
 }
@@ -118,6 +123,14 @@ def test_a_text_without_calls_and_reasoning_is_content_to_the_letter(name: str, 
         ("think", "<think>\nhm\n</think>\n\nhello", Message("hello", "hm\n")),
         ("think, begun", "hm</think>hello <think>", Message("hello <think>", "hm")),
         ("think, hermes", f"<think>a</think><tool_call>{CALL}</tool_call>", Message("", "a", [["f", ""]])),
+        (
+            "think, gemma4",
+            "<|channel>thought\nhm\n<channel|>Well. <|tool_call>"
+            'call:f{a: [1, 2.50], b: <|"|><tool_call> " ]}<|"|>}<tool_call|>',
+            Message("Well.", "hm\n", [["f", ""]]),
+        ),
+        ("think, mistral", "[THINK]hm[/THINK] hello", Message("hello", "hm")),
+        ("think, seed_oss", "<seed:think>hm</seed:think>hello", Message("hello", "hm")),
     ],
 )
 def test_formats(name: str, text: str, expected: Message) -> None:
@@ -186,4 +199,9 @@ def test_the_template_tells_the_format() -> None:
     assert Dialect.of("<|channel|>") == Dialect(tools="harmony", reasoning="harmony")
     assert Dialect.of("<tool_call>", "mistral", "none") == Dialect(tools="mistral")
     assert Dialect.of("plain") == Dialect(tools="json")
+    assert Dialect.of("'<|tool_call>call:' + '<|channel>thought'") == Dialect(
+        tools="gemma4", reasoning="gemma4"
+    )
+    assert Dialect.of("[TOOL_CALLS] [THINK]") == Dialect(tools="mistral", reasoning="mistral")
+    assert Dialect.of("<seed:think>") == Dialect(tools="json", reasoning="seed_oss")
     assert Dialect.of("<tool_call>{name}<arg_key>") == Dialect(tools="glm")

@@ -79,6 +79,15 @@ FORMATS = {
         ends=("<|im_end|>",),
         sign="<|tool_calls_section_begin|>",
     ),
+    "gemma4": FormatTokens(  # as in its GGUF files, where only the turns are special
+        special=("<|turn>", "<turn|>"),
+        text=(
+            *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+            *("<|channel>", "<channel|>"),
+        ),
+        ends=("<turn|>",),
+        sign="<|tool_call>call: <|channel>thought",
+    ),
     "harmony": FormatTokens(  # gpt-oss
         special=(
             "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",

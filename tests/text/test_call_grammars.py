@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.format_models import end_ids, format_tokenizer
+from tests.text.test_tool_calls import gemma
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams
 from xla_engine.text.constraint_forms import ConstraintError, ConstraintForm, accepted_form
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.parsers.chats import Dialect, take_chat
+from xla_engine.text.parsers.thoughts import THOUGHTS
 
 pytest.importorskip("llguidance")
 
@@ -39,7 +41,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "any.thing", "parameters": {"type": "object"}}},
 ]
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "harmony")
+FORMATS = ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "gemma4", "harmony")
 
 
 @cache
@@ -142,6 +144,11 @@ def call(name: str, arguments: Any, *, function: str = "weather", style: int = 0
             f"{begin} functions.{function}:0 {between} {text} {end}",
             f"{begin}functions.{function}:12{between}{text}{end}<|im_end|>",
         ][style % 3]
+    if name == "gemma4":
+        members = list(arguments.items())[:: -1 if style % 2 else 1]
+        written = ",".join(f"{key}:{gemma(value)}" for key, value in members)
+        done = f"<|tool_call>call:{function}{{{written}}}<tool_call|>"
+        return [done, done + done, f"{done}<|tool_response>"][style % 3]
     to = f"to=functions.{function}"
     return [
         f"<|channel|>commentary {to} <|constrain|>json<|message|>{text}<|call|>",
@@ -326,26 +333,63 @@ def test_channels_hold_a_format_in_the_final_message() -> None:
     assert not accepted("harmony", params, ids_of("harmony", '{"ok":false}'))
 
 
+@pytest.mark.parametrize(
+    ("name", "reasoning"), [("hermes", "think"), ("gemma4", "gemma4"), ("mistral", "mistral")]
+)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_reasoning_comes_before_a_format(tools: Any) -> None:
+def test_reasoning_comes_before_a_format(name: str, reasoning: str, tools: Any) -> None:
     """The model thinks freely, and then calls or answers in the format; whether the prompt has opened the reasoning
     or the model does."""
     body: dict[str, Any] = {"messages": [{"role": "user"}], "tools": tools, "response_format": FORMAT}
-    _, reading = take_chat(body, Dialect(tools="hermes", reasoning="think"), None)
+    _, reading = take_chat(body, Dialect(tools=name, reasoning=reasoning), None)
     params = SamplingParams.from_mapping(body)
+    tags = THOUGHTS[reasoning]
     prompts = {
-        "<assistant>": ("", "<think>a {b</think>\n", "<think></think>"),
-        "<think>\n": ("a {b</think>\n\n", "</think>"),
+        "<assistant>": ("", f"{tags.opening}a {{b{tags.closing}\n", tags.opening + tags.closing),
+        f"{tags.opening}\n": (f"a {{b{tags.closing}\n\n", tags.closing),
     }
     for prompt, thoughts in prompts.items():
         held = reading.sampling(params, prompt).structured_outputs
         assert held is not None
         for thought in thoughts:
-            for text in ('{"ok":true}', call("hermes", GOOD)):
+            for text in ('{"ok":true}', call(name, GOOD)):
                 good = tools is not None or text[0] == "{"
-                assert accepted("hermes", held, ids_of("hermes", thought + text)) is good, (thought, text)
-            assert not accepted("hermes", held, ids_of("hermes", thought + "no"))
-    assert not accepted("hermes", held, ids_of("hermes", '{"ok":true}'))  # the reasoning must end first
+                assert accepted(name, held, ids_of(name, thought + text)) is good, (thought, text)
+            assert not accepted(name, held, ids_of(name, thought + "no"))
+    assert not accepted(name, held, ids_of(name, '{"ok":true}'))  # the reasoning must end first
+
+
+def test_values_of_gemma_are_held_to_their_schemas() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "unit": {"enum": ["C", "F"]},
+            "days": {"type": ["integer", "null"]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "note": {"type": "string"}},
+                "required": ["x"],
+            },
+        },
+        "required": ["unit"],
+    }
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
+    params = constraint("gemma4", tools=tools)
+    assert params is not None
+    for arguments, good in (
+        ({"unit": "C"}, True),
+        ({"tags": ["a,b", ""], "unit": "F", "days": None}, True),
+        ({"unit": "F", "place": {"note": "a}", "x": -1.5}}, True),
+        ({"unit": "K"}, False),
+        ({}, False),
+        ({"unit": "C", "days": 1.5}, False),
+        ({"unit": "C", "tags": [1]}, False),
+        ({"unit": "F", "place": {"note": "a"}}, False),
+        ({"unit": "F", "other": 1}, False),
+    ):
+        text = call("gemma4", arguments, function="f")
+        assert accepted("gemma4", params, ids_of("gemma4", text)) is good, text
 
 
 def test_one_tools_schema_does_not_refuse_the_others() -> None:

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xla_engine.structured_outputs import MAX_CONSTRAINT_CHARACTERS, StructuredOutputsParams
+from xla_engine.text.parsers.gemma_grammar import COMMON as GEMMA
+from xla_engine.text.parsers.gemma_grammar import GemmaRules
 from xla_engine.text.parsers.kinds import ANY, Kinds, argument_kinds
+from xla_engine.text.parsers.parameter_bits import MOST, all_set
+from xla_engine.text.parsers.thoughts import Thought
 from xla_engine.utils.json_size import is_longer
 
 
@@ -35,7 +39,6 @@ class Offer(Protocol):
 # Masks allow every spelling of what must follow, so that a call that fits stays as the model writes it.
 _FREE_SPELLING = '%llguidance {"no_forcing": true}\n'
 _MOST = f"at most {MAX_CONSTRAINT_CHARACTERS} characters are held"
-_MOST_PARAMETERS = 64  # bits of a rule's parameter in llguidance
 _logger = logging.getLogger(__name__)
 _FREE_OBJECT = {"type": "object", "additionalProperties": True}
 
@@ -55,13 +58,14 @@ def calls_grammar(
     dialect: str | None,
     answer: StructuredOutputsParams | None = None,
     *,
-    thinking: bool | None = None,
+    thought: Thought | None = None,
+    begun: bool = False,
 ) -> StructuredOutputsParams | None:
     """The constraint of an answer that may have calls in the form of a dialect.
 
-    answer: the format of an answer without calls, a schema; None if any text is one. thinking: whether the answer
-    begins inside reasoning between `<think>` and `</think>`; None if there is none. With a format, the reasoning that
-    comes before it is free.
+    answer: the format of an answer without calls, a schema; None if any text is one. thought: the tags around
+    reasoning, if the model reasons; with a format, the reasoning that comes before it is free. begun: the answer
+    begins inside reasoning.
 
     Returns None if nothing can be held: no strict tool and no format, a dialect without a grammar, or a format that is
     no schema.
@@ -71,18 +75,18 @@ def calls_grammar(
         return None
     write = _DIALECTS.get(dialect or "", _no_calls) if tools.schemas else _no_calls
     if dialect == "harmony":
-        write, thinking = _harmony, None
+        write, thought = _harmony, None
     held = None if answer is None else _answer(answer)
     if held is None:
         if answer is not None or write is _no_calls or not tools.strict:
             return None
         grammar = _FREE_SPELLING + write(tools, None)
-    elif write is _no_calls and thinking is None:
+    elif write is _no_calls and thought is None:
         return None
     else:
         grammar = f"{write(tools, held)}\nanswer: {held}\n"
-        if thinking is not None:
-            grammar = grammar.replace("start: ", _THOUGHT[thinking], 1)
+        if thought is not None:
+            grammar = grammar.replace("start: ", _thought(thought, begun=begun), 1)
     if len(grammar) > MAX_CONSTRAINT_CHARACTERS:
         _logger.warning(
             "tools: strict is left out, because the schemas make a grammar of %d characters; %s",
@@ -93,15 +97,24 @@ def calls_grammar(
     return StructuredOutputsParams(grammar=grammar)
 
 
-# What comes before the rule `body`, by whether the answer begins inside reasoning. The tag may be a token or text.
-_THOUGHT = {
-    True: r"""start: (thought | TEXT? </think>) WS? body
-thought[lazy]: /(.|\n)*<\/think>/
-body: """,
-    False: r"""start: ((thought | <think> TEXT? </think>) WS?)? body
-thought[lazy]: /\s*<think>(.|\n)*<\/think>/
-body: """,
-}
+def _thought(tags: Thought, *, begun: bool) -> str:
+    """What comes before the rule `body`. The tags may be tokens or text. begun: the answer begins inside reasoning."""
+    opening, closing = (re.escape(tag).replace("/", r"\/") for tag in (tags.opening, tags.closing))
+    open_token, close_token = map(_as_token, (tags.opening, tags.closing))
+    if begun:
+        return rf"""start: (thought | TEXT? {close_token}) WS? body
+thought[lazy]: /(.|\n)*{closing}/
+body: """
+    return rf"""start: ((thought | {open_token} TEXT? {close_token}) WS?)? body
+thought[lazy]: /\s*{opening}(.|\n)*{closing}/
+body: """
+
+
+def _as_token(tag: str) -> str:
+    """A tag as the token that it begins with, and text after it."""
+    token, end, rest = tag.partition(">")
+    named = f"{token}{end}" if tag.startswith("<") else f"<{tag}>"
+    return f"{named} {_quoted(rest)}" if rest and tag.startswith("<") else named
 
 
 def _no_calls(_: Offer, answer: str | None) -> str:
@@ -281,6 +294,29 @@ def _kimi_k2(tools: Offer, answer: str | None) -> str:
     return _marked(tools, answer, _KIMI, calls)
 
 
+def _gemma4(tools: Offer, answer: str | None) -> str:
+    """Calls of Gemma 4, one after the other. After the last, the model may write the mark of a result."""
+    calls, lines = [], list[str]()
+    for number, (name, schema) in enumerate(tools.schemas.items()):
+        rules = GemmaRules(name, number)
+        arguments = rules.object(schema) if name in tools.strict else "gemma_object"
+        calls.append(f"{_quoted(f'call:{name}')} WS? {arguments}")
+        lines += rules.lines
+    begin, end, result = (
+        f"({each} | {_quoted(each)})" for each in ("<|tool_call>", "<tool_call|>", "<|tool_response>")
+    )
+    more = f"WS? call WS? {end} (WS? {begin} WS? call WS? {end})* WS? {result}?"
+    if answer is not None:
+        start = f"start: answer | WS? {begin} {more}\n"
+    else:
+        text = re.escape("<|tool_call>")
+        start = rf"""start: REST? | (opened | REST? <|tool_call>) {more}
+opened[lazy]: /(.|\n)*{text}/
+REST: /(.|\n)+/ & ~/(.|\n)*{text}(.|\n)*/
+"""
+    return start + "call: " + "\n  | ".join(calls) + "\n" + "".join(lines) + GEMMA + _COMMON_TEXT
+
+
 def _marked(tools: Offer, answer: str | None, marks: _Marks, calls: list[str]) -> str:
     """Calls between marks. calls: from the name to the arguments of each tool."""
     begin = marks.begin
@@ -410,23 +446,16 @@ def _parameters(tools: Offer, name: str, number: int, tags: _Tagged) -> str:
         or open_
         or not (schema.keys() & {"properties", "additionalProperties"})
         or schema.keys() & {"$ref", "anyOf", "allOf", "oneOf"}
-        or len(properties) > _MOST_PARAMETERS
+        or len(properties) > MOST
     ):
         return f"{rule}: any_parameter*\n"
     kinds = argument_kinds(schema)
-    lines = [f'{rule}_more::_: "" %if {_all_set([n for n, key in enumerate(properties) if key in required])}']
+    lines = [f'{rule}_more::_: "" %if {all_set([n for n, key in enumerate(properties) if key in required])}']
     for bit, (key, each) in enumerate(properties.items()):
         opens = tags.opens.replace("{}", _quoted(key)[1:-1])
         value = _value(name, each, schema, kinds.get(key, ANY), tags)
         lines.append(f"  | {opens} {value} WS? {rule}_more::set_bit({bit}) %if bit_clear({bit})")
     return f"{rule}: {rule}_more::0x0\n" + "\n".join(lines) + "\n"
-
-
-def _all_set(bits: list[int]) -> str:
-    found = "true"
-    for bit in bits:
-        found = f"bit_set({bit})" if found == "true" else f"and(bit_set({bit}), {found})"
-    return found
 
 
 def _value(name: str, schema: Any, root: Mapping[str, Any], allowed: Kinds, tags: _Tagged) -> str:
@@ -457,5 +486,6 @@ _DIALECTS: dict[str, Callable[[Offer, str | None], str]] = {
     "json": _bare,
     "deepseek": _deepseek,
     "kimi_k2": _kimi_k2,
+    "gemma4": _gemma4,
     "harmony": _harmony,
 }

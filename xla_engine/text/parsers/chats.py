@@ -18,6 +18,7 @@ from xla_engine.text.parsers.call_grammars import calls_grammar
 from xla_engine.text.parsers.formats import first_call, forced, harmony, plain, think
 from xla_engine.text.parsers.offered import Offered, take_offered, with_plain_inputs
 from xla_engine.text.parsers.scan import Parser
+from xla_engine.text.parsers.thoughts import THOUGHTS
 from xla_engine.text.parsers.tool_calls import tool_calls
 from xla_engine.text.parsers.tools import Tools, take_tools
 from xla_engine.utils.json_size import is_longer
@@ -26,11 +27,12 @@ from xla_engine.utils.shown import shown
 # Each makes parsers from the offered tools' schemas and, if they are at hand, `Tools.kinds`.
 TOOL_PARSERS: dict[str, Callable[..., Parser]] = {
     **dict.fromkeys(
-        ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "json"), tool_calls
+        ("hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek", "kimi_k2", "gemma4", "json"),
+        tool_calls,
     ),
     "harmony": lambda *tools: harmony(tools[0], partial(tool_calls, *tools)),
 }
-REASONING_PARSERS = ("think", "harmony")
+REASONING_PARSERS = (*THOUGHTS, "harmony")
 _SIGNS = (
     ("harmony", "<|channel|>"),
     ("mistral", "[TOOL_CALLS]"),
@@ -41,8 +43,9 @@ _SIGNS = (
     ("llama3", '{"name": function name, "parameters":'),
     ("deepseek", "<｜tool▁calls▁begin｜>"),
     ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("gemma4", "<|tool_call>call:"),
 )
-_TOKENS = ("llama3", "mistral", "deepseek", "kimi_k2")  # their tags may be special tokens
+_TOKENS = ("llama3", "mistral", "deepseek", "kimi_k2", "gemma4")  # their tags may be special tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,8 @@ class Dialect:
         """The given formats; "auto" infers one from the chat template, "none" disables it. The format of calls of an
         unknown template is "json"; calls are read in all forms, whatever the format."""
         found = next((name for name, sign in _SIGNS if sign in template), None)
-        thinks = "harmony" if found == "harmony" else "think" if "<think>" in template else None
+        thinks = next((name for name, tags in THOUGHTS.items() if tags.opening in template), None)
+        thinks = "harmony" if found == "harmony" else thinks
         return cls(
             tools=found or "json" if tools == "auto" else None if tools == "none" else tools,
             reasoning=thinks if reasoning == "auto" else None if reasoning == "none" else reasoning,
@@ -88,7 +92,7 @@ class Dialect:
 TEMPLATE_FLAGS = ("add_generation_prompt", "continue_final_message")
 HINTS = ("reasoning_effort", "verbosity")  # hints to the model, passed to the template
 TEMPLATE_FIELDS = (*TEMPLATE_FLAGS, "chat_template_kwargs")
-OPENING = "<think>"
+_OPENINGS = tuple(tags.opening for tags in THOUGHTS.values())
 _TAIL = 32  # characters at the end of a prompt in which the opening tag is searched; blanks may follow it
 
 
@@ -145,14 +149,14 @@ class Reading:
         else:
             name = "harmony" if is_harmony else self.dialect.tools or ""
             rest = TOOL_PARSERS[name](tools.schemas, tools.kinds)
-        if self.dialect.reasoning == "think" and not is_harmony:
-            return think(rest, begun=thinking, may_call=may_call)
+        if (tags := THOUGHTS.get(self.dialect.reasoning or "")) is not None and not is_harmony:
+            return think(rest, begun=thinking, may_call=may_call, tags=tags)
         return rest
 
     def prepared(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters under which the text includes the tags that the parser needs."""
         tools, reasoning = self.dialect.tools, self.dialect.reasoning
-        tags_are_tokens = "harmony" in (tools, reasoning) or tools in _TOKENS
+        tags_are_tokens = "harmony" in (tools, reasoning) or tools in _TOKENS or reasoning in _TOKENS
         if tags_are_tokens and not self.tools.is_forced:
             return replace(params, skip_special_tokens=False)
         return params
@@ -209,11 +213,13 @@ def _constraint(
     if raw or (answer is None and tools.choice != "auto"):
         return None, None
     format_ = "harmony" if dialect.reasoning == "harmony" else dialect.tools
-    thinks = answer is not None and dialect.reasoning == "think"
-    constraint = calls_grammar(tools, format_, answer, thinking=False if thinks else None)
+    tags = None if answer is None else THOUGHTS.get(dialect.reasoning or "")
+    constraint = calls_grammar(tools, format_, answer, thought=tags)
     if constraint is not None:
         body.pop("response_format", None)
-    return constraint, calls_grammar(tools, format_, answer, thinking=True) if thinks and constraint else None
+    if tags is None or constraint is None:
+        return constraint, None
+    return constraint, calls_grammar(tools, format_, answer, thought=tags, begun=True)
 
 
 def _template_options(body: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +241,7 @@ def _template_options(body: dict[str, Any]) -> dict[str, Any]:
 
 def opens_reasoning(prompt: str) -> bool:
     """Whether a prompt ends with the opening tag of reasoning."""
-    return prompt[-_TAIL:].rstrip().endswith(OPENING)
+    return prompt[-_TAIL:].rstrip().endswith(_OPENINGS)
 
 
 def begins_thinking(output: RequestOutput, tokenizer: Any) -> bool:

@@ -23,6 +23,7 @@ from xla_engine.text.parsers.scan import (
     incremental,
     next_mark,
 )
+from xla_engine.text.parsers.thoughts import THOUGHTS, Thought
 
 
 @incremental
@@ -37,16 +38,20 @@ def plain(scan: Scanner) -> Iterator[Event | None]:
 
 
 @incremental
-def think(scan: Scanner, rest: Parser, *, begun: bool, may_call: bool = False) -> Iterator[Event | None]:
-    """`<think>` reasoning `</think>`, followed by text for another parser.
+def think(
+    scan: Scanner, rest: Parser, *, begun: bool, may_call: bool = False, tags: Thought = THOUGHTS["think"]
+) -> Iterator[Event | None]:
+    """`<think>` reasoning `</think>`, or the same between other tags, followed by text for another parser.
 
     begun: the prompt ended with the opening tag. Otherwise the text has reasoning only if it begins with the tag.
     may_call: if the reasoning does not end, a call that it ends with is one.
     """
+    opening, closing = Marks.of(tags.opening), Marks.of(tags.closing)
+    either = Marks.of(tags.closing, tags.call)
     lead = ""  # blanks before anything else
     blank = True  # nothing but blanks since the last tag
     while not begun:
-        before, tag = scan.until(_THINK)
+        before, tag = scan.until(opening)
         lead += before
         if lead.strip() or (tag is None and scan.ended):
             blank = False
@@ -57,14 +62,14 @@ def think(scan: Scanner, rest: Parser, *, begun: bool, may_call: bool = False) -
             yield None
     call: list[str] = []  # reasoning from an opening tag of a call on
     while begun:
-        piece, tag = scan.until(_THOUGHT if may_call and not call else _THOUGHT_END)
+        piece, tag = scan.until(either if may_call and not call else closing)
         if piece := piece.lstrip() if blank and not call else piece:
             blank = False
             if call:
                 call.append(piece)
             else:
                 yield Reasoning(piece)
-        if tag == "<tool_call>":
+        if tag == tags.call:
             call.append(tag)
             continue
         if tag is not None or scan.ended:
@@ -88,12 +93,6 @@ def think(scan: Scanner, rest: Parser, *, begun: bool, may_call: bool = False) -
         yield None
     yield from rest.finish()
 
-
-_THINK, _THOUGHT_END, _THOUGHT = (
-    Marks.of("<think>"),
-    Marks.of("</think>"),
-    Marks.of("</think>", "<tool_call>"),
-)
 
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
