@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from xla_engine.graphs.encoder_form import EncoderForm
+from xla_engine.graphs.forms import AttentionForm, Rope, RopeScaling, RoutedExperts
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, Recurrent
 
 FULL, SLIDING, LINEAR, CONV = (
@@ -23,100 +25,6 @@ KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its mul
 def whole_spans(length: int) -> int:
     """`length` rounded up to whole spans."""
     return -(-length // KEY_SPAN) * KEY_SPAN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """RoPE scaling for longer contexts; fields and types are those of Hugging Face configs.
-
-    rope_type: "linear" divides all frequencies by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the
-        engine's longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and
-        interpolates between (Peng et al. 2023). "llama3" does so by wavelength (Llama 3.1 release notes). "longrope"
-        divides each frequency by its own factor (Ding et al. 2024).
-    original_max_position_embeddings: the context length before scaling.
-    factor: by how much the context is extended.
-    low_freq_factor: rotations in the original context up to which "llama3" divides by the full `factor`.
-    high_freq_factor: rotations from which "llama3" does not divide.
-    beta_fast: rotations from which "yarn" does not divide.
-    beta_slow: rotations up to which "yarn" divides by the full `factor`.
-    truncate: "yarn" interpolates between whole dimensions.
-    attention_factor: multiplies cosines and sines (yarn, longrope).
-    short_factor: the divisors of "longrope".
-    long_factor: the divisors if the engine's longest request exceeds the original context.
-    """
-
-    rope_type: str
-    original_max_position_embeddings: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-
-
-class Rope(NamedTuple):
-    """The rotary embedding of a layer: base and scaling."""
-
-    theta: float
-    scaling: RopeScaling | None
-
-    @property
-    def follows_context(self) -> bool:
-        """Whether the angles depend on the engine's context length."""
-        return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionForm:
-    """The static parameters of a layer's attention.
-
-    scale: factor of the scores. window: the most keys that a query attends to, including its own; None: no limit.
-    softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    norm_eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedExperts:
-    """A mixture of experts: each token uses the experts that a router scores highest (Shazeer et al. 2017).
-
-    num_experts: the number of experts.
-    num_experts_per_tok: experts per token.
-    moe_intermediate_size: width of each expert.
-    norm_topk_prob: normalise the probabilities of a token's experts to sum to one.
-    shared_expert_intermediate_size: width of a shared expert that every token uses; 0: none.
-    bias: router and experts have biases.
-    swiglu_limit: use gpt-oss's clamped gate (`graphs.experts.routing.gate`); None: SwiGLU.
-    scoring_func: of the router's logits. With "sigmoid", experts are chosen by the sum of score and a correction of
-        their own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    routed_scaling_factor: factor of the experts' weights.
-    shared_expert_gate: the shared expert's output is multiplied by a gate.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool = True
-    shared_expert_intermediate_size: int = 0
-    bias: bool = False
-    swiglu_limit: float | None = None
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    routed_scaling_factor: float = 1.0
-    shared_expert_gate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {self.num_experts} experts"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +79,18 @@ class ModelConfig:
     bidirectional: every token of a decoder's layers attends to all others, too, and a window reaches as far forwards
         as backwards: the model is an encoder.
     convolution: sizes of the short convolutions.
+    global_head_dim: features of a head in full-attention layers; None: as in the others.
+    num_global_key_value_heads: key and value heads of full-attention layers; None: as in the others.
+    attention_k_eq_v: in full-attention layers, the projected keys are the values as well.
+    num_kv_shared_layers: this many of the last layers have no keys and values of their own: they attend to those of
+        the last layer of their type before them.
+    use_double_wide_mlp: the MLPs of these layers have twice the width.
+    value_norm: every value head is normalised, without a weight.
+    hidden_size_per_layer_input: features of a token's embedding for each layer; 0: there is none.
+    vocab_size_per_layer_input: rows of its table.
+    layer_scalar: the residual stream after each layer is multiplied by a number of the layer.
+    stored_parts: how many of keys and values are in a layer's projection, behind its queries: 2, or 1 if the keys are
+        the values as well, or 0 if the layer attends to those of another. `layer` sets it.
     """
 
     vocab_size: int
@@ -218,6 +138,16 @@ class ModelConfig:
     head_bias: bool = False
     bidirectional: bool = False
     convolution: ConvolutionForm | None = None
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    value_norm: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    layer_scalar: bool = False
+    stored_parts: int = 2
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -249,12 +179,19 @@ class ModelConfig:
             raise ValueError(
                 "attention to later tokens needs layers without a state, and queries without a scale"
             )
+        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
+        missing = {self.layer_type(index) for index in range(self.num_hidden_layers)} - {
+            self.layer_type(index) for index in own
+        }
+        if missing:
+            raise ValueError(f"num_kv_shared_layers leaves no keys for layers of type {min(missing)}")
 
     @property
     def qkv_features(self) -> int:
         """Rows of the fused q/k/v projection, including the output gates at its end."""
         gates = self.num_attention_heads if self.attn_output_gate else 0
-        return (self.num_attention_heads + 2 * self.num_key_value_heads + gates) * self.head_dim
+        stored = self.stored_parts * self.num_key_value_heads
+        return (self.num_attention_heads + stored + gates) * self.head_dim
 
     @property
     def encodes(self) -> bool:
@@ -268,6 +205,28 @@ class ModelConfig:
 
     def layer_type(self, index: int) -> str:
         return self.layer_types[index] if self.layer_types else FULL
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the projections of all attention layers, and all MLPs, have the same sizes."""
+        return (
+            self.global_head_dim is None
+            and self.num_global_key_value_heads is None
+            and not self.attention_k_eq_v
+            and not self.num_kv_shared_layers
+        )
+
+    def layer(self, index: int) -> ModelConfig:
+        """The same model with the heads and the MLP of layer `index`: what its `head_dim`, `num_key_value_heads`,
+        `stored_parts` and `intermediate_size` say."""
+        return self if self.is_uniform else _of_layer(self, index)
+
+    def keys_of(self, index: int) -> int:
+        """The layer whose keys and values layer `index` attends to: itself, or an earlier one."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        if index < first:
+            return index
+        return max(at for at in range(first) if self.layer_type(at) == self.layer_type(index))
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -284,14 +243,17 @@ class ModelConfig:
 
     def attention(self, index: int) -> AttentionForm:
         """The attention parameters of layer `index`."""
+        own = self.layer(index)
         scale = (
-            1 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+            1 / math.sqrt(own.head_dim) if self.attention_multiplier is None else self.attention_multiplier
         )
         return AttentionForm(
             scale=scale,
             window=self.sliding_window if self.layer_type(index) == SLIDING else None,
             softcap=self.attn_logit_softcapping,
             norm_eps=self.rms_norm_eps,
+            stored_parts=own.stored_parts,
+            value_norm=self.value_norm,
         )
 
     def rope(self, index: int) -> Rope | None:
@@ -299,13 +261,18 @@ class ModelConfig:
         if index in self.no_rope_layers or (self.encoder is not None and self.encoder.positions):
             return None
         if self.rope_local_base_freq is not None and self.layer_type(index) == SLIDING:
-            return Rope(self.rope_local_base_freq, None)
-        return Rope(self.rope_theta, self.rope_scaling)
+            return Rope(self.rope_local_base_freq, None, self.layer(index).rotary_dim)
+        return Rope(self.rope_theta, self.rope_scaling, self.layer(index).rotary_dim)
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
         """The K distinct rotary embeddings of the layers."""
         return tuple(dict.fromkeys(self.rope(index) for index in range(self.num_hidden_layers)))
+
+    @property
+    def widest_head(self) -> int:
+        """Features of a head of the layers whose heads are widest."""
+        return max(self.head_dim, self.global_head_dim or 0)
 
     @property
     def rotary_tables(self) -> int:
@@ -320,3 +287,20 @@ class ModelConfig:
         """The same model for requests of at most `context_length` tokens: drops a window that covers all of it."""
         reaches = self.sliding_window is not None and self.sliding_window >= context_length
         return replace(self, sliding_window=None) if reaches else self
+
+
+@functools.lru_cache(256)
+def _of_layer(config: ModelConfig, index: int) -> ModelConfig:
+    """See `ModelConfig.layer`."""
+    changes: dict[str, Any] = {}
+    if config.layer_type(index) == FULL:
+        changes["head_dim"] = config.global_head_dim or config.head_dim
+        changes["num_key_value_heads"] = config.num_global_key_value_heads or config.num_key_value_heads
+        changes["stored_parts"] = 1 if config.attention_k_eq_v else 2
+    if config.keys_of(index) != index:
+        changes["stored_parts"] = 0
+        if config.use_double_wide_mlp:
+            changes["intermediate_size"] = 2 * config.intermediate_size
+    # What makes layers differ is gone: this one is all there is.
+    changes |= {"global_head_dim": None, "num_global_key_value_heads": None, "attention_k_eq_v": False}
+    return replace(config, **changes, num_kv_shared_layers=0)

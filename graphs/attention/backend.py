@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.config import KEY_SPAN, AttentionForm, ModelConfig, whole_spans
+from xla_engine.graphs.config import KEY_SPAN, ModelConfig, whole_spans
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.row_state.rows import Extents
 
 
@@ -72,8 +73,9 @@ class Attention(Protocol):
     shares_stores: layers that keep as much of a slot share one store, whose leading axis they are. A call pays for
         every buffer it is given and gives back (findings/host_time.md).
 
-    `qkv f32 [N, (H + 2 KV) Dh]` is the fused projection, query heads first, not yet rotated. Results are
-    `[N, H Dh]` in float32 or `compute_dtype`.
+    `qkv f32 [N, F]` is the fused projection, query heads first, then what `form.stored_parts` says of keys and values,
+    not yet rotated. Without any, the cache is another layer's, which has written this call's keys and values already.
+    Results are `[N, H Dh]` in float32 or `compute_dtype`.
     A write that must not happen (row not live, padding of a chunk) changes no byte.
     """
 

@@ -4,22 +4,35 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import AttentionForm, ModelConfig
-from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.ops.norms import apply_rope, norm_heads, scaled_queries, split_heads
+
+Stored = tuple[jax.Array, jax.Array]  # keys, normed and rotated, and values, `[N, KV, Dh]`
 
 
 def attend_densely(
-    config: ModelConfig, form: AttentionForm, own: AttentionWeights, qkv: jax.Array, table: jax.Array
+    config: ModelConfig,
+    index: int,
+    own: AttentionWeights,
+    qkv: jax.Array,
+    rope: jax.Array,
+    stored: dict[int, Stored],
 ) -> jax.Array:
-    """Causal attention of one sequence over itself, float32 `[N, H Dh]`.
+    """Causal attention of one sequence over itself in layer `index`, float32 `[N, H Dh]`.
 
-    qkv: the fused projection `[N, (H + 2 KV) Dh]`, not yet rotated. table: `[N, 2, Dh/2]`, cosines and sines.
+    qkv: the fused projection `[N, F]`, not yet rotated. rope: the tables of `rope_tables` at its positions,
+    `[K, N, 2, Dh/2]`. stored: receives the keys and values of layers that have their own, and has those of the
+    layers before.
     """
-    count = len(qkv)
+    count, form, sizes = len(qkv), config.attention(index), config.layer(index)
+    qkv = scaled_queries(config, qkv, rope)
+    table = rope[config.rope_index(index), ..., : sizes.head_dim // 2]
     key = jnp.arange(count)
-    q, k, v = split_heads(qkv, config.num_key_value_heads, config.head_dim)
-    q, k = norm_heads(q, form, own.q_norm), norm_heads(k, form, own.k_norm)
-    q, k = apply_rope(q, table), apply_rope(k, table)
+    q, k, v = split_heads(qkv, sizes.num_key_value_heads, sizes.head_dim, form)
+    q = apply_rope(norm_heads(q, form, own.q_norm), table)
+    if form.stored_parts:
+        stored[index] = apply_rope(norm_heads(k, form, own.k_norm), table), v
+    k, v = stored[config.keys_of(index)]
     groups = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]
     scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * form.scale

@@ -35,7 +35,9 @@ from xla_engine.graphs.attention.gpu_kernels import (
     write_kernel,
 )
 from xla_engine.graphs.config import KEY_SPAN, ModelConfig
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.gpu_call import kernel_call
+from xla_engine.graphs.ops.norms import split_heads
 from xla_engine.graphs.row_state.rows import Extents
 
 QUERY_TILE = 64  # queries per program in prefill
@@ -56,8 +58,8 @@ class GpuAttention:
         self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
     ) -> LayerCache:
         check_length(length)
-        (_,) = layers
-        shape = (rows, config.num_key_value_heads, length, config.head_dim)
+        sizes = config.layer(layers[0])
+        shape = (rows, sizes.num_key_value_heads, length, sizes.head_dim)
         return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
@@ -127,7 +129,8 @@ class GpuAttention:
         Returns the cache and q normed and rotated, `[N, KV, G, Dh]` in the cache's dtype.
         """
         tokens, (_, kv_heads, _, head_dim) = len(qkv), layer.keys.shape
-        by_head = qkv.reshape(tokens, -1, head_dim)
+        by_head = _with_values(qkv, kv_heads, head_dim, call.form)
+        position = position if call.form.stored_parts else jnp.full_like(position, -1)
         groups = by_head.shape[1] // kv_heads - 2
         rope = call.rope.reshape(tokens, 2, -1)
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in layer]
@@ -182,3 +185,13 @@ class GpuAttention:
             warps=4,
         )(position, parts, peak, total, call.weights.sinks)
         return out
+
+
+def _with_values(qkv: jax.Array, kv_heads: int, head_dim: int, form: AttentionForm) -> jax.Array:
+    """Queries, keys and values as they are written, `[N, H + 2 KV, Dh]`; zeros for those of another layer."""
+    if form.stored_parts == 2 and not form.value_norm:
+        return qkv.reshape(len(qkv), -1, head_dim)
+    q, *others = split_heads(qkv, kv_heads, head_dim, form)
+    if not form.stored_parts:
+        others = [jnp.zeros((len(qkv), kv_heads, head_dim), qkv.dtype)] * 2
+    return jnp.concatenate([q, *others], axis=1)

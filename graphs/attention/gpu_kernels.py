@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.gpu_call import Ref, dot, load, store
 
 _SPLITS = 8  # that are loaded together: each load waits for memory once

@@ -50,9 +50,10 @@ class NativeAttention:
         self, config: ModelConfig, layers: Sequence[int], rows: int, length: int, dtype: jnp.dtype
     ) -> LayerCache:
         dtype = self.cache_dtype or dtype
-        pack, width = _pack(dtype), _width(config.head_dim, dtype)
+        sizes = config.layer(layers[0])
+        pack, width = _pack(dtype), _width(sizes.head_dim, dtype)
         check_length(length, least=_LANES * pack)
-        heads = (len(layers), rows, config.num_key_value_heads)
+        heads = (len(layers), rows, sizes.num_key_value_heads)
         kept = kept_positions(config.attention(layers[0]), length, self.call_positions)
         keys = (*heads, kept // _LANES, width // pack + _scales(dtype), _LANES, pack)
         values = (*heads, kept // (_LANES * pack), width // _LANES, _LANES, _LANES, pack)
@@ -106,8 +107,8 @@ class NativeAttention:
     ) -> tuple[LayerCache, jax.Array]:
         """The operation on a layer; `rope [N, 2, Dh/2]`."""
         slots, kv_heads, head_dim = *layer.keys.shape[1:3], 2 * rope.shape[-1]
-        features = qkv.size // rope.shape[0] - 2 * kv_heads * head_dim
         rows, form, tables = np.arange(slots, dtype=np.int32), call.form, call.block_tables
+        features = qkv.size // rope.shape[0] - form.stored_parts * kv_heads * head_dim
         target, reach = (TARGET, ()) if call.reach is None else (REACHING, (call.reach,))
         operation = jax.ffi.ffi_call(
             f"{target}_{_kind(layer.keys.dtype)}_{self.isa}",
@@ -130,6 +131,8 @@ class NativeAttention:
             scale=np.float32(form.scale),
             softcap=np.float32(form.softcap or 0),
             eps=np.float32(form.norm_eps),
+            stored_parts=np.int64(form.stored_parts),
+            value_norm=np.bool_(form.value_norm),
         )
         return LayerCache(keys, values), out
 

@@ -26,7 +26,8 @@ from xla_engine.graphs.attention.backend import (
     check_length,
     kept_positions,
 )
-from xla_engine.graphs.config import KEY_SPAN, AttentionForm, ModelConfig
+from xla_engine.graphs.config import KEY_SPAN, ModelConfig
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
 from xla_engine.graphs.row_state.rows import Extents, targets
@@ -54,7 +55,8 @@ class XlaAttention:
         span = min(length, KEY_SPAN)
         stored = self.cache_dtype or dtype
         kept = kept_positions(config.attention(index), length, self.call_positions)
-        shape = (kept // span, rows, config.num_key_value_heads, span, config.head_dim)
+        sizes = config.layer(index)
+        shape = (kept // span, rows, sizes.num_key_value_heads, span, sizes.head_dim)
         return LayerCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored))
 
     def clear_values(self, layer: LayerCache, slot: jax.Array, fresh: jax.Array) -> LayerCache:
@@ -67,15 +69,10 @@ class XlaAttention:
         self, layer: LayerCache, qkv: jax.Array, call: AttentionCall, *, length: jax.Array, live: jax.Array
     ) -> tuple[LayerCache, jax.Array]:
         rows, (_, _, kv_heads, _, head_dim) = len(length), layer.keys.shape
-        q, k, v = split_heads(qkv, kv_heads, head_dim)
+        q, k, v = split_heads(qkv, kv_heads, head_dim, call.form)
         row = jnp.arange(rows, dtype=jnp.int32)
         q, k = _normed_and_rotated(q, k, call)
-        layer = LayerCache(
-            *(
-                _scatter(leaf, new.astype(call.compute_dtype), row, length, live, call.block_tables)
-                for leaf, new in zip(layer, (k, v), strict=True)
-            )
-        )
+        layer = _written(layer, (k, v), call, row, length, live)
         spans: _Slots | _Blocks
         if call.block_tables is None:
             used = call.key_length // KEY_SPAN
@@ -97,20 +94,13 @@ class XlaAttention:
         slot, start, count = lanes
         number, width = call.rope.shape[:2]
         kv_heads, head_dim = layer.keys.shape[2], layer.keys.shape[4]
-        by_row = split_heads(qkv, kv_heads, head_dim)
+        by_row = split_heads(qkv, kv_heads, head_dim, call.form)
         q, k, v = (x.reshape(number, width, -1, head_dim) for x in by_row)
         offset = jnp.arange(width, dtype=jnp.int32)
         position = start[:, None] + offset  # [P, T]
         wanted = offset < count[:, None]
         q, k = _normed_and_rotated(q, k, call)
-        layer = LayerCache(
-            *(
-                _scatter(
-                    leaf, new.astype(call.compute_dtype), slot[:, None], position, wanted, call.block_tables
-                )
-                for leaf, new in zip(layer, (k, v), strict=True)
-            )
-        )
+        layer = _written(layer, (k, v), call, slot[:, None], position, wanted)
         spans: _Slots | _Blocks
         if call.block_tables is None:
             used = call.key_length // KEY_SPAN
@@ -300,6 +290,25 @@ def _product(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> 
         (((left.ndim - 1,), (right.ndim - (1 if transposed else 2),)), (batch, batch)),
         precision=precision,
         preferred_element_type=jnp.float32,
+    )
+
+
+def _written(
+    layer: LayerCache,
+    new: tuple[jax.Array, jax.Array],
+    call: AttentionCall,
+    slot: jax.Array,
+    position: jax.Array,
+    wanted: jax.Array,
+) -> LayerCache:
+    """The cache with the keys and values `new [..., KV, Dh]`, if the layer has its own."""
+    if not call.form.stored_parts:
+        return layer
+    return LayerCache(
+        *(
+            _scatter(leaf, each.astype(call.compute_dtype), slot, position, wanted, call.block_tables)
+            for leaf, each in zip(layer, new, strict=True)
+        )
     )
 
 

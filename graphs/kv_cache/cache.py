@@ -45,24 +45,26 @@ def make_cache(
 
 
 def stores(spec: ModelSpec) -> list[list[int]]:
-    """The layers of each store of a cache: layers with the same window together if the backend shares stores, each
-    recurrent layer alone."""
-    found: dict[Any, list[int]] = {}
-    for index in range(spec.config.num_hidden_layers):
-        alone = spec.config.is_recurrent(index) or not spec.attention.shares_stores
-        alike = index if alone else ("window", spec.config.attention(index).window)
-        found.setdefault(alike, []).append(index)
+    """The layers of each store of a cache: layers with the same window and heads together if the backend shares
+    stores, each recurrent layer alone. Layers that attend to the keys of others are in none."""
+    config, found = spec.config, dict[Any, list[int]]()
+    for index in range(config.num_hidden_layers):
+        if config.keys_of(index) != index:
+            continue
+        alone, sizes = config.is_recurrent(index) or not spec.attention.shares_stores, config.layer(index)
+        window, heads = config.attention(index).window, (sizes.num_key_value_heads, sizes.head_dim)
+        found.setdefault(index if alone else ("window", window, heads), []).append(index)
     return list(found.values())
 
 
 def places(spec: ModelSpec) -> list[tuple[int, int]]:
-    """The store of every layer, and the layer's index in it."""
+    """The store that every layer attends to, and the layer's index in it."""
     found = {
         index: (store, layer_in_store)
         for store, layers in enumerate(stores(spec))
         for layer_in_store, index in enumerate(layers)
     }
-    return [found[index] for index in range(len(found))]
+    return [found[spec.config.keys_of(index)] for index in range(spec.config.num_hidden_layers)]
 
 
 States = list[RecurrentState]  # one for each recurrent layer, in order; leaves `[slots or places, ...]`

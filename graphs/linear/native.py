@@ -209,8 +209,12 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     """Whether the model's products are whole blocks of weights in `dtype`, bfloat16 or int8: tiles, or vectors."""
     if dtype not in (jnp.bfloat16, jnp.int8):
         return False
-    heads = config.num_attention_heads * config.head_dim
-    widths = [config.hidden_size, config.intermediate_size, heads, config.qkv_features]
+    layers = {config.layer(index) for index in range(config.num_hidden_layers)}
+    widths = [config.hidden_size, *(layer.intermediate_size for layer in layers)]
+    widths += [layer.num_attention_heads * layer.head_dim for layer in layers]
+    widths += [layer.qkv_features for layer in layers]
+    if config.hidden_size_per_layer_input:
+        widths.append(config.hidden_size_per_layer_input)
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.recurrent is not None:

@@ -28,7 +28,7 @@ class LoraForm:
     packed: bool
 
     def shapes(self, config: ModelConfig, target: str) -> dict[str, tuple[int, ...]]:
-        """The shapes of a weight's leaves by name.
+        """The shapes of a weight's leaves by name. config: of the layer (`ModelConfig.layer`).
 
         A `[slots, parts, rank, inputs]`; B `[slots, rank, features]`, with the scale applied; ranks `[slots, parts]`,
         beyond which both matrices are zero, or 0 if the adapter does not change the part.
@@ -74,10 +74,13 @@ class Matrices(NamedTuple):
 
 
 def part_ends(config: ModelConfig, target: str) -> tuple[int, ...]:
-    """The ends of the parts of a weight that each have their own A: queries, keys and values, or gates and ups."""
+    """The ends of the parts of a weight that each have their own A: queries, keys and values, or gates and ups.
+
+    config: of the layer (`ModelConfig.layer`).
+    """
     if target == "qkv":
-        keys = config.num_key_value_heads * config.head_dim
-        return tuple(config.qkv_features - rest for rest in (2 * keys, keys, 0))
+        keys, stored = config.num_key_value_heads * config.head_dim, config.stored_parts
+        return tuple(config.qkv_features - rest * keys for rest in reversed(range(stored + 1)))
     if target == "gate_up":
         return config.intermediate_size, 2 * config.intermediate_size
     return (config.hidden_size,)

@@ -21,8 +21,10 @@ class Call:
     attend: knows positions and owns the cache. It rotates q and k, stores k and v, and returns the attention output.
     products: in the form that suits the graph; rows that are not `products.live` are arbitrary.
     read: the rows `[N]` that are read after the last layer; None: all.
+    inputs: the tokens' embeddings for each layer, `[N, layers, P]`, if the model has them.
     """
 
     attend: Attend
     products: Products
     read: jax.Array | None = None
+    inputs: jax.Array | None = None

@@ -7,7 +7,7 @@ disk tells the names and shapes of the leaves, so a module that imports flax has
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from xla_engine.graphs.linear.products import Input, Norm, Products, looked_up, 
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.parameters import LeafMaker
 from xla_engine.graphs.model.sublayers import (
+    LayerEnd,
+    LayerInputs,
     Linear,
     RoutedMlp,
-    biased,
+    finished_logits,
     mixer_of,
     mlp_of,
     value,
@@ -44,8 +46,9 @@ class StreamNorm(nnx.Module):
 class Layer(nnx.Module):
     """One transformer layer. There may be norms before and after the token mixer, and before and after the MLP."""
 
-    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
-        self.config, self.sharding = c, make.sharding
+    def __init__(self, make: LeafMaker, index: int) -> None:
+        make = make.of_layer(index)
+        self.sharding, self.config = make.sharding, (c := make.sharding.config)
         self.is_last = index + 1 == c.num_hidden_layers
         self.input_norm = StreamNorm(make, c) if c.pre_norm else None
         self.mixer = mixer_of(make, c, index)
@@ -54,6 +57,7 @@ class Layer(nnx.Module):
         self.pre_feedforward_norm = StreamNorm(make, c) if second else None
         self.mlp = mlp_of(make, c, index)
         self.post_feedforward_norm = StreamNorm(make, c) if c.post_norm else None
+        self.end = LayerEnd(make, c, index) if c.layer_scalar else None
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
         """The residual stream `[N, D]`, float32, after this layer; after the last, only for rows in `call.read`."""
@@ -70,7 +74,8 @@ class Layer(nnx.Module):
         if isinstance(self.mlp, RoutedMlp):
             return self.mlp(products, source, norm, residual)
         hidden = self.mlp(products, source, norm, self.config.hidden_act)
-        return self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, products)
+        x = self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, products)
+        return x if self.end is None else self.end(products, x, call)
 
     def _centred(self, x: jax.Array) -> jax.Array:
         return centred(x) if self.config.layer_norm else x
@@ -97,14 +102,18 @@ class Decoder(nnx.Module):
         shape, cut = (c.vocab_size, c.hidden_size), self.sharding.cut("vocabulary")
         tied = c.tie_word_embeddings
         self.embed = Linear(make, shape, cut, role="head" if tied else "plain")
-        self.layers = nnx.List([Layer(make, c, index) for index in range(c.num_hidden_layers)])
+        self.layers = nnx.List([Layer(make, index) for index in range(c.num_hidden_layers)])
+        self.layer_inputs = LayerInputs(make, c, dtype) if c.hidden_size_per_layer_input else None
         self.final_norm = StreamNorm(make, c)
         self.head = None if tied else Linear(make, shape, cut, role="head")
         self.head_bias = make.vector(c.vocab_size) if c.head_bias else None
 
     def hidden(self, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
         """The residual stream of `tokens [N]` before each layer and after the last: float32 `[N, D]`."""
-        return self.through(self.embedded(tokens, call.products), call)
+        x = self.embedded(tokens, call.products)
+        if self.layer_inputs is not None:
+            call = replace(call, inputs=self.layer_inputs(tokens, x, call.products))
+        return self.through(x, call)
 
     def embedded(self, tokens: jax.Array, products: Products) -> jax.Array:
         """The residual stream of `tokens [N]` before the first layer: float32 `[N, D]`."""
@@ -136,16 +145,7 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array, products: Products) -> Logits:
         """Logits of the residual stream `[N, D]`, float32."""
-        c = self.config
         head = self.embed if self.head is None else self.head
-        x = centred(x) if c.layer_norm else x
-
-        def shaped(logits: jax.Array) -> jax.Array:
-            logits = logits if c.logit_scale == 1 else logits * c.logit_scale
-            if (cap := c.final_logit_softcapping) is None:
-                return logits
-            flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
-            return (cap * jnp.tanh(flat / cap)).reshape(logits.shape)
-
+        x = centred(x) if self.config.layer_norm else x
         found = products.head(head.values, self.final_norm(), x, self.sharding)
-        return cast("Logits", jax.tree.map(shaped, biased(found, value(self.head_bias))))
+        return finished_logits(self.config, found, value(self.head_bias))

@@ -31,6 +31,10 @@ class LeafMaker:
     plain: jnp.dtype
     lora: LoraForm | None = None
 
+    def of_layer(self, index: int) -> LeafMaker:
+        """For a layer, whose sizes are then those of the sharding's configuration."""
+        return replace(self, sharding=replace(self.sharding, config=self.sharding.config.layer(index)))
+
     @property
     def unquantized(self) -> LeafMaker:
         return replace(self, dtype=self.plain)

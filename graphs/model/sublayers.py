@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import CONV, LINEAR, ModelConfig, RoutedExperts
+from xla_engine.graphs.config import CONV, LINEAR, ModelConfig
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.products import (
     Activation,
     Input,
@@ -23,6 +28,7 @@ from xla_engine.graphs.linear.products import (
     activate,
     gathered,
     kept_dtype,
+    looked_up,
     normed,
 )
 from xla_engine.graphs.lora.form import Matrices, part_ends
@@ -121,7 +127,7 @@ class AttentionMixer(nnx.Module):
         self.qkv = Linear(make, (c.qkv_features, d), sharding.cut_qkv, bias=c.qkv_bias, target="qkv")
         queries, keys = (heads, c.num_key_value_heads) if c.qk_norm == "all" else (1, 1)
         self.q_norm = make.vector(queries * c.head_dim) if c.qk_norm else None
-        self.k_norm = make.vector(keys * c.head_dim) if c.qk_norm else None
+        self.k_norm = make.vector(keys * c.head_dim) if c.qk_norm and c.stored_parts else None
         self.sinks = make.vector(heads, sharding.cut_sinks) if c.attention_sinks else None
         shape, cut = (d, heads * c.head_dim), sharding.cut("residual")
         self.output = Linear(make, shape, cut, bias=c.output_bias, target="output")
@@ -231,16 +237,55 @@ class PlainMlp(nnx.Module):
         self, products: Products, x: jax.Array, norm: Norm | None = None, activation: Activation = "silu"
     ) -> jax.Array:
         """As `Mlp`, for an activation of `graphs.ops.encoder_rows`."""
-        assert activation != "silu"
-        before = self.up(products, x, norm=norm)
-        bias = jnp.zeros(before.shape[1], jnp.float32) if self.up_bias is None else self.up_bias[...]
-        dtype = kept_dtype(self.up.values)
-        if products.isa is None:
-            flat = flatly(functools.partial(activate, activation=activation), before + bias)
-            return self.sharding.gather(flat.astype(dtype), "mlp")
-        live = jnp.ones(len(x), bool) if products.live is None else products.live
-        out = activated(before, bias, activation, dtype, (products.isa, live))
-        return self.sharding.gather(out, "mlp")
+        before, dtype = self.up(products, x, norm=norm), kept_dtype(self.up.values)
+        return self.sharding.gather(alone(products, before, value(self.up_bias), activation, dtype), "mlp")
+
+
+class LayerEnd(nnx.Module):
+    """What follows the MLP in Gemma 4: a gate of the residual stream multiplies the token's embedding for the layer,
+    if there is any, and is added; then the stream is multiplied by a number."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        self.config, self.index = c, index
+        d, size = c.hidden_size, c.hidden_size_per_layer_input
+        self.gate = Linear(make, (size, d), None) if size else None
+        self.output = Linear(make, (d, size), None) if size else None
+        self.norm = make.vector(d) if size else None
+        self.scalar = make.vector(1)
+
+    def __call__(self, products: Products, x: jax.Array, call: Call) -> jax.Array:
+        """The residual stream `[N, D]` after the layer."""
+        if self.gate is not None and self.output is not None and self.norm is not None:
+            assert call.inputs is not None
+            gate, dtype = self.gate(products, x), jnp.dtype(jnp.float32)
+            gate = alone(products, gate, None, self.config.hidden_act, dtype)
+            hidden = lax.optimization_barrier(gate * call.inputs[:, self.index])
+            x = x + rms_norm(self.output(products, hidden), self.norm[...], self.config.rms_norm_eps)
+        # Rounded separately: a product that is added to would be fused with it in some programs.
+        return lax.optimization_barrier(lax.optimization_barrier(x) * self.scalar[...])
+
+
+class LayerInputs(nnx.Module):
+    """Embeddings of each token for each layer: a row of a table, and a product with its embedding (Gemma 3n)."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config, self.dtype = c, dtype
+        size, total = c.hidden_size_per_layer_input, c.num_hidden_layers * c.hidden_size_per_layer_input
+        self.table = Linear(make, (c.vocab_size_per_layer_input, total), None, role="plain")
+        self.projection = Linear(make, (total, c.hidden_size), None)
+        self.norm = make.vector(size)
+
+    def __call__(self, tokens: jax.Array, x: jax.Array, products: Products) -> jax.Array:
+        """The embeddings of `tokens [N]`, whose own are `x [N, D]`: float32 `[N, layers, P]`."""
+        c, size = self.config, self.config.hidden_size_per_layer_input
+        found = (products.embedded if self.table.form is not None else looked_up)(self.table.values, tokens)
+        found = lax.optimization_barrier(found * jnp.asarray(math.sqrt(size), self.dtype).astype(jnp.float32))
+        made = lax.optimization_barrier(
+            self.projection(products, x) * np.float32(1 / math.sqrt(c.hidden_size))
+        )
+        made = rms_norm(made.reshape(len(x), -1, size), self.norm[...], c.rms_norm_eps)
+        made = lax.optimization_barrier(made)
+        return lax.optimization_barrier((made + found.reshape(made.shape)) * np.float32(math.sqrt(0.5)))
 
 
 class RoutedMlp(nnx.Module):
@@ -323,11 +368,31 @@ def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | Rout
     return Mlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
 
 
-def biased(logits: Logits, bias: jax.Array | None) -> Logits:
-    """Logits plus the head's bias `[V]`, if it has one."""
-    if bias is None:
-        return logits
-    return ByRow(logits.values + bias) if isinstance(logits, ByRow) else logits + bias[:, None]
+def alone(
+    products: Products, x: jax.Array, bias: jax.Array | None, activation: Activation, dtype: jnp.dtype
+) -> jax.Array:
+    """The activation of `x [N, F]` plus a bias `[F]` or none, in `dtype`, for one of `graphs.ops.encoder_rows`."""
+    assert activation != "silu"
+    bias = jnp.zeros(x.shape[1], jnp.float32) if bias is None else bias
+    if products.isa is None:
+        return flatly(functools.partial(activate, activation=activation), x + bias).astype(dtype)
+    live = jnp.ones(len(x), bool) if products.live is None else products.live
+    return activated(x, bias, activation, dtype, (products.isa, live))
+
+
+def finished_logits(c: ModelConfig, logits: Logits, bias: jax.Array | None) -> Logits:
+    """Logits of the head plus its bias `[V]`, if it has one, scaled and capped as the model does."""
+    if bias is not None:
+        logits = ByRow(logits.values + bias) if isinstance(logits, ByRow) else logits + bias[:, None]
+
+    def shaped(logits: jax.Array) -> jax.Array:
+        logits = logits if c.logit_scale == 1 else logits * c.logit_scale
+        if (cap := c.final_logit_softcapping) is None:
+            return logits
+        flat = lax.optimization_barrier(logits.reshape(-1))  # as in a gated MLP
+        return (cap * jnp.tanh(flat / cap)).reshape(logits.shape)
+
+    return cast("Logits", jax.tree.map(shaped, logits))
 
 
 def kept(

@@ -27,6 +27,7 @@ struct Arguments {
   int64_t lanes, width, heads, kv_heads;
   int64_t rows, pages, page;  // of the tables; positions of a page
   int64_t window;             // keys a query sees, itself included; 0: all
+  int64_t stored_parts;       // 2: keys and values; 1: keys that are the values, too; 0: none, those in the cache are another layer's
   ScoreForm form;
 
   // The first key that a query at `position` sees.
@@ -99,7 +100,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
     for (int64_t t = 0; t < a.count[lane]; ++t) {
       const int64_t row = lane * a.width + t;
       a.projection.Rotated(row, a.heads + kv, a.k_norm, key);
-      a.projection.Value(row, a.heads + a.kv_heads + kv, value);
+      a.projection.Value(row, a.heads + (a.stored_parts - 1) * a.kv_heads + kv, value);
       const bool odd = (a.start[lane] + t) % 2;
       if constexpr (kBytes)
         WriteBytes(head, a.start[lane] + t, key, value);
@@ -156,12 +157,13 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
 
   if (a.width == 1) {  // decode: slots are distinct, a row needs nothing of another
     ParallelFor(pool, a.lanes * a.kv_heads, [&](int64_t task) {
-      write(task % a.lanes, task / a.lanes);
+      if (a.stored_parts) write(task % a.lanes, task / a.lanes);
       attend(task % a.lanes, task / a.lanes, 0);
     });
     return;
   }
-  ParallelFor(pool, a.lanes * a.kv_heads, [&](int64_t task) { write(task / a.kv_heads, task % a.kv_heads); });
+  if (a.stored_parts)
+    ParallelFor(pool, a.lanes * a.kv_heads, [&](int64_t task) { write(task / a.kv_heads, task % a.kv_heads); });
   ParallelFor(pool, a.lanes * a.kv_heads * pieces, [&](int64_t task) {
     const int64_t lane = task / (a.kv_heads * pieces), rest = task % (a.kv_heads * pieces);
     attend(lane, rest / pieces, rest % pieces * tokens);
@@ -198,13 +200,14 @@ struct Attention {
                            Reach... reach, Integers tables, Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys,
                            ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                            ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap,
-                           float eps) {
+                           float eps, int64_t stored_parts, bool value_norm) {
     const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W], in int8 D / W + 2
     Arguments a;
     Projection& projection = a.projection;
     projection.qkv = qkv.typed_data();
     projection.rope = rope.typed_data();
     projection.eps = eps;
+    projection.value_norm = value_norm;
     a.slot = slot.typed_data();
     a.start = start.typed_data();
     a.count = count.typed_data();
@@ -215,13 +218,14 @@ struct Attention {
     a.k_norm = OrNull(k_norm);
     a.sinks = OrNull(sinks);
     a.window = window;
+    a.stored_parts = stored_parts;
     a.form = {scale, softcap};
     const int64_t rows = rope.dimensions()[0];
     a.lanes = slot.element_count();
     a.width = rows / a.lanes;
     projection.head_dim = 2 * rope.dimensions()[2];
     a.kv_heads = shape[2];
-    a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - 2 * a.kv_heads;
+    a.heads = static_cast<int64_t>(qkv.element_count()) / rows / projection.head_dim - stored_parts * a.kv_heads;
     if (keys.element_type() != kType<T> || values.element_type() != kType<T> || out->element_type() != kType<ResultOf<T>>)
       return ffi::Error::InvalidArgument("the cache or the result has another type");
     const int64_t key_width = shape[4] * shape[6];
@@ -229,7 +233,7 @@ struct Attention {
     a.rows = tables.dimensions()[0];
     a.pages = tables.dimensions()[1];
     a.page = shape[3] * kVector;
-    projection.width = (a.heads + 2 * a.kv_heads) * projection.head_dim;
+    projection.width = (a.heads + stored_parts * a.kv_heads) * projection.head_dim;
     if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
     if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
       return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
@@ -249,12 +253,13 @@ struct Attention {
 
 }  // namespace
 
+#define XLA_ENGINE_ATTENTION_NAMES "layer", "window", "scale", "softcap", "eps", "stored_parts", "value_norm"
 // The handlers of a library of stores of one type.
 #define XLA_ENGINE_ATTENTION(Name, T)                                                                                   \
   using Causal##Name = Attention<T>;                                                                                    \
   using Reaching##Name = Attention<T, Integers>;                                                                        \
-  XLA_ENGINE_HANDLER(XlaEngineAttend##Name, Causal##Name::Attend, "layer", "window", "scale", "softcap", "eps")         \
-  XLA_ENGINE_HANDLER(XlaEngineAttendReaching##Name, Reaching##Name::Attend, "layer", "window", "scale", "softcap", "eps") \
+  XLA_ENGINE_HANDLER(XlaEngineAttend##Name, Causal##Name::Attend, XLA_ENGINE_ATTENTION_NAMES)                           \
+  XLA_ENGINE_HANDLER(XlaEngineAttendReaching##Name, Reaching##Name::Attend, XLA_ENGINE_ATTENTION_NAMES)                   \
   XLA_ENGINE_HANDLER(XlaEngineZeros##Name, Zeros)
 
 }  // namespace xla_engine

@@ -6,18 +6,24 @@
 
 namespace xla_engine {
 
-// Rows of qkv, query heads first, then keys, then values.
+// Rows of qkv, query heads first, then keys, then values; see `Arguments` for what may be missing.
 struct Projection {
   const float* qkv;   // [N, F]
   const float* rope;  // [N, 2, Dh / 2]
   int64_t width;      // F
   int64_t head_dim, padded;
   float eps;  // of the norms
+  bool value_norm;
 
-  // Head `head` of row `row` as it is.
+  // Head `head` of row `row` as it is, or normed without a weight.
   template <typename T>
   void Value(int64_t row, int64_t head, T* to) const {
     const float* from = At(row, head);
+    alignas(64) float normed[kMaxWidth];
+    if (value_norm) {
+      Norm(from, nullptr, normed);
+      from = normed;
+    }
     int64_t d = 0;
     for (; d + kVector <= head_dim; d += kVector) Storage<T>::Round(Load(from + d), to + d);
     for (; d < head_dim; ++d) to[d] = Storage<T>::Round(from[d]);
@@ -64,7 +70,7 @@ struct Projection {
     for (int64_t d = 0; d < padded; d += kVector) squares = Fused(Load(to + d), Load(to + d), squares);
     const float square = Total(squares);
     const float scale = 1.0f / std::sqrt(square / static_cast<float>(head_dim) + eps);
-    for (int64_t d = 0; d < head_dim; ++d) to[d] *= scale * weight[d];
+    for (int64_t d = 0; d < head_dim; ++d) to[d] *= weight ? scale * weight[d] : scale;
   }
 };
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.target import platform
 
@@ -52,11 +53,17 @@ def centred(x: jax.Array) -> jax.Array:
     return x - sum_last(x) / x.shape[-1]
 
 
-def split_heads(qkv: jax.Array, kv_heads: int, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split a fused projection `[N, (H + 2 KV) Dh]` into q `[N, H, Dh]`, k and v `[N, KV, Dh]`."""
+def split_heads(
+    qkv: jax.Array, kv_heads: int, head_dim: int, form: AttentionForm
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split a fused projection `[N, F]` into q `[N, H, Dh]`, k and v `[N, KV, Dh]`; values are normalised if the model
+    does so. KV is 0 if the layer attends to the keys of another."""
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
-    queries = heads.shape[1] - 2 * kv_heads
-    q, k, v = jnp.split(heads, [queries, queries + kv_heads], axis=1)
+    queries = heads.shape[1] - form.stored_parts * kv_heads
+    q, k, v = heads[:, :queries], heads[:, queries : queries + kv_heads], heads[:, queries + kv_heads :]
+    v = k if form.stored_parts == 1 else v
+    if form.value_norm and form.stored_parts:
+        v = rms_norm(v, jnp.ones(head_dim, jnp.float32), form.norm_eps)
     return q, k, v
 
 

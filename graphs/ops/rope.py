@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import Rope, RopeScaling
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +40,8 @@ _COSINE = (
 
 
 def rope_tables(config: ModelConfig, length: int, *, context_length: int | None = None) -> Array:
-    """Cosines and sines of positions `0 .. length` for each of `config.ropes`: float32 `[K, length, 2, Dh/2]`.
+    """Cosines and sines of positions `0 .. length` for each of `config.ropes`: float32 `[K, length, 2, Dh/2]`,
+    of the widest heads; narrower ones turn by the first angles.
 
     If queries are scaled by position, the last table has their factors in place of cosines (`scaled_queries`).
     Attention factors are multiplied in. Dimensions that do not turn have cosine 1 and sine 0; they are the last of
@@ -48,14 +50,14 @@ def rope_tables(config: ModelConfig, length: int, *, context_length: int | None 
     None is `length`.
     """
     context_length = context_length or length
-    tables = np.zeros((config.rotary_tables, length, 2, config.head_dim // 2), np.float32)
+    tables = np.zeros((config.rotary_tables, length, 2, config.widest_head // 2), np.float32)
     tables[:, :, 0] = 1
     if config.llama_4_scaling_beta is not None:
         tables[-1, :, 0] = _query_factors(config, config.llama_4_scaling_beta, length)[:, None]
     for table, rope in zip(tables, config.ropes, strict=False):
         if rope is None:
             continue
-        frequencies = inverse_frequencies(rope, config.rotary_dim, context_length)
+        frequencies = inverse_frequencies(rope, context_length)
         factor = np.float32(1 if rope.scaling is None else rope.scaling.attention_factor)
         for begin in range(0, length, _ROWS):
             rows = table[begin : begin + _ROWS, :, : len(frequencies)]
@@ -118,9 +120,9 @@ def rotary_order(config: ModelConfig) -> Array:
     return np.concatenate([first, rest[0], second, rest[1]])
 
 
-def inverse_frequencies(rope: Rope, rotary_dim: int, context_length: int) -> Array:
-    """Angles per position, float32 `[rotary_dim / 2]` (Su et al. 2021), with the checkpoint's scaling applied."""
-    theta, scaling = rope
+def inverse_frequencies(rope: Rope, context_length: int) -> Array:
+    """Angles per position, float32 `[rope.dims / 2]` (Su et al. 2021), with the checkpoint's scaling applied."""
+    theta, scaling, rotary_dim = rope
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     if scaling is not None and scaling.rope_type == "dynamic":
         reach = max(context_length / scaling.original_max_position_embeddings, 1.0)
@@ -132,6 +134,9 @@ def inverse_frequencies(rope: Rope, rotary_dim: int, context_length: int) -> Arr
         return frequencies
     if scaling.rope_type == "linear":
         keep: Array = np.zeros_like(frequencies)
+    elif scaling.rope_type == "proportional":
+        turning = np.arange(rotary_dim // 2) < int(scaling.turning * rotary_dim // 2)
+        return np.where(turning, frequencies / np.float32(scaling.factor), np.float32(0))
     elif scaling.rope_type == "longrope":
         long = context_length > scaling.original_max_position_embeddings
         return frequencies / np.asarray(scaling.long_factor if long else scaling.short_factor, np.float32)

@@ -83,7 +83,7 @@ def attending(
         call = AttentionCall(
             form=spec.config.attention(index),
             weights=own,
-            rope=angles[spec.config.rope_index(index)],
+            rope=angles[spec.config.rope_index(index), ..., : spec.config.layer(index).head_dim // 2],
             key_length=form.key_length,
             compute_dtype=spec.dtype,
             block_tables=block_tables,

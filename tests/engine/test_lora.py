@@ -20,7 +20,7 @@ from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError, InvalidRequestError
-from xla_engine.graphs.config import RoutedExperts
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.lora.form import UP, LoraForm
 from xla_engine.model_loader.checkpoint import Checkpoint, given_weights, load_checkpoint, random_weights
 from xla_engine.model_loader.peft.adapter import read_adapter

@@ -24,7 +24,8 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
 from xla_engine.graphs.attention.native import NativeAttention
-from xla_engine.graphs.config import AttentionForm, ModelConfig
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.backends import choose_attention
 from xla_engine.runner.native_library import build as native

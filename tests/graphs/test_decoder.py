@@ -12,7 +12,7 @@ import pytest
 from tests.support.models import TINY, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.forward_pass import ForwardPass
-from xla_engine.graphs.config import Rope, RopeScaling
+from xla_engine.graphs.forms import Rope, RopeScaling
 from xla_engine.graphs.linear.products import ROWS_LEFT, WEIGHT_LEFT, feature_major
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.ops.norms import apply_rope, rms_norm
@@ -37,7 +37,7 @@ def test_rope_rotates_pairs_by_position() -> None:
     np.testing.assert_array_equal(turned[0], x[0])
     half = TINY.head_dim // 2
     pairs = x[..., :half] + 1j * x[..., half:]
-    angle = np.arange(32)[:, None] * inverse_frequencies(Rope(10000.0, None), TINY.head_dim, 32)
+    angle = np.arange(32)[:, None] * inverse_frequencies(Rope(10000.0, None, TINY.head_dim), 32)
     expected = pairs * np.exp(1j * angle)[:, None]
     np.testing.assert_allclose(turned[..., :half], expected.real, atol=1e-5)
     np.testing.assert_allclose(turned[..., half:], expected.imag, atol=1e-5)
@@ -51,7 +51,7 @@ def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths() -> None:
         high_freq_factor=4,
         original_max_position_embeddings=128,
     )
-    before, after = (inverse_frequencies(Rope(10000.0, each), 64, 512) for each in (None, scaling))
+    before, after = (inverse_frequencies(Rope(10000.0, each, 64), 512) for each in (None, scaling))
     wavelength = 2 * np.pi / before
     np.testing.assert_allclose(after[wavelength < 128 / 4], before[wavelength < 128 / 4])
     np.testing.assert_allclose(after[wavelength > 128], before[wavelength > 128] / 8, rtol=1e-6)

@@ -18,7 +18,8 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.graphs.recurrent.layer import RecurrentState
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm

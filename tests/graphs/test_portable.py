@@ -18,7 +18,8 @@ from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.errors import ConfigError
 from xla_engine.graphs import portable
-from xla_engine.graphs.config import ModelConfig, RopeScaling, RoutedExperts
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RopeScaling, RoutedExperts
 from xla_engine.graphs.inventory import Inventory, Program
 from xla_engine.graphs.portable import ISAS, refusals
 from xla_engine.runner.runner import Runner

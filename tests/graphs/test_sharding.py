@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support.models import TINY
 from tests.support.tensor_parallel import WIDE, WIDE_MODELS
 from tests.support.tiers import default
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
 from xla_engine.graphs.recurrent.rule import has_native_rule

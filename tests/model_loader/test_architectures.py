@@ -21,7 +21,6 @@ from xla_engine.model_loader.families.refused import REFUSED
 
 # name -> words of the refusal
 REFUSALS = {
-    "gemma-4-E4B-it": "Use Gemma 3",
     "gemma-3n-E4B-it": "Use Gemma 3",
     "granite-4.0-h-tiny": "Mamba-2 layers",
     "Nemotron-3-Nano": "Mamba-2 layers",

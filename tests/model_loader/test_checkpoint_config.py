@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import CONFIG, LLAMA3, MakeModel, assert_refused
-from xla_engine.graphs.config import ModelConfig, RopeScaling
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RopeScaling
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.config_json import read_config
 

@@ -17,7 +17,8 @@ import pytest
 from tests.support.models import TINY
 from tests.support.published_configs import FULL, LONG, PUBLISHED, SLIDES
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import ModelConfig, Rope, RopeScaling
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import Rope, RopeScaling
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.norms import apply_rope
 from xla_engine.graphs.ops.rope import (
@@ -171,7 +172,7 @@ def test_rows_in_rotary_order_turn_as_the_checkpoint_means(interleaved: bool, pa
     q, k = np.random.default_rng(0).standard_normal((2, 40, 1, model.head_dim)).astype(np.float32)
     (table,) = rope_tables(model, 40)
     ours = [np.asarray(apply_rope(jnp.asarray(x[..., order]), jnp.asarray(table)))[:, 0] for x in (q, k)]
-    angles = np.arange(40)[:, None] * inverse_frequencies(Rope(1e4, None), turned, 40)
+    angles = np.arange(40)[:, None] * inverse_frequencies(Rope(1e4, None, turned), 40)
 
     def theirs(x: np.ndarray) -> np.ndarray:
         if interleaved:

@@ -18,7 +18,8 @@ from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
 from xla_engine.graphs.attention.gpu import GpuAttention
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.gpu import GpuProducts
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.steps.decode import decode_few_rows

@@ -18,7 +18,8 @@ from xla_engine.cli import main
 from xla_engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
-from xla_engine.graphs.config import ModelConfig, RopeScaling
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RopeScaling
 from xla_engine.graphs.kv_cache.cache import block_bytes, make_cache
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows

@@ -23,7 +23,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.inspection import inspect_model
 from xla_engine.engine.inspection_report import report_lines
 from xla_engine.errors import InvalidRequestError
-from xla_engine.graphs.config import RoutedExperts
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.model_loader.checkpoint import load_weights, random_weights
 from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import open_model

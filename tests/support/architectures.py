@@ -67,7 +67,8 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "gemma-4-E4B-it": within(
         "Gemma4ForConditionalGeneration",
         "gemma4",
-        config("", "gemma4_text", 2560, 10240, 42, 8, 2, 262144, 131072, head_dim=256),
+        config("", "gemma4_text", 2560, 10240, 42, 8, 2, 262144, 131072, head_dim=256)
+        | {"num_kv_shared_layers": 18, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256},
     ),
     "gemma-3n-E4B-it": within(
         "Gemma3nForConditionalGeneration",

@@ -20,7 +20,7 @@ from xla_engine.graphs.attention.backend import Attention, AttentionCall, Attent
 from xla_engine.graphs.attention.gpu import GpuAttention
 from xla_engine.graphs.attention.native import NativeAttention
 from xla_engine.graphs.attention.xla import XlaAttention
-from xla_engine.graphs.config import AttentionForm
+from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.native_library.build import ATTENTION

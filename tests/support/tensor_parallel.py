@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 from tests.support.models import TINY
-from xla_engine.graphs.config import ModelConfig, RoutedExperts
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.recurrent_forms import DeltaForm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

@@ -12,11 +12,10 @@ import numpy as np
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.attention.dense import attend_densely
+from xla_engine.graphs.attention.dense import Stored, attend_densely
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
-from xla_engine.graphs.ops.norms import scaled_queries
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.recurrent.kind import RecurrentWeights
 from xla_engine.graphs.recurrent.layer import make_state, recurrent_decode
@@ -59,15 +58,12 @@ class ForwardPass:
 
     def _logits(self, weights: list[jax.Array], rope: jax.Array, tokens: jax.Array) -> jax.Array:
         model = self._spec.merge(weights)
-        config = self._spec.config
+        config, stored = self._spec.config, dict[int, Stored]()
 
         def attend(index: int, qkv: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
             if not isinstance(own, AttentionWeights):
                 return _follow(config.recurrent, own, qkv)
-            table = rope[config.rope_index(index)]
-            return attend_densely(
-                config, config.attention(index), own, scaled_queries(config, qkv, rope), table
-            )
+            return attend_densely(config, index, own, qkv, rope, stored)
 
         *_, hidden = model.hidden(tokens, Call(attend, ROWS_LEFT))
         logits = model.logits(hidden, ROWS_LEFT)

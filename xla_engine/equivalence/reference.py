@@ -13,6 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from xla_engine.equivalence.reference_arrays import (
+    attend,
+    capped,
+    convolved,
+    delta_rule,
+    gelu_tanh,
+    rms_norm,
+    rotated,
+    sigmoid,
+    silu,
+    softmax,
+    softplus,
+    unit,
+)
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 
 Config = Mapping[str, Any]
@@ -21,10 +35,10 @@ ARCHITECTURES = (
     *("llama", "smollm3", "mistral", "ministral", "granite", "phi3", "qwen2", "qwen3", "qwen3_vl_text"),
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
-    *("exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
+    *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     *("lfm2", "lfm2_moe"),
 )
-_GEMMA = ("gemma", "gemma2", "gemma3_text")
+_GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
 _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
@@ -32,7 +46,6 @@ _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
 _ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
 _LFM2 = ("lfm2", "lfm2_moe")
-_QUERIES = 256  # positions whose scores are in memory at a time
 
 
 class UnknownArchitectureError(ValueError):
@@ -53,6 +66,8 @@ class Reference:
                 f"the reference does not know {kind!r}. It knows {', '.join(ARCHITECTURES)}"
             )
         self._files, self._config, self._context_length = files, files.config, context_length
+        self._stored: dict[int, tuple[Array, Array]] = {}  # keys and values that later layers see, too
+        self._inputs: Array | None = None  # of Gemma 4, [N, layers, P]
 
     def logits(
         self,
@@ -70,6 +85,8 @@ class Reference:
         del embedding
         ends = np.cumsum([len(each) for each in streams])[:-1]
         x = np.concatenate(streams)  # [N, D], the residual stream of all sequences
+        self._stored = {}
+        self._inputs = self._layer_inputs(np.concatenate([list(each) for each in sequences]), x)
         for index in range(c["num_hidden_layers"]):
             x = self._layer(x, ends, index)
             progress()
@@ -101,16 +118,36 @@ class Reference:
             x = x + self._norm(mixer(x, ends, index), f"{name}post_attention_layernorm")
             return x + self._norm(mlp(x, name), f"{name}post_feedforward_layernorm")
         mixed = mixer(self._norm(x, f"{name}input_layernorm"), ends, index)
-        if c["model_type"] in ("gemma2", "gemma3_text"):  # norms before and after
+        if c["model_type"] in ("gemma2", "gemma3_text", "gemma4_text"):  # norms before and after
             x = x + self._norm(mixed, f"{name}post_attention_layernorm")
             out = mlp(self._norm(x, f"{name}pre_feedforward_layernorm"), name)
-            return x + self._norm(out, f"{name}post_feedforward_layernorm")
+            x = x + self._norm(out, f"{name}post_feedforward_layernorm")
+            return self._with_input(x, index) if c["model_type"] == "gemma4_text" else x
         if c["model_type"] == "glm4":  # the same by other names
             x = x + self._norm(mixed, f"{name}post_self_attn_layernorm")
             out = mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
             return x + self._norm(out, f"{name}post_mlp_layernorm")
         x = x + factor * mixed
         return x + factor * mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
+
+    def _layer_inputs(self, tokens: Array, x: Array) -> Array | None:
+        """Gemma 4's embeddings of `tokens [N]` for each layer, `[N, layers, P]`; x: their own, `[N, D]`."""
+        read, size = self._files.read, int(self._config.get("hidden_size_per_layer_input") or 0)
+        if not self._files.has("embed_tokens_per_layer"):
+            return None
+        made = x @ read("per_layer_model_projection").T / np.float32(math.sqrt(x.shape[1]))
+        made = self._norm(made.reshape(len(x), -1, size), "per_layer_projection_norm")
+        found = read("embed_tokens_per_layer")[tokens] * np.float32(math.sqrt(size))
+        return np.asarray((made + found.reshape(made.shape)) / np.float32(math.sqrt(2)))
+
+    def _with_input(self, x: Array, index: int) -> Array:
+        """`x [N, D]` with what the embeddings for this layer add, times the layer's own factor."""
+        name = f"layers.{index}."
+        if self._inputs is not None:
+            gate = gelu_tanh(self._linear(x, f"{name}per_layer_input_gate"))
+            out = self._linear(gate * self._inputs[:, index], f"{name}per_layer_projection")
+            x = x + self._norm(out, f"{name}post_per_layer_input_norm")
+        return np.asarray(x * self._files.read(f"{name}layer_scalar"))
 
     def _linear(self, x: Array, name: str) -> Array:
         """`x [N, D]` times a weight `[F, D]`, plus the bias if there is one: `[N, F]`."""
@@ -120,7 +157,8 @@ class Reference:
     def _norm(self, x: Array, name: str) -> Array:
         """RMSNorm or LayerNorm, plus the bias if there is one; Gemma and Qwen3-Next store weights less one."""
         c, weight = self._config, self._files.read(name)
-        if c["model_type"] in (*_GEMMA, *_HYBRID) and not self._files.norms_whole:
+        less_one = c["model_type"] in (*_GEMMA, *_HYBRID) and c["model_type"] != "gemma4_text"
+        if less_one and not self._files.norms_whole:
             weight = weight + 1
         if c["model_type"] in _CENTRED:
             x = x - x.mean(axis=-1, keepdims=True)
@@ -129,12 +167,18 @@ class Reference:
 
     def _attention(self, x: Array, ends: Array, index: int) -> Array:
         c, name, read, has = self._config, f"layers.{index}.self_attn.", self._files.read, self._files.has
-        heads, kv_heads, width = c["num_attention_heads"], key_heads(c), head_dim(c)
+        heads, kv_heads, width = c["num_attention_heads"], key_heads(c), head_dim(c, index)
+        source = keys_of(c, index)
         if has(f"{name}qkv_proj"):  # Phi 3: one weight
             sizes = np.cumsum([heads * width, kv_heads * width])
             q, k, v = np.split(self._linear(x, f"{name}qkv_proj"), sizes, axis=1)
         else:
-            q, k, v = (self._linear(x, f"{name}{part}_proj") for part in "qkv")
+            q = k = v = self._linear(x, f"{name}q_proj")
+            if source == index:  # otherwise an earlier layer's are taken below
+                k = self._linear(x, f"{name}k_proj")
+                v = (
+                    self._linear(x, f"{name}v_proj") if has(f"{name}v_proj") else k
+                )  # Gemma 4's keys may be both
         gate = None
         if c["model_type"] in _HYBRID:  # each head's query, then its gate
             q, gate = np.split(q.reshape(len(x), heads, 2 * width), 2, axis=2)
@@ -144,7 +188,13 @@ class Reference:
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
         q, k, v = (each.reshape(len(x), -1, width) for each in (q, k, v))
         if per_head:
-            q, k = self._norm(q, f"{name}q_{norms}"), self._norm(k, f"{name}k_{norms}")
+            q = self._norm(q, f"{name}q_{norms}")
+            v = rms_norm(v, np.ones(width, np.float32), epsilon(c)) if c["model_type"] == "gemma4_text" else v
+            k = self._norm(k, f"{name}k_{norms}") if source == index else k
+        if source != index:
+            k, v = self._stored[source]
+        elif c.get("num_kv_shared_layers"):
+            self._stored[index] = k, v
         angles, factor = rotary(c, index, self._context_length)
         sinks = read(f"{name}sinks") if has(f"{name}sinks") else None
         adjacent = self._files.rotary_pairs_adjacent or c["model_type"] in _ADJACENT
@@ -285,114 +335,6 @@ class Reference:
         return self._linear(out.reshape(len(x), -1), f"{name}out_proj")
 
 
-# Functions of arrays.
-
-
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Zhang and Sennrich 2019, over the last axis."""
-    out: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
-    return out
-
-
-def softmax(scores: Array) -> Array:
-    exp: Array = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return exp / exp.sum(axis=-1, keepdims=True)
-
-
-def sigmoid(x: Array) -> Array:
-    out: Array = 0.5 * (1 + np.tanh(0.5 * x))
-    return out
-
-
-def silu(x: Array) -> Array:
-    return x * sigmoid(x)
-
-
-def gelu_tanh(x: Array) -> Array:
-    out: Array = (
-        0.5 * x * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)))
-    )
-    return out
-
-
-def softplus(x: Array) -> Array:
-    out: Array = np.logaddexp(x, np.float32(0))
-    return out
-
-
-def capped(x: Array, cap: float | None) -> Array:
-    """A soft limit by tanh."""
-    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
-
-
-def rotated(x: Array, *, angles: Array, factor: float, adjacent: bool) -> Array:
-    """Rotary embedding (Su et al. 2021) of `x [n, heads, width]`, of as many dimensions as there are angles.
-
-    angles: of one position for each pair of dimensions. factor: multiplies sines and cosines. adjacent: pairs are
-    dimensions 2i and 2i + 1, else i and i + half.
-    """
-    count = 2 * len(angles)
-    at = np.arange(len(x), dtype=np.float32)[:, None, None] * angles
-    cos, sin = np.cos(at) * np.float32(factor), np.sin(at) * np.float32(factor)
-    out = x.copy()
-    turning = out[..., :count]
-    pairs = (
-        (turning[..., ::2], turning[..., 1::2]) if adjacent else np.split(turning, 2, axis=-1)
-    )  # views of out
-    first, second = (each.copy() for each in pairs)
-    pairs[0][:], pairs[1][:] = first * cos - second * sin, second * cos + first * sin
-    return out
-
-
-def attend(
-    q: Array, k: Array, v: Array, scale: float, window: int | None, cap: float | None, sinks: Array | None
-) -> Array:
-    """Causal attention of one sequence: `q [n, H, d]`, `k` and `v` `[n, KV, d]` -> `[n, H, d]`.
-
-    window: the most keys that a query sees. sinks: `[H]`, a score without a value in each head's softmax.
-    """
-    shared = q.shape[1] // k.shape[1]  # consecutive query heads share a key head
-    out = np.empty_like(q)
-    for first in range(0, len(q), _QUERIES):
-        query = np.arange(first, min(first + _QUERIES, len(q)))[:, None]
-        key = np.arange(query[-1, 0] + 1)
-        hidden = (key > query) | (key <= query - (window or len(q)))
-        for head in range(q.shape[1]):
-            scores = q[query[:, 0], head] @ k[: len(key), head // shared].T * np.float32(scale)
-            scores = np.where(hidden, np.float32(-np.inf), capped(scores, cap))
-            if sinks is not None:
-                scores = np.concatenate([scores, np.full((len(scores), 1), sinks[head])], axis=1)
-            out[query[:, 0], head] = softmax(scores)[:, : len(key)] @ v[: len(key), head // shared]
-    return out
-
-
-def convolved(x: Array, filters: Array) -> Array:
-    """Causal convolution of each feature: `x [n, C]` with `filters [C, taps]`."""
-    taps = filters.shape[1]
-    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), x.dtype), x])
-    out: Array = sum(padded[tap : tap + len(x)] * filters[:, tap] for tap in range(taps))  # type: ignore[assignment]
-    return out
-
-
-def unit(x: Array) -> Array:
-    """Vectors of length one."""
-    out: Array = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
-    return out
-
-
-def delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array) -> Array:
-    """A memory per head that corrects what it recalls. q, k, v: `[n, H, d]`. decay, rate: `[n, H]`."""
-    memory = np.zeros((q.shape[1], q.shape[2], v.shape[2]), np.float32)
-    out = np.empty_like(v)
-    for at in range(len(q)):
-        memory *= decay[at][:, None, None]
-        recalled = np.einsum("hkv,hk->hv", memory, k[at])
-        change = (v[at] - recalled) * rate[at][:, None]
-        memory += k[at][:, :, None] * change[:, None, :]
-        out[at] = np.einsum("hkv,hk->hv", memory, q[at])
-    return out
-
-
 # What config.json says.
 
 
@@ -412,7 +354,18 @@ def activation(c: Config) -> Callable[[Array], Array]:
     return silu if name in ("silu", "swish") else gelu_tanh
 
 
-def head_dim(c: Config) -> int:
+def keys_of(c: Config, index: int) -> int:
+    """The layer whose keys and values a layer attends to: the last of its type that has its own (Gemma 4)."""
+    first = c["num_hidden_layers"] - (c.get("num_kv_shared_layers") or 0)
+    if index < first:
+        return index
+    return max(at for at in range(first) if slides(c, at) == slides(c, index))
+
+
+def head_dim(c: Config, index: int | None = None) -> int:
+    if c["model_type"] == "gemma4_text" and index is not None and not slides(c, index):
+        own = (c.get("per_layer_config") or {}).get(str(index)) or {}
+        return int(own.get("head_dim") or c.get("global_head_dim") or 512)
     wide = ("qwen3", "seed_oss", "ernie4_5", "helium", "glm", "glm4")
     default = {**dict.fromkeys(_GEMMA, 256), **dict.fromkeys(wide, 128), **dict.fromkeys(_HYBRID, 256)}
     even = c["hidden_size"] // c["num_attention_heads"]
@@ -434,6 +387,8 @@ def logit_factor(c: Config) -> float:
 
 
 def attention_scale(c: Config) -> float:
+    if c["model_type"] == "gemma4_text":
+        return 1.0
     if c["model_type"] in ("gemma2", "gemma3_text"):
         return float((c.get("query_pre_attn_scalar") or 256) ** -0.5)
     return float(c.get("attention_multiplier") or head_dim(c) ** -0.5)
@@ -459,10 +414,20 @@ def final_cap(c: Config) -> float | None:
 
 def slides(c: Config, index: int) -> bool:
     """Whether a layer's attention has a window, if the model has one."""
+    if c["model_type"] == "gemma4_text" and index + 1 == c["num_hidden_layers"]:
+        return False  # whatever the file says
     if (types := c.get("layer_types")) is not None:
         return bool(types[index] == "sliding_attention")
     kind = c["model_type"]
-    period = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "cohere2": 4, "exaone4": 4}.get(kind)
+    period = {
+        "gemma2": 2,
+        "gpt_oss": 2,
+        "gemma3_text": 6,
+        "gemma4_text": 6,
+        "olmo3": 4,
+        "cohere2": 4,
+        "exaone4": 4,
+    }.get(kind)
     if period is not None:  # the last of each few layers sees everything
         pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern")
         if isinstance(pattern, str):  # a letter for each layer
@@ -483,7 +448,9 @@ def window(c: Config, index: int) -> int | None:
     switched = ("qwen2", "qwen3", "qwen3_vl_text", "smollm3")
     if c["model_type"] in switched and not c.get("use_sliding_window"):
         return None
-    default = {"gpt_oss": 128, "mixtral": None, "phi3": None, "starcoder2": None}.get(c["model_type"], 4096)
+    default = {"gpt_oss": 128, "gemma4_text": 512, "mixtral": None, "phi3": None, "starcoder2": None}.get(
+        c["model_type"], 4096
+    )
     return c.get("sliding_window", default) if slides(c, index) else None
 
 
@@ -504,7 +471,9 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
     if not rotates(c, index):
         return np.zeros(0, np.float32), 1.0
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    sliding = kind in ("gemma3_text", "olmo3") and slides(c, index)
+    sliding = kind in ("gemma3_text", "gemma4_text", "olmo3") and slides(c, index)
+    if kind == "gemma4_text" and not rope:
+        rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
     if "full_attention" in rope or "sliding_attention" in rope:  # an object for each type of layer
         rope = rope.get("sliding_attention" if sliding else "full_attention") or {}
     elif sliding:  # the scaling is that of full attention
@@ -512,6 +481,7 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
         rope = {"rope_theta": local or c.get("rope_theta") or rope.get("rope_theta")}
     defaults = {
         **dict.fromkeys(("mixtral", "gemma3_text", *_LFM2), 1e6),
+        "gemma4_text": 10000.0 if sliding else 1e6,
         **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "ernie4_5"), 500000.0),
         "helium": 100000.0,
         "smollm3": 2e6,
@@ -524,7 +494,11 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
         **dict.fromkeys(("glm", "glm4", "glm4_moe", "phi"), 0.5),
         "stablelm": 0.25,
     }
-    dims = int(head_dim(c) * (share or usual.get(kind, 1.0)))
+    if rope.get("rope_type") == "proportional":  # the first pairs turn, as fast as if all did
+        pairs = head_dim(c, index) // 2
+        plain = theta ** (-np.arange(pairs) / pairs) / float(rope.get("factor") or 1)
+        return np.where(np.arange(pairs) < int((share or 1) * pairs), plain, 0).astype(np.float32), 1.0
+    dims = int(head_dim(c, index) * (share or usual.get(kind, 1.0)))
     return frequencies(c, rope, theta, dims, context_length)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import FULL, SLIDING, ModelConfig, RopeScaling
+from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
+from xla_engine.graphs.forms import RopeScaling
 from xla_engine.graphs.ops.rope import natural_log
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, OTHER_DECODERS, Family
 from xla_engine.model_loader.families.family import sees_later_tokens
@@ -76,6 +77,7 @@ _ROPE_KNOWN = {
         *("mscale", "mscale_all_dim", "llama_4_scaling_beta", "max_position_embeddings"),
     },
     "longrope": {"factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }
 _OLD_NAMES = {"su": "longrope"}
 _LARGEST = 2**31 - 1
@@ -275,7 +277,10 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         fields.fail("rope_scaling", "contradicts rope_parameters. Keep the one that is right")
     scaling = scalings[0] if scalings else None
-    part = _agreed([fields, *objects, *local], "partial_rotary_factor", 1.0)
+    if scaling is not None and scaling.rope_type == "proportional":
+        part = None  # the share of the pairs that turn, and not of the dimensions that have pairs
+    else:
+        part = _agreed([fields, *objects, *local], "partial_rotary_factor", 1.0)
     if part not in (None, 1.0) and "partial_rotary_factor" not in family.reads:
         raise CheckpointError(
             f"{fields.file}: partial_rotary_factor = {part}: not supported (rotary embedding of a part of each head). "
@@ -347,6 +352,9 @@ def _read_scaling(rope: Fields, config: Fields) -> RopeScaling | None:
     found: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": original}
     if kind == "longrope":
         return RopeScaling(**found, **_longrope(rope, config, original))
+    if kind == "proportional":
+        turning = rope.number("partial_rotary_factor", high=1.0, default=1.0)
+        return RopeScaling(**found, factor=rope.number("factor", high=1e6, default=1.0), turning=turning)
     found["factor"] = rope.number("factor", high=1e6)
     if kind == "llama3":
         low = rope.number("low_freq_factor", high=1e6)
@@ -369,7 +377,7 @@ def _original(kind: str, rope: Fields, config: Fields) -> int:
     inside, beside = (source.values.get(_ORIGINAL) for source in (rope, config))
     if inside is not None and beside not in (None, inside):
         config.fail(_ORIGINAL, "contradicts the rope object. Keep the right one")
-    if kind in ("linear", "dynamic") and inside is None:
+    if kind in ("linear", "dynamic", "proportional") and inside is None:
         return config.integer("max_position_embeddings", high=_LARGEST, default=2048)
     if kind == "longrope" and inside is None:
         return config.integer(_ORIGINAL, low=2, high=_LARGEST)

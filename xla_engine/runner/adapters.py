@@ -42,7 +42,8 @@ def lora_form(
         dtype=jnp.dtype(jnp.bfloat16) if packed else dtype,
         packed=packed,
     )
-    widths = [size for target in TARGETS for size in _widths(form, model, target)]
+    layers = {model.layer(index) for index in range(model.num_hidden_layers)}
+    widths = [size for target in TARGETS for layer in layers for size in _widths(form, layer, target)]
     if config.tensor_parallel_size > 1:
         widths.append(model.head_dim)  # a device has whole heads; its share of all else is in larger units
     if packed and any(size % _WHOLE_WIDTH for size in widths):

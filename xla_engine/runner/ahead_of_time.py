@@ -121,7 +121,7 @@ def programs_ahead(planned: PlannedEngine, pooling: str | None = None) -> Iterat
     model, pool, length = planned.model, planned.pool, planned.context_length
     count = spec.sharding.devices or 1
     tables: dict[str, Any] = host_tables(spec, config, pool).take_stale()
-    ropes = (model.rotary_tables, length, 2, model.head_dim // 2)
+    ropes = (model.rotary_tables, length, 2, model.widest_head // 2)
     rope: Any = jax.ShapeDtypeStruct(ropes, jnp.float32)
     rows = jax.eval_shape(lambda: inactive_rows(config, length, pool, rope_offsets=False))
 

@@ -41,15 +41,16 @@ def _work(spec: ModelSpec, rows: int, head_rows: int, slots: int, keys: int) -> 
     model, size, ops = spec.local, 0.0, 0.0
     for name, leaf in spec.leaves.items():
         share = _share_of_a_row(spec, leaf)
-        looked_up = name.startswith("embed") and not model.tie_word_embeddings  # a row for each token
+        embeds = name.startswith("embed") and not model.tie_word_embeddings
+        looked_up = embeds or name.startswith("layer_inputs_table")  # a row for each token
         if leaf.role != "adapter" and not looked_up:
             size += min(1.0, share * rows) * _bytes(leaf)
         if leaf.role in ("linear", "head") or share < 1:
             multiplied = head_rows if leaf.role == "head" else rows
             ops += 2 * share * multiplied * prod(leaf.on_devices().shape)
-    heads = model.num_attention_heads * model.head_dim
-    attending = sum(not model.is_recurrent(index) for index in range(model.num_hidden_layers))
-    return Work(size + cache_bytes(spec, slots, keys), ops + 4.0 * rows * keys * heads * attending)
+    attending = (index for index in range(model.num_hidden_layers) if not model.is_recurrent(index))
+    heads = sum(model.num_attention_heads * model.layer(index).head_dim for index in attending)
+    return Work(size + cache_bytes(spec, slots, keys), ops + 4.0 * rows * keys * heads)
 
 
 def _bytes(leaf: Leaf) -> int:

@@ -21,7 +21,6 @@ from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
-from xla_engine.graphs.ops.norms import scaled_queries
 from xla_engine.graphs.recurrent.kind import RecurrentWeights
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.graphs.row_state.sampling_fields import SamplingRows
@@ -234,9 +233,7 @@ def _dense_call(config: ModelConfig, rope: jax.Array, rows: int, width: int) -> 
 
     def attend(index: int, qkv: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
         assert isinstance(own, AttentionWeights)
-        form, table = config.attention(index), rope[config.rope_index(index), :width]
-        qkv = scaled_queries(config, qkv, jnp.repeat(rope[:, None, :width], rows, axis=1))
-        found = jax.vmap(lambda each: attend_densely(config, form, own, each, table))(
+        found = jax.vmap(lambda each: attend_densely(config, index, own, each, rope[:, :width], {}))(
             qkv.reshape(rows, width, -1)
         )
         return found.reshape(rows * width, -1)

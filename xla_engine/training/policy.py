@@ -168,6 +168,7 @@ def trained_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
         f"dtype {spec.dtype}": spec.dtype != jnp.bfloat16,
         "a model with routed experts": spec.config.experts is not None,
         "a model with recurrent layers": spec.config.recurrent is not None,
+        "a model whose layers share keys and values": spec.config.num_kv_shared_layers > 0,
     }
     if unsupported := [name for name, is_so in found.items() if is_so]:
         remedy = "without this option"

@@ -71,6 +71,14 @@ def linear(key_heads: int, value_heads: int, key_dim: int, value_dim: int, kerne
     }
 
 
+GEMMA4_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    }
+}
+
+
 # name -> (architecture, weights' deviation, configuration)
 CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
     "llama_linear": (
@@ -165,6 +173,23 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         0.3,
         shape(36, 6, 6, head_dim=10, num_hidden_layers=2, query_pre_attn_scalar=30, sliding_window=33)
         | {"sliding_window_pattern": 2, "tie_word_embeddings": False, "final_logit_softcapping": 25.0},
+    ),
+    "gemma4": (  # the last two layers have no keys of their own
+        "Gemma4ForCausalLM",
+        0.3,
+        shape(40, 4, 1, head_dim=16, global_head_dim=24, num_hidden_layers=5, sliding_window=22)
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCABULARY}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
+        | GEMMA4_ROPE,
+    ),
+    "gemma4_keys": (  # of which the values are made as well
+        "Gemma4ForCausalLM",
+        0.3,
+        shape(36, 6, 3, head_dim=10, global_head_dim=16, num_global_key_value_heads=2, num_hidden_layers=3)
+        | {"hidden_size_per_layer_input": 0, "sliding_window": 33, "attention_k_eq_v": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        | GEMMA4_ROPE,
     ),
     "phi3_long": (
         "Phi3ForCausalLM",
@@ -420,6 +445,17 @@ CASES |= {
             "image_token_index": VOCABULARY - 1,
         },
     ),
+    "gemma4_vision": (  # pictures are not read
+        "Gemma4ForConditionalGeneration",
+        0.3,
+        {
+            "text_config": {"vocab_size": VOCABULARY, **CASES["gemma4"][2]},
+            "vision_config": {"num_hidden_layers": 1, "patch_size": 4, "head_dim": 8, "hidden_size": 8}
+            | {"intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+            | {"position_embedding_size": 16},
+            "audio_config": None,
+        },
+    ),
     "mistral3_vision": (
         "Mistral3ForConditionalGeneration",
         0.4,
@@ -503,6 +539,7 @@ def random_model(name: str, seed: int) -> Any:
     model = kind(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     less_one = architecture.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norm weights are stored so
+    less_one &= not architecture.startswith("Gemma4")
     shifted = architecture.startswith(("StableLm", "Starcoder2", "PhiFor"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -521,6 +558,8 @@ def random_model(name: str, seed: int) -> Any:
                 parameter -= 2 * torch.randint(2, parameter.shape, generator=generator)
             parameter.copy_(parameter.bfloat16().float())
         for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.copy_((1 + 0.2 * torch.randn(buffer.shape, generator=generator)).bfloat16().float())
             if buffer_name.endswith(
                 ("e_score_correction_bias", "expert_bias")
             ):  # as large as the scores' differences

@@ -278,7 +278,7 @@ SMOLLM3 = Family(
 
 
 # Gemma has scaled embeddings, GeGLU and norm weights stored minus one; Gemma 2 also caps, windows and more norms.
-_FOUR_NORMS: Tensors = {
+FOUR_NORMS: Tensors = {
     "input_norm": ("input_layernorm.weight",),
     "post_attention_norm": ("post_attention_layernorm.weight",),
     "pre_feedforward_norm": ("pre_feedforward_layernorm.weight",),
@@ -330,7 +330,7 @@ GEMMA = Family(
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    tensors=MODEL | ATTENTION | MLP | _FOUR_NORMS,
+    tensors=MODEL | ATTENTION | MLP | FOUR_NORMS,
     reads=("attention_bias", "sliding_window", "layer_types", *_CAPS),
     flags=_gemma2,
     defaults={**_LATER_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

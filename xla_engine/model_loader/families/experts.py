@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from xla_engine.graphs.config import LINEAR, ModelConfig, RoutedExperts
+from xla_engine.graphs.config import LINEAR, ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.recurrent_forms import DeltaForm
 from xla_engine.model_loader.families.dense import (
     ATTENTION,

@@ -159,20 +159,21 @@ def tensor_sources(config: ModelConfig, family: Family) -> dict[str, tuple[Sourc
 
     sources = {}
     for leaf, shape in parameter_shapes(config).items():
-        prefix, kind = "", leaf
+        prefix, kind, own = "", leaf, config
         if leaf.startswith("layers."):
             _, index, kind = leaf.split(".", 2)
-            prefix = family.layer.format(index=index)
+            prefix, own = family.layer.format(index=index), config.layer(int(index))
         names = family.tensors[kind]
         if callable(names):
-            sources[leaf] = tuple(replace(part, name=prefix + part.name) for part in names(config, shape))
+            sources[leaf] = tuple(replace(part, name=prefix + part.name) for part in names(own, shape))
             continue
-        parts = zip(names, _rows(config, kind, shape, len(names)), strict=True)
+        names = names[: 1 + own.stored_parts] if kind.startswith("qkv") and len(names) == 3 else names
+        parts = zip(names, _rows(own, kind, shape, len(names)), strict=True)
         sources[leaf] = tuple(
             Source(
                 name=prefix + name,
                 shape=(rows, *shape[1:]),
-                turned=turned_rows(config, _rotary_heads(config, kind, name, rows)),
+                turned=turned_rows(own, _rotary_heads(own, kind, name, rows)),
                 offset=family.norm_offset if kind.endswith("norm") else 0.0,
             )
             for name, rows in parts
@@ -198,7 +199,7 @@ def _rows(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: int) ->
         return (shape[0],)
     if kind.startswith("qkv"):
         keys = config.num_key_value_heads * config.head_dim
-        return (shape[0] - 2 * keys, keys, keys)
+        return (shape[0] - (parts - 1) * keys, *[keys] * (parts - 1))
     return (shape[0] // parts,) * parts
 
 

@@ -3,11 +3,6 @@
 _SSD = "Mamba-2 layers, whose state is another recurrent one than DeltaNet's"
 _MLA = "latent attention (MLA)"
 REFUSED = {
-    "Gemma4ForCausalLM": ("embeddings of each layer, layers that share keys, two head sizes", "Gemma 3"),
-    "Gemma4ForConditionalGeneration": (
-        "embeddings of each layer, layers that share keys, two head sizes",
-        "Gemma 3",
-    ),
     "Gemma3nForCausalLM": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "GraniteMoeHybridForCausalLM": (_SSD, "Granite 3"),

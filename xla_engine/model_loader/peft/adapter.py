@@ -70,12 +70,13 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
         f"layers.{index}.{name}": np.zeros(shape[1:], form.dtype_of(name))
         for index in range(config.num_hidden_layers)
         for target in TARGETS
-        for name, shape in form.shapes(config, target).items()
+        for name, shape in form.shapes(config.layer(index), target).items()
     }
     for leaf, parts in sources.items():
         target = leaf.rpartition(".")[2]
         if not leaf.startswith("layers.") or target not in TARGETS:
             continue
+        layer = config.layer(int(leaf.split(".")[1]))
         down, up = leaves[leaf + DOWN], leaves[leaf + UP]
         begin = 0
         for source in parts:
@@ -83,7 +84,7 @@ def read_adapter(path: str | Path, sources: Sources, config: ModelConfig, form: 
             if pair is not None:
                 a, b = _matrices(files, pair, source, fields, scale)
                 up[: len(b), begin : begin + source.shape[0]] = b
-                for part in _parts(part_ends(config, target), begin, begin + source.shape[0]):
+                for part in _parts(part_ends(layer, target), begin, begin + source.shape[0]):
                     down[part, : len(a)], leaves[leaf + RANKS][part] = a, len(a)
             begin += source.shape[0]
     if pairs:

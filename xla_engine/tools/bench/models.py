@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from xla_engine.config import EngineConfig
 from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.graphs.config import ModelConfig, RopeScaling
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import RopeScaling
 from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.families import LLAMA, QWEN2, QWEN3, Family, tensor_sources

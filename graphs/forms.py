@@ -1,0 +1,107 @@
+"""Parts of a model's configuration: rotary embedding, attention, routed experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """RoPE scaling for longer contexts; fields and types are those of Hugging Face configs.
+
+    rope_type: "linear" divides all frequencies by `factor` (Chen et al. 2023). "dynamic" enlarges the base so that the
+        engine's longest request fits (NTK-aware). "yarn" divides low frequencies by `factor`, keeps high ones and
+        interpolates between (Peng et al. 2023). "llama3" does so by wavelength (Llama 3.1 release notes). "longrope"
+        divides each frequency by its own factor (Ding et al. 2024). "proportional" turns the first pairs only, as fast
+        as if all did (Gemma 4).
+    original_max_position_embeddings: the context length before scaling.
+    factor: by how much the context is extended.
+    low_freq_factor: rotations in the original context up to which "llama3" divides by the full `factor`.
+    high_freq_factor: rotations from which "llama3" does not divide.
+    beta_fast: rotations from which "yarn" does not divide.
+    beta_slow: rotations up to which "yarn" divides by the full `factor`.
+    truncate: "yarn" interpolates between whole dimensions.
+    attention_factor: multiplies cosines and sines (yarn, longrope).
+    short_factor: the divisors of "longrope".
+    long_factor: the divisors if the engine's longest request exceeds the original context.
+    turning: the share of the pairs that turn, of "proportional".
+    """
+
+    rope_type: str
+    original_max_position_embeddings: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    turning: float = 1.0
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of a layer: base, scaling, and how many dimensions of a head it rotates."""
+
+    theta: float
+    scaling: RopeScaling | None
+    dims: int
+
+    @property
+    def follows_context(self) -> bool:
+        """Whether the angles depend on the engine's context length."""
+        return self.scaling is not None and self.scaling.rope_type in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionForm:
+    """The static parameters of a layer's attention.
+
+    scale: factor of the scores. window: the most keys that a query attends to, including its own; None: no limit.
+    softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms.
+    stored_parts: see `ModelConfig.stored_parts`. value_norm: each value head is normalised, without a weight.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    norm_eps: float
+    stored_parts: int = 2
+    value_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """A mixture of experts: each token uses the experts that a router scores highest (Shazeer et al. 2017).
+
+    num_experts: the number of experts.
+    num_experts_per_tok: experts per token.
+    moe_intermediate_size: width of each expert.
+    norm_topk_prob: normalise the probabilities of a token's experts to sum to one.
+    shared_expert_intermediate_size: width of a shared expert that every token uses; 0: none.
+    bias: router and experts have biases.
+    swiglu_limit: use gpt-oss's clamped gate (`graphs.experts.routing.gate`); None: SwiGLU.
+    scoring_func: of the router's logits. With "sigmoid", experts are chosen by the sum of score and a correction of
+        their own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    routed_scaling_factor: factor of the experts' weights.
+    shared_expert_gate: the shared expert's output is multiplied by a gate.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 0
+    bias: bool = False
+    swiglu_limit: float | None = None
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    routed_scaling_factor: float = 1.0
+    shared_expert_gate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {self.num_experts} experts"
+            )

@@ -1,0 +1,137 @@
+"""Gemma 4: two sizes of heads, embeddings of each layer, layers that share keys and values."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from xla_engine.graphs.config import FULL, SLIDING
+from xla_engine.model_loader.families.dense import (
+    ATTENTION,
+    FOUR_NORMS,
+    HEAD_NORMS,
+    LANGUAGE_MODEL,
+    MLP,
+    MODEL,
+    all_but_each,
+    layer_types,
+)
+from xla_engine.model_loader.families.family import Family, Tensors
+from xla_engine.model_loader.json_fields import Fields
+
+_LARGEST = 2**31 - 1
+
+
+def _inputs(model: str) -> Tensors:
+    """The tensors of the embeddings of each layer. model: prefix of the decoder's tensors."""
+    return {
+        "layer_inputs_table": (f"{model}embed_tokens_per_layer.weight",),
+        "layer_inputs_projection": (f"{model}per_layer_model_projection.weight",),
+        "layer_inputs_norm": (f"{model}per_layer_projection_norm.weight",),
+    }
+
+
+_LAYER: Tensors = {
+    **ATTENTION,
+    **HEAD_NORMS,
+    **MLP,
+    **FOUR_NORMS,
+    "end_gate": ("per_layer_input_gate.weight",),
+    "end_output": ("per_layer_projection.weight",),
+    "end_norm": ("post_per_layer_input_norm.weight",),
+    "end_scalar": ("layer_scalar",),
+}
+
+
+def _overrides(fields: Fields, types: list[str]) -> dict[str, Any]:
+    """Sizes of heads in full-attention layers: of files by transformers 5 in an object for each layer, all alike."""
+    found = fields.within("per_layer_config")
+    if found is None:
+        sizes: dict[str, Any] = {
+            "global_head_dim": fields.integer("global_head_dim", high=2**14, default=512)
+        }
+        if fields.flag("attention_k_eq_v", default=False):  # others ignore it
+            sizes["num_global_key_value_heads"] = _size(fields, "num_global_key_value_heads")
+        return sizes
+    layers = [found.within(str(index)) for index, kind in enumerate(types) if kind == FULL]
+    each = {(_size(own, "head_dim"), _size(own, "num_key_value_heads")) for own in layers}
+    if len(found.values) != len(layers) or len(each) != 1:
+        fields.fail("per_layer_config", "must give all full-attention layers, and no others, the same sizes")
+    head_dim, heads = each.pop()
+    return {"global_head_dim": head_dim, "num_global_key_value_heads": heads}
+
+
+def _size(fields: Fields | None, name: str) -> int | None:
+    return None if fields is None or not fields.given(name) else fields.integer(name, high=2**14)
+
+
+def _gemma4(fields: Fields) -> dict[str, Any]:
+    types = layer_types(fields, SLIDING, all_but_each(6))
+    types[-1] = FULL  # as transformers has it, whatever the file says
+    if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):
+        fields.fail("use_bidirectional_attention", "not supported (attention to later tokens)")
+    if fields.flag("enable_moe_block", default=False):
+        fields.fail("enable_moe_block", "not supported (experts beside an MLP). Use a checkpoint without")
+    size = fields.integer("hidden_size_per_layer_input", low=0, high=2**14, default=256)
+    rows = fields.integer("vocab_size_per_layer_input", high=2**24, default=262144) if size else 0
+    shared = fields.integer("num_kv_shared_layers", low=0, high=2**12, default=0)
+    cap = fields.given("final_logit_softcapping")
+    return {
+        **_overrides(fields, types),
+        "layer_types": tuple(types),
+        "sliding_window": fields.integer("sliding_window", high=_LARGEST),
+        "attention_multiplier": 1.0,
+        "attention_k_eq_v": fields.flag("attention_k_eq_v", default=False),
+        "qk_norm": "head",
+        "value_norm": True,
+        "post_norm": True,
+        "layer_scalar": True,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": fields.flag("use_double_wide_mlp", default=False),
+        "hidden_size_per_layer_input": size,
+        "vocab_size_per_layer_input": rows,
+        "embedding_multiplier": math.sqrt(fields.integer("hidden_size", high=2**20)),
+        **({"final_logit_softcapping": fields.number("final_logit_softcapping", high=1e6)} if cap else {}),
+    }
+
+
+GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    tensors={**MODEL, **_LAYER, **_inputs("model.")},
+    reads=("layer_types", "sliding_window", "final_logit_softcapping", "use_bidirectional_attention"),
+    flags=_gemma4,
+    defaults={
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_local_base_freq": 10000.0,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+    },
+    activations={"gelu_pytorch_tanh": "gelu_tanh"},
+    rope_theta=1e6,
+    rope_local=True,
+    # Layers that attend to the keys of others have such tensors in some files, and do not use them.
+    ignores=r".*\.self_attn\.[kv]_(proj|norm)\.weight",
+)
+# Its decoder: pictures and sound are not read.
+GEMMA4_VISION = replace(
+    GEMMA4,
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    tensors={
+        **GEMMA4.tensors,
+        **_inputs(LANGUAGE_MODEL),
+        "embed": (f"{LANGUAGE_MODEL}embed_tokens.weight",),
+        "final_norm": (f"{LANGUAGE_MODEL}norm.weight",),
+    },
+    layer=LANGUAGE_MODEL + "layers.{index}.",
+    text_type=GEMMA4.model_type,
+    ignores=r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*|" + GEMMA4.ignores,
+)
