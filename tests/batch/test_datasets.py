@@ -85,12 +85,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, engine: Fa
     options = ("--prompt-template", "{name}/{key}", "--id-column", "key", "--ordered")
     whole, target = tmp_path / f"whole-{name}", tmp_path / name
     assert run(tmp_path / "in.parquet", whole, *options).exit_code == 1
-    engine._on_step, engine.steps = interrupt_at(4), 0
+    engine.on_step, engine.steps = interrupt_at(4), 0
     engine.submitted.clear()
     assert run(tmp_path / "in.parquet", target, *options).exit_code == 130
     assert not target.exists() or name.endswith(".jsonl")
     begun = len(engine.submitted)
-    engine._on_step = None
+    engine.on_step = None
     assert run(tmp_path / "in.parquet", target, *options, "--resume").exit_code in (0, 1)
     assert target.read_bytes() == whole.read_bytes() and begun < 40
     before = len(engine.submitted)

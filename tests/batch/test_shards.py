@@ -222,12 +222,12 @@ def test_a_shard_of_an_interrupted_run_is_not_finished(tmp_path: Path, engine: F
 
     parts = parts_of(tmp_path, 2)
     before = [path.read_bytes() for path in parts]
-    engine._on_step = stop
+    engine.on_step = stop
     again = ("run", tmp_path / "in.jsonl", "-o", parts[0], "--shard", "0/2", *CREATED)
     assert invoke(*again, "--overwrite").exit_code == 130
     done = invoke("merge", *parts, "-o", tmp_path / "out.jsonl")
     assert done.exit_code == 2 and "shard 0/2" in done.stderr and "not finished" in done.stderr
-    engine._on_step = None
+    engine.on_step = None
     assert invoke(*again, "--resume").exit_code in (0, 1)
     assert sorted(parts[0].read_bytes().splitlines()) == sorted(before[0].splitlines())
 

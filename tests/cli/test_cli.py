@@ -45,7 +45,7 @@ def test_some_failed_is_1_and_says_which(tmp_path: Path, engine: FakeEngine) -> 
 
 
 def test_interrupt_is_130_and_says_what_is_done(tmp_path: Path, engine: FakeEngine) -> None:
-    engine._on_step = interrupt_at(5)
+    engine.on_step = interrupt_at(5)
     result, records = run_file(tmp_path, prompts(100))
     assert result.exit_code == 130 and not engine.live
     assert f"interrupted: {len(records)} results are written" in result.stderr
@@ -56,7 +56,7 @@ def test_a_dead_engine_is_1_and_shows_where(tmp_path: Path, engine: FakeEngine) 
     def die(step: int) -> None:
         raise RuntimeError("device lost")
 
-    engine._on_step = die
+    engine.on_step = die
     result, records = run_file(tmp_path, prompts(100))
     assert result.exit_code == 1 and len(records) == 6
     assert "stopped early: RuntimeError: device lost" in result.stderr and "Traceback" in result.stderr

@@ -19,14 +19,14 @@ def test_an_interrupted_run_is_resumed_with_its_receipts(
     receipts, out = tmp_path / "r.jsonl", tmp_path / "out.jsonl"
     options = ("--created", "17", *(["--ordered"] if ordered else []), "--receipts", str(receipts))
     lines = prompts(50) + b'{"promt": "y"}\n'
-    engine._on_step = interrupt_at(5)
+    engine.on_step = interrupt_at(5)
     result, _ = run_file(tmp_path, lines, *options)
     assert result.exit_code == 130
     assert "no root" in verify(out, receipts).rejected[0].why
     lost = receipts.read_bytes().splitlines(keepends=True)[-1].replace(b'"line": ', b'"line": 4')
     with open(receipts, "ab") as file:  # killed after a receipt, and in the next one
         file.write(lost + b'{"custom_id": "')
-    engine._on_step = None
+    engine.on_step = None
     result, _ = run_file(tmp_path, lines, *options, "--resume")
     assert result.exit_code == 1
     report = verify(out, receipts)

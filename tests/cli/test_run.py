@@ -32,10 +32,10 @@ DRY = ("--dry-run", "--max-model-len", "64")
 
 
 def test_an_interrupted_run_is_resumed(tmp_path: Path, engine: FakeEngine) -> None:
-    engine._on_step = interrupt_at(5)
+    engine.on_step = interrupt_at(5)
     result, first = run_file(tmp_path, prompts(50), "--created", "17")
     assert result.exit_code == 130 and 0 < len(first) < 50
-    engine._on_step = None
+    engine.on_step = None
     engine.submitted.clear()
     result, both = run_file(tmp_path, prompts(50), "--resume")
     assert result.exit_code == 0 and f"{len(first)} done before" in result.stderr
@@ -381,7 +381,7 @@ def test_verbose_shows_the_log_of_the_command_and_no_longer(tmp_path: Path, engi
         if step == 1:
             log.info("a line")
 
-    engine._on_step = say
+    engine.on_step = say
     before = logging.getLogger("xla_engine").handlers[:]
     for options, shown in ((("-v", "--overwrite"), 1), (("--overwrite",), 0)):
         engine.steps = 0

@@ -149,7 +149,7 @@ def test_killed_processes_change_nothing(single: XlaBatchEngine, loras: list[LoR
             for output in several.step(only_finished=True):
                 assert output.error is None and output.request_id not in found
                 found[output.request_id] = bits(output.outputs[0])
-            ready = [member for member in several._fleet.members if member.ready]
+            ready = [member for member in several.fleet.members if member.ready]
             if killed < 3 and ready and len(found) > 30 * killed + 5:
                 pid = draw.choice(ready).pid
                 assert pid is not None

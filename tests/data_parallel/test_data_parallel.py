@@ -75,7 +75,7 @@ def shared() -> Iterator[DataParallelEngine]:
 
 @pytest.fixture
 def several(shared: DataParallelEngine) -> Iterator[DataParallelEngine]:
-    for member in shared._fleet.members:
+    for member in shared.fleet.members:
         member.deaths = 0
     yield shared
     assert not shared.has_unfinished
@@ -98,7 +98,7 @@ def test_results_and_identity_are_those_of_one_engine(
     assert several.identity() == single.identity() and several.max_num_seqs == 2 * single.max_num_seqs
     limit = time.monotonic() + 600
     while not all(
-        member.stats.get("steps") for member in several._fleet.members
+        member.stats.get("steps") for member in several.fleet.members
     ):  # both have worked, and say so
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -126,7 +126,7 @@ def test_killed_processes_change_nothing_that_a_reader_sees(
                     assert now.token_ids[: len(was.token_ids)] == was.token_ids
             seen[output.request_id] = output
             ended += [output.request_id] if output.finished else []
-        ready = [member for member in several._fleet.members if member.ready]
+        ready = [member for member in several.fleet.members if member.ready]
         if killed < 3 and ready and len(ended) > 40 * killed + 5:
             pid = draw.choice(ready).pid
             assert pid is not None
@@ -149,9 +149,9 @@ def test_a_request_that_ends_its_process_ends_alone(
     while several.has_unfinished:
         for output in several.step(only_finished=True):
             found[output.request_id] = output
-        poison = several._turns.live.get("poison")
+        poison = several.loop.live.get("poison")
         if poison is not None and poison.engine is not None:
-            pid = several._fleet.members[poison.engine].pid
+            pid = several.fleet.members[poison.engine].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
     bad = found.pop("poison")
@@ -220,7 +220,7 @@ def test_an_engine_that_always_ends_is_given_up() -> None:
         engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True))
         engine.submit("y", SamplingParams(max_tokens=100, ignore_eos=True))
         outputs: list[RequestOutput] = []
-        engine._fleet.members[0].deaths = DEATHS_IN_A_ROW - 1
+        engine.fleet.members[0].deaths = DEATHS_IN_A_ROW - 1
         os.kill(engine.pids[0], signal.SIGKILL)
         while engine.has_unfinished:
             outputs += engine.step(only_finished=True)
@@ -268,7 +268,7 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
     for number, (prompt, params) in enumerate(wanted):
         several.submit(prompt, params, request_id=f"r{number}")
     draw, found, interrupted = random.Random(5), {}, 0
-    wait, take = several._fleet.wait, several._turns._take
+    wait, take = several.fleet.wait, several.loop._take
 
     place = ""
 
@@ -283,8 +283,8 @@ def test_an_interrupt_anywhere_in_a_turn_loses_nothing(
             raise KeyboardInterrupt
         take(*arguments)
 
-    monkeypatch.setattr(several._fleet, "wait", wait_and_stop)
-    monkeypatch.setattr(several._turns, "_take", stop_or_take)
+    monkeypatch.setattr(several.fleet, "wait", wait_and_stop)
+    monkeypatch.setattr(several.loop, "_take", stop_or_take)
     while several.has_unfinished:
         place = draw.choice(["", "", "wait", "take"]) if interrupted < 8 else ""
         try:
@@ -301,16 +301,16 @@ def test_an_interrupted_drain_keeps_the_results_that_it_had(
     several: DataParallelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {several.submit(prompt, params) for prompt, params in requests(12)}
-    advance, stopped = several._turns.advance, False
+    advance, stopped = several.loop.advance, False
 
     def advance_or_stop() -> None:
         nonlocal stopped
-        if not stopped and len(several._turns.live) < len(names):
+        if not stopped and len(several.loop.live) < len(names):
             stopped = True
             raise KeyboardInterrupt
         advance()
 
-    monkeypatch.setattr(several._turns, "advance", advance_or_stop)
+    monkeypatch.setattr(several.loop, "advance", advance_or_stop)
     with pytest.raises(KeyboardInterrupt):
         several.drain()
     assert {output.request_id for output in several.drain()} == names

@@ -64,7 +64,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=24, logprobs=0, seed=7, igno
 @pytest.mark.parametrize("isa", NATIVE_ISAS)
 def test_law_1_holds(make_engine: MakeEngine, config: EngineConfig, model: ModelConfig, isa: str) -> None:
     engine = make_engine(replace(config, isa=isa), model=model)
-    assert {store.keys.dtype for store in engine.runner._state.cache if hasattr(store, "keys")} == {
+    assert {store.keys.dtype for store in engine.runner.state.cache if hasattr(store, "keys")} == {
         jnp.dtype(jnp.int8)
     }
     assert engine.self_check is not None and engine.self_check.ok
@@ -204,7 +204,7 @@ def test_it_takes_half_the_memory(make_engine: MakeEngine) -> None:
     for name in ("kv_bytes_per_token", "slot"):
         assert 0.5 * sixteen[name] <= eight[name] < 0.6 * sixteen[name]
     engine = make_engine(KV8)
-    assert tree_bytes(engine.runner._state.cache) == 8 * 512 * engine.runner.kv_bytes_per_token
+    assert tree_bytes(engine.runner.state.cache) == 8 * 512 * engine.runner.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_snapshot_and_stats_touch_no_device(tiny: XlaBatchEngine, monkeypatch: p
         tiny.submit([number + 1] * 3, LONG, request_id=str(number), priority=-number % 3, deadline_s=100)
     tiny.step()
     with monkeypatch.context() as patch:
-        for name in ("_state", "weights", "_inventory", "_dispatch"):
+        for name in ("state", "weights", "inventory", "dispatch"):
             patch.delattr(tiny.runner, name)
         snapshot, stats = tiny.snapshot(), tiny.stats()
     views = [

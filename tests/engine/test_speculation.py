@@ -271,7 +271,7 @@ def test_without_speculation_programs_and_tables_are_what_they_were(
     more = {report.name for report in engine.inventory_report()} - plain
     assert not any(name.startswith("verify") for name in plain)
     assert sum(name.startswith("verify") for name in more) == 3
-    assert tiny.runner._state.tables.draft_masks is None
+    assert tiny.runner.state.tables.draft_masks is None
     assert tiny.state.speculator is None
 
 

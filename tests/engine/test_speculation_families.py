@@ -121,7 +121,7 @@ def test_what_wrong_drafts_wrote_is_never_read(name: str) -> None:
 
 def poison_behind_rows(engine: XlaBatchEngine) -> None:
     """Overwrite, in the rows that run, every cell that a draft may have written."""
-    state = engine.runner._state
+    state = engine.runner.state
     rows = unpack_rows(state.rows, jax.eval_shape(state.make_rows))
     running = np.flatnonzero(np.asarray(rows.remaining))
     behind = np.asarray(rows.length)[running, None] + np.arange(WIDTH)

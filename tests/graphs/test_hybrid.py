@@ -129,7 +129,7 @@ def test_nothing_of_a_former_owner_reaches_the_next(hybrid: XlaBatchEngine) -> N
 
 def test_kinds_of_layers_lie_side_by_side(hybrid: XlaBatchEngine) -> None:
     """Linear layers keep state of a fixed size and no keys."""
-    kinds = [isinstance(store, RecurrentState) for store in hybrid.runner._state.cache]
+    kinds = [isinstance(store, RecurrentState) for store in hybrid.runner.state.cache]
     assert kinds == [True, False]
     inputs, memory = read_cache(hybrid.runner)[0]
     assert inputs.shape == (8, 3, 192) and memory.shape == (8, 4, 16, 32)
@@ -188,7 +188,7 @@ def test_preempted_prompts_and_other_salts_change_no_bit_either(hybrid: XlaBatch
 def test_saved_states_are_counted_in_the_memory_plan(hybrid: XlaBatchEngine) -> None:
     runner = hybrid.runner
     plan = plan_memory(runner.spec, runner.config, 200, None)
-    assert plan.states == 4 and plan.states * plan.state == tree_bytes(runner._state.saved)
+    assert plan.states == 4 and plan.states * plan.state == tree_bytes(runner.state.saved)
     assert "4 saved states x " in plan.arithmetic()
     none = replace(runner.config, mamba_cache_mode="none", mamba_block_size=None, mamba_cache_states=None)
     without = plan_memory(runner.spec, none, 200, None)

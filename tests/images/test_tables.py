@@ -69,11 +69,11 @@ def test_a_table_of_pictures_goes_on_to_the_same_bytes(
         return invoke("run", tmp_path / "in.parquet", "-o", out, *options, *shared, *more).exit_code
 
     assert run(whole) == 1 and len(decoded) == 37
-    engine._on_step, engine.steps = interrupt_at(4), 0
+    engine.on_step, engine.steps = interrupt_at(4), 0
     decoded.clear()
     assert run(target) == 130
     begun = len(decoded)
-    engine._on_step = None
+    engine.on_step = None
     assert run(target, "--resume") == 1
     assert target.read_bytes() == whole.read_bytes() and begun < 30
     if name == "out.parquet":

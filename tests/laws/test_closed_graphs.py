@@ -72,7 +72,7 @@ def test_every_program_aliases_the_whole_cache_and_needs_little_else(embedded: X
 
 def test_decode_makes_no_copy_of_a_cache_buffer(embedded: XlaBatchEngine) -> None:
     """No copy instruction of a whole K or V buffer in the optimised program, nor of a layer of one."""
-    whole = embedded.runner._state.cache[0].keys.shape
+    whole = embedded.runner.state.cache[0].keys.shape
     for rows in (None, *embedded.runner.sizes.few[:1]):
         text = program_text(embedded.runner, decode_name(embedded.max_model_len, rows))
         assert str(list(whole)).replace(" ", "") in text

@@ -88,10 +88,10 @@ def test_an_interrupted_run_is_resumed_to_the_same_receipts(
     table, whole = target.read_bytes(), receipts_of(target).read_bytes()
     for path in (target, receipts_of(target), Path(f"{target}.journal.jsonl")):
         path.unlink()
-    engine._on_step, engine.steps = interrupt_at(4), 0
+    engine.on_step, engine.steps = interrupt_at(4), 0
     assert run(source, target, "--ordered").exit_code == 130
     assert not target.exists()
-    engine._on_step = None
+    engine.on_step = None
     assert run(source, target, "--ordered", "--resume").exit_code == 1
     assert (target.read_bytes(), receipts_of(target).read_bytes()) == (table, whole)
     assert verified(target).ok

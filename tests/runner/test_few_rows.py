@@ -86,9 +86,9 @@ def test_the_switch_between_programs_changes_no_bit(
     assert engine.runner.sizes.few == FEW
     before = compiles_of_this_thread()
     ran: Counter[str] = Counter()
-    run = engine.runner._dispatch.run
+    run = engine.runner.dispatch.run
     monkeypatch.setattr(
-        engine.runner._dispatch,
+        engine.runner.dispatch,
         "run",
         lambda name, work: ran.update([name.split("keys")[0]]) or run(name, work),
     )

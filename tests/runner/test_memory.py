@@ -46,7 +46,7 @@ def test_a_token_of_llama_3_2_1b_costs_what_its_card_says() -> None:
 
 def test_slots_are_what_the_engine_allocates(tiny: XlaBatchEngine) -> None:
     runner, spec = tiny.runner, tiny.runner.spec
-    state = memory.tree_bytes((*runner._state.donated, runner._state.tables))
+    state = memory.tree_bytes((*runner.state.donated, runner.state.tables))
     rows = tiny.config.device_rows
     assert rows * memory.slot_bytes(spec, runner.context_length) == state
 

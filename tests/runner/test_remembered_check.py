@@ -58,7 +58,7 @@ def test_whatever_may_change_a_bit_is_checked(
     with monkeypatch.context() as patch:
         patch.setattr(
             "xla_engine.runner.runner.Runner.reports",
-            property(lambda runner: [replace(each, digest="others") for each in runner._inventory]),
+            property(lambda runner: [replace(each, digest="others") for each in runner.inventory]),
         )
         start()
     assert len(runs) == 8

@@ -51,10 +51,10 @@ def test_the_check_leaves_the_engine_as_it_was(make_engine: MakeEngine) -> None:
     again = run_self_check(checked.runner, TINY.vocab_size)
     assert replace(again, seconds=0.0) == replace(first_check(checked), seconds=0.0, day=None)
     now, idle = (
-        np.asarray(rows.words) for rows in (checked.runner._state.rows, checked.runner._state.idle_rows())
+        np.asarray(rows.words) for rows in (checked.runner.state.rows, checked.runner.state.idle_rows())
     )
     assert np.array_equal(now, idle)
-    assert not checked.runner._dispatch.lengths.any()
+    assert not checked.runner.dispatch.lengths.any()
     assert checked.stats().prefill_calls == checked.stats().compiles_after_warmup == 0
     unchecked = make_engine(replace(TINY_ENGINE, self_check=False))
     assert unchecked.self_check is None

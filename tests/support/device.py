@@ -14,7 +14,7 @@ from xla_engine.runner.runner import Runner
 
 def program_text(runner: Runner, name: str) -> str:
     """Optimised HLO of a program."""
-    return runner._inventory.text(name)
+    return runner.inventory.text(name)
 
 
 def program_code(runner: Runner, name: str) -> str:
@@ -35,7 +35,7 @@ def num_parked(runner: Runner) -> int:
 
 def read_cache(runner: Runner) -> list[tuple[np.ndarray, np.ndarray]]:
     """Copy the cache to the host, per layer K and V `[B, KV, S, Dh]`, or the state of a linear layer."""
-    return to_host(runner.spec, runner._state.cache)
+    return to_host(runner.spec, runner.state.cache)
 
 
 def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray]) -> None:
@@ -45,7 +45,7 @@ def edit_cache(runner: Runner, edit: Callable[[int, str, np.ndarray], np.ndarray
     for index, (first, second) in enumerate(read_cache(runner)):
         names = ("inputs", "memory") if runner.spec.config.is_recurrent(index) else ("keys", "values")
         edited.append((edit(index, names[0], first), edit(index, names[1], second)))
-    runner._state.cache = from_host(runner.spec, edited)
+    runner.state.cache = from_host(runner.spec, edited)
 
 
 def poison_free_slots(engine: XlaBatchEngine) -> None:

@@ -106,7 +106,7 @@ class FakeEngine:
         self.closed = False
         self.ended: dict[str, FakeRequest] = {}
         self._random = random.Random(seed)
-        self._on_step = on_step
+        self.on_step = on_step
 
     @property
     def num_running(self) -> int:
@@ -189,8 +189,8 @@ class FakeEngine:
     def advance(self) -> None:
         self._check_open()
         self.steps += 1
-        if self._on_step is not None:
-            self._on_step(self.steps)
+        if self.on_step is not None:
+            self.on_step(self.steps)
         for request in list(self.live.values())[: self.max_num_seqs]:
             request.has_run = True
             if self._random.random() < 0.4:

@@ -157,7 +157,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
         while engine.has_unfinished:
             turn()
         stats = engine.stats()
-        inventory = engine.runner._inventory
+        inventory = engine.runner.inventory
         texts = {report.name: inventory.text(report.name) for report in engine.inventory_report()}
         return {
             "outputs": {name: _bits(outputs[name]) for name in sorted(outputs)},

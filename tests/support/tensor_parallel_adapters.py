@@ -57,7 +57,7 @@ def _result(job: dict[str, Any], size: int, directory: Path) -> dict[str, Any]:
                 engine.submit(prompts[index], params, request_id=name, lora_request=adapter)
                 engine.step(only_finished=True)
             outputs |= {output.request_id: output for output in engine.drain()}
-        inventory = engine.runner._inventory
+        inventory = engine.runner.inventory
         texts = {report.name: inventory.text(report.name) for report in engine.inventory_report()}
         check = engine.self_check
         return {

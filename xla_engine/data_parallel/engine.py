@@ -90,16 +90,16 @@ class DataParallelEngine:
         self.chat_template = described.chat_template
         name = None if model is None else str(model)
         fleet = Fleet(name, config or EngineConfig(), engines, progress)
-        self._fleet = fleet
-        self._turns = turns = FleetLoop(fleet, key_reader(described, fleet.config))
+        self.fleet = fleet
+        self.loop = turns = FleetLoop(fleet, key_reader(described, fleet.config))
         self._adapters = turns.adapters
         self.lock, self.clock = turns.lock, turns.clock
         self.observers = Observers()  # never called, because engines do not send their plans
         self.watches = False  # a turn only waits for messages, so deadlines of requests always hold
         self.config = fleet.config
         self.default_params = SamplingParams.from_mapping(described.sampling_defaults)
-        self.max_model_len: int = self._fleet.facts["max_model_len"]
-        room = Scheduler(SchedulerConfig(**self._fleet.facts["scheduler"]))  # only for its size checks
+        self.max_model_len: int = self.fleet.facts["max_model_len"]
+        room = Scheduler(SchedulerConfig(**self.fleet.facts["scheduler"]))  # only for its size checks
         self.validator = RequestValidator(
             vocab_size=described.config.vocab_size,
             eos_token_ids=described.special_tokens.eos_token_ids,
@@ -118,24 +118,24 @@ class DataParallelEngine:
     @property
     def max_num_seqs(self) -> int:
         """Total number of slots of all engines."""
-        return self.config.num_slots * len(self._fleet.members)
+        return self.config.num_slots * len(self.fleet.members)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the engines."""
-        return [member.pid for member in self._fleet.members if member.pid is not None]
+        return [member.pid for member in self.fleet.members if member.pid is not None]
 
     @property
     def num_running(self) -> int:
-        return min(sum(member.running for member in self._fleet.members), len(self._turns.live))
+        return min(sum(member.running for member in self.fleet.members), len(self.loop.live))
 
     @property
     def num_waiting(self) -> int:
-        return len(self._turns.live) - self.num_running
+        return len(self.loop.live) - self.num_running
 
     @property
     def has_work(self) -> bool:
-        return bool(self._turns.live)
+        return bool(self.loop.live)
 
     @property
     def has_unfinished(self) -> bool:
@@ -143,7 +143,7 @@ class DataParallelEngine:
 
     @property
     def closed_because(self) -> str | None:
-        return self._turns.closed
+        return self.loop.closed
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, chat_template: str | None = None, **options: Any
@@ -160,21 +160,21 @@ class DataParallelEngine:
     ) -> str:
         """As `XlaBatchEngine.submit`, with the same errors. A new constraint is tried here at once, and raises here
         if it is bad; on_refused is called if an engine still rejects it."""
-        self._turns.check_open()
-        self._turns.settle()
+        self.loop.check_open()
+        self.loop.settle()
         params = params or self.default_params
         add_special_tokens = options.pop("add_special_tokens", True)
         collector, on_refused = options.pop("collector", None), options.pop("on_refused", None)
         if (request_id := options.pop("request_id", None)) is None:
             request_id = self._free_id()
-        if request_id in self._turns.live:
+        if request_id in self.loop.live:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use by a live request; choose another"
             )
         checked = self.validator.checked(prompt, params, options, add_special_tokens=add_special_tokens)
         params = checked.params
         if self.config.max_waiting is not None:
-            live = sum(request.params.n for request in self._turns.live.values())
+            live = sum(request.params.n for request in self.loop.live.values())
             self.validator.check_queue(params.n, waiting=live, free=self.max_num_seqs)
         lora_request = options.get("lora_request")
         adapter = None if lora_request is None else self._adapters.of(lora_request)
@@ -198,28 +198,28 @@ class DataParallelEngine:
             on_refused=on_refused,
         )
         self._submitted += 1
-        self._turns.add(request)
+        self.loop.add(request)
         return request_id
 
     def abort(self, request_id: str, cause: str | None = None) -> bool:
-        return self._turns.abort(request_id, cause)
+        return self.loop.abort(request_id, cause)
 
     def abort_all(self, cause: str | None = None) -> None:
-        self._turns.abort_all(cause)
+        self.loop.abort_all(cause)
 
     def stop_taking(self) -> None:
         """Reject new requests; live ones continue."""
-        self._turns.draining = True
+        self.loop.draining = True
 
     def fail(self, cause: str) -> None:
-        self._turns.fail(cause)
+        self.loop.fail(cause)
 
     def turn(self) -> Turn:
         """As `XlaBatchEngine.turn`; it waits for messages of engines."""
-        return self._turns.turn()
+        return self.loop.turn()
 
     def advance(self) -> None:
-        self._turns.advance()
+        self.loop.advance()
 
     @locked
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -228,7 +228,7 @@ class DataParallelEngine:
         It is read here; engines load it before any request that is submitted later. Raises InvalidRequestError if
         it cannot be loaded, AdaptersBusyError if an engine has no room for it.
         """
-        self._turns.check_open()
+        self.loop.check_open()
         return self._adapters.load(self._adapters.of(lora_request))
 
     @locked
@@ -257,7 +257,7 @@ class DataParallelEngine:
 
     def identity(self) -> EngineIdentity:
         """The identity of a single engine of this configuration, because the choice of engine changes no bit."""
-        found, pinned = self._fleet.identity(), self._adapters.pinned
+        found, pinned = self.fleet.identity(), self._adapters.pinned
         return replace(found, config={**found.config, "adapters": pinned}) if pinned else found
 
     extend = one_engine_only("extend", "submit prompt and tokens again")
@@ -291,15 +291,15 @@ class DataParallelEngine:
     def limits(self) -> dict[str, Any]:
         """As `XlaBatchEngine.limits`, of each engine, but with the slots of all engines."""
         return {
-            **self._fleet.facts["limits"],
+            **self.fleet.facts["limits"],
             "max_num_seqs": self.max_num_seqs,
             "max_waiting": self.config.max_waiting,
-            "data_parallel_size": len(self._fleet.members),
+            "data_parallel_size": len(self.fleet.members),
         }
 
     def _free_id(self) -> str:
         name, count = str(self._submitted), 0
-        while name in self._turns.live:
+        while name in self.loop.live:
             count += 1
             name = f"{self._submitted}.{count}"
         return name
@@ -311,7 +311,7 @@ class DataParallelEngine:
 
     def drain(self, timeout_s: float | None = None) -> list[RequestOutput]:
         self._tell_every_token(False)
-        return drain_engine(self, self._collector, self._turns, timeout_s)
+        return drain_engine(self, self._collector, self.loop, timeout_s)
 
     def stream(self) -> Iterator[RequestOutput]:
         """Run until all requests have ended, yielding cumulative outputs as tokens arrive."""
@@ -323,7 +323,7 @@ class DataParallelEngine:
         if self._collector.every_token == every_token:
             return
         self._collector.every_token = every_token
-        for member in self._fleet.members:
+        for member in self.fleet.members:
             numbers = [number for number, each in member.live.items() if each.collector is self._collector]
             if numbers:
                 member.tell({"op": "stream", "numbers": numbers, "every_token": every_token})
@@ -331,21 +331,21 @@ class DataParallelEngine:
     @locked
     def snapshot(self) -> Snapshot:
         """All slots and blocks, engine after engine, as last received. Also requests an update from each engine."""
-        self._turns.listen()
-        for member in self._fleet.members:
+        self.loop.listen()
+        for member in self.fleet.members:
             member.tell({"op": "snapshot"})
-        told = [member.snapshot for member in self._fleet.members]
+        told = [member.snapshot for member in self.fleet.members]
         return totals.snapshot(told, blocks=self.config.num_blocks or 0)
 
     @locked
     def stats(self) -> EngineStats:
         """The summed counters of all engines as last received, including processes that have ended."""
-        self._turns.listen()
+        self.loop.listen()
         return totals.stats(
-            [member.stats for member in self._fleet.members],
-            [one for member in self._fleet.members for one in member.lost],
-            finished=self._turns.finished,
-            recoveries=self._turns.recoveries,
+            [member.stats for member in self.fleet.members],
+            [one for member in self.fleet.members for one in member.lost],
+            finished=self.loop.finished,
+            recoveries=self.loop.recoveries,
             submitted=self._submitted,
         )
 
@@ -356,7 +356,7 @@ class DataParallelEngine:
             self.config,
             self._name if model_name is None else model_name,
             max_model_len=self.max_model_len,
-            engines=len(self._fleet.members),
+            engines=len(self.fleet.members),
         )
 
     def metrics_text(self) -> str:
@@ -366,16 +366,16 @@ class DataParallelEngine:
     @locked
     def reset_prefix_cache(self) -> None:
         """Clear the prefix caches of all engines."""
-        for member in self._fleet.members:
+        for member in self.fleet.members:
             member.tell({"op": "reset"})
-            self._turns.router.forget(member.index)
+            self.loop.router.forget(member.index)
 
     def seed_of(self, request_id: str, params: SamplingParams) -> int:
         return noise_key(self.config.seed, request_id, params)
 
     def close(self) -> None:
         """Abort live requests and end the processes."""
-        self._turns.close()
+        self.loop.close()
 
     def __enter__(self) -> DataParallelEngine:
         return self

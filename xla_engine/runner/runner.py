@@ -143,12 +143,12 @@ class Runner:
         began, config, devices = time.perf_counter(), self.config, self._devices
         kind = "audited" if config.is_portable else ""
         self._store = program_store(kind) if config.compile_cache and devices.is_one else None
-        self._inventory = Inventory(audit if config.is_portable else None, self._store)
+        self.inventory = Inventory(audit if config.is_portable else None, self._store)
         self._owns_leaves = leaves is None
         on_device = devices.load(self.spec, weights, progress) if leaves is None else list(leaves)
-        self.weights = HeldWeights(self.spec, devices, self._inventory, on_device)
+        self.weights = HeldWeights(self.spec, devices, self.inventory, on_device)
         self._rope = devices.put(rope_tables(planned.model, self.context_length))
-        self._state = DeviceState(
+        self.state = DeviceState(
             self.spec,
             config,
             self.buckets[-1],
@@ -160,16 +160,16 @@ class Runner:
         if self._device_proposer is not None:
             by_name = dict(zip(self.spec.leaves, self.weights.leaves, strict=True))
             self._device_proposer.load(by_name, config.device_rows, self.buckets[-1])
-        jax.block_until_ready((self.weights.leaves, self._state.donated))
+        jax.block_until_ready((self.weights.leaves, self.state.donated))
         release_free_memory()  # what reading the weights has freed, before programs raise the peak
         self.load_seconds = time.perf_counter() - began
 
     def _connect(self) -> None:
         """Make what calls the programs that move states and run steps."""
-        state, devices = self._state, self._devices
-        self._state_moves = StateMoves(self._inventory, state, devices.put)
-        self._dispatch = Dispatch(
-            self._inventory,
+        state, devices = self.state, self._devices
+        self._state_moves = StateMoves(self.inventory, state, devices.put)
+        self.dispatch = Dispatch(
+            self.inventory,
             state,
             self.weights.leaves,
             self._rope,
@@ -188,13 +188,13 @@ class Runner:
         began = time.perf_counter()
         programs, put = self._programs()
         self._slot_moves = SlotMoves(
-            self._inventory,
+            self.inventory,
             num_spans(self.buckets[-1]),
             put,
             stale_is_harmless=self.spec.attention.bounded_by_length,
         )
-        self._block_moves = BlockMoves(self._inventory, self.config.block_size, put)
-        self._inventory.compile(
+        self._block_moves = BlockMoves(self.inventory, self.config.block_size, put)
+        self.inventory.compile(
             programs, progress=lambda doing, ready: progress(StartupStep(doing, ready, len(programs)))
         )
         if self._store is not None and self._store.has_new:
@@ -216,17 +216,17 @@ class Runner:
         """
         self._start_moves(plan, settings)
         for table in plan.moves.tables:
-            self._state.host.set_blocks(table.slot.index, table.start, table.blocks)
+            self.state.host.set_blocks(table.slot.index, table.start, table.blocks)
         for encode in plan.encodes:
             assert self.features is not None
             self.features.encode(encode)
-        first = self._dispatch.prefill(plan.chunks, settings, self.sizes, plan.moves.saves)
+        first = self.dispatch.prefill(plan.chunks, settings, self.sizes, plan.moves.saves)
         self.prefill_calls += len(first)
         decode = None
         if plan.width > 1:
-            decode = self._dispatch.verify(plan.verify, settings, drafts or {}, plan.width, self.sizes)
+            decode = self.dispatch.verify(plan.verify, settings, drafts or {}, plan.width, self.sizes)
         elif rows := plan.decode_rows:
-            decode = self._dispatch.decode(rows, settings, self.sizes)
+            decode = self.dispatch.decode(rows, settings, self.sizes)
         parts: tuple[FirstSamples | DecodeSamples, ...] = (*first, *([] if decode is None else [decode]))
         for part in parts if self._copies_ahead else ():
             part.samples.copy_to_host_async()
@@ -244,7 +244,7 @@ class Runner:
 
     def count_padding(self, histogram: Histogram) -> None:
         """Record the share of padding in each prefill call's positions in a histogram."""
-        self._dispatch.padding = histogram
+        self.dispatch.padding = histogram
 
     @property
     def parked_bytes(self) -> int:
@@ -274,7 +274,7 @@ class Runner:
             programs = make(self.weights.leaves)
             if not self._devices.is_one:
                 programs = list(self._devices.programs(make(list(self.spec.leaves)), programs))
-            self._inventory.compile(programs)
+            self.inventory.compile(programs)
             self._gives_logits = True
             self.compiles.mark_warm()
         self._take_logits = take
@@ -290,15 +290,15 @@ class Runner:
             if call.prompt is None:
                 continue
             name = program_name(PROMPT_LOGITS, lanes=len(call.hidden) // size)
-            packed = self._inventory(name, self.weights.leaves, call.hidden, call.prompt.target)
+            packed = self.inventory(name, self.weights.leaves, call.hidden, call.prompt.target)
             logits = np.asarray(packed).reshape(-1, size, packed.shape[1])
             for lane, chunk, row in call.prompt.asked:
                 take(chunk.request_id, chunk.start, logits[lane, : len(prompt_targets(chunk, row))])
 
     def reset(self) -> None:
         """Reset row state, counters and parked states as at start-up; the cache keeps its content."""
-        self._state.reset()
-        self._dispatch.reset()
+        self.state.reset()
+        self.dispatch.reset()
         self._parked.clear()
         if self.block_storage is not None:
             self.block_storage.clear()
@@ -316,7 +316,7 @@ class Runner:
     @property
     def reports(self) -> list[GraphReport]:
         """One report per executable."""
-        return list(self._inventory)
+        return list(self.inventory)
 
     @property
     def blocks_of_a_slot(self) -> int:
@@ -328,7 +328,7 @@ class Runner:
         """What one block of the pool has."""
         blocks = jax.ShapeDtypeStruct((1,), jnp.int32)
         read = functools.partial(read_blocks, self.spec)
-        found, _ = jax.eval_shape(read, *self._state.donated, jax.ShapeDtypeStruct((), jnp.int32), blocks)
+        found, _ = jax.eval_shape(read, *self.state.donated, jax.ShapeDtypeStruct((), jnp.int32), blocks)
         return BlockLayout.of(found)
 
     @property
@@ -351,7 +351,7 @@ class Runner:
         config, keys = self.config, self.sizes.keys[0]
         slots, on_device = config.num_slots, self._device_proposer is not None
         shapes = self.sizes.few, config.verify_shapes
-        found = measure(self._dispatch, self._state, slots, *shapes, keys, on_device=on_device)
+        found = measure(self.dispatch, self.state, slots, *shapes, keys, on_device=on_device)
         self.blank()
         return found
 
@@ -363,7 +363,7 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on the device."""
-        return self._state.cache_bytes
+        return self.state.cache_bytes
 
     @property
     def platform(self) -> dict[str, str]:
@@ -391,7 +391,7 @@ class Runner:
     def blank(self) -> None:
         """`reset`, and also fill the cache with zeros, so that runs repeat bit for bit. Nothing may be in flight."""
         self.reset()
-        self._state.blank_cache()
+        self.state.blank_cache()
         if self._device_proposer is not None:
             self._device_proposer.blank()
 
@@ -400,23 +400,23 @@ class Runner:
         for leaf in (*(self.weights.leaves if self._owns_leaves else ()), self._rope):
             leaf.delete()
         self.weights.leaves.clear()
-        self._state.delete()
+        self.state.delete()
         if self._device_proposer is not None:
             self._device_proposer.delete()
-        self._dispatch.reset()
+        self.dispatch.reset()
         self._parked.clear()
-        self._inventory.clear()
+        self.inventory.clear()
         if self.features is not None:
             self.features.close()
 
     def _warm_up(self) -> None:
         """Run every program once without work. No row is live, so no state changes."""
-        self._dispatch.warm_up(self.buckets, self.sizes.few)
-        state, swaps = self._state, self.config.parks
+        self.dispatch.warm_up(self.buckets, self.sizes.few)
+        state, swaps = self.state, self.config.parks
         if self.spec.lora is not None:
             self.weights.write_adapter(1, None)
         if self.config.keep_finished:
-            (state.rows,) = self._inventory(CONTINUE, state.rows, *self._devices.put([np.int32(0)] * 2))
+            (state.rows,) = self.inventory(CONTINUE, state.rows, *self._devices.put([np.int32(0)] * 2))
         if self.config.num_blocks is None:
             state.donated = self._slot_moves.warm_up(
                 state.donated, copies=self.config.reuses_slots, swaps=swaps
@@ -429,7 +429,7 @@ class Runner:
 
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
-        state, devices, put = self._state, self._devices, self._devices.put
+        state, devices, put = self.state, self._devices, self._devices.put
         make = functools.partial(
             make_programs,
             self.spec,
@@ -450,7 +450,7 @@ class Runner:
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
-        state, paged = self._state, self.config.num_blocks is not None
+        state, paged = self.state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
         for swap in plan.moves.parks:
             self._parked[swap.request_id] = moves.park(state.donated, swap)
@@ -464,13 +464,13 @@ class Runner:
         state.donated = self._block_moves.copy(state.donated, plan.moves.copies)
         for swap in plan.moves.resumes:
             state.donated = moves.resume(state.donated, swap, self._parked.pop(swap.request_id))
-            self._dispatch.lengths[swap.slot.index] = swap.length
-            self._dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
+            self.dispatch.lengths[swap.slot.index] = swap.length
+            self.dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
         for part in plan.moves.continues:
             slot, remaining = self._devices.put([np.int32(part.slot.index), np.int32(part.remaining)])
-            (state.rows,) = self._inventory(CONTINUE, state.rows, slot, remaining)
-            self._dispatch.lengths[part.slot.index] = part.length
-            self._dispatch.fill_tables(part.slot.index, settings[part.request_id])
+            (state.rows,) = self.inventory(CONTINUE, state.rows, slot, remaining)
+            self.dispatch.lengths[part.slot.index] = part.length
+            self.dispatch.fill_tables(part.slot.index, settings[part.request_id])
         for reuse in () if paged else plan.moves.reuses:
             state.donated = self._slot_moves.reuse(state.donated, reuse)
             if reuse.place >= 0:

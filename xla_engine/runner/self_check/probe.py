@@ -204,7 +204,7 @@ class Probe:
         plans = [Plan(step=0, chunks=before, moves=Moves(tables=tables))] if before else []
         plans.append(Plan(step=0, chunks=chunks, decode=rows if decodes else (), moves=Moves(tables=tables)))
         plans += [Plan(step=0, decode=rows)] * (decodes - 1)
-        dispatch = self._runner._dispatch
+        dispatch = self._runner.dispatch
         usual, dispatch.reads_all = dispatch.reads_all, True
         steps = [self._runner.start(plan, settings) for plan in plans]
         dispatch.reads_all = usual
