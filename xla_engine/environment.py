@@ -28,6 +28,18 @@ def requested_isa(isa: str = "auto") -> str:
     return asked
 
 
+def bf16_products() -> str:
+    """How products in bf16 multiply on processors with vdpbf16ps, with the same bits: `XLA_ENGINE_BF16_PRODUCTS`.
+
+    "pairs": by that instruction. "widened": by fused multiply-adds. "auto", the default: by what a timing at the first
+    start finds faster. Raises ConfigError.
+    """
+    asked = os.environ.get("XLA_ENGINE_BF16_PRODUCTS") or "auto"
+    if asked not in ("auto", "pairs", "widened"):
+        raise ConfigError(f"XLA_ENGINE_BF16_PRODUCTS must be one of auto, pairs, widened, not {asked!r}")
+    return asked
+
+
 def compile_cache_directory() -> Path:
     """The directory of compiled programs: `XLA_ENGINE_CACHE`, else in the user's cache directory."""
     if explicit := os.environ.get("XLA_ENGINE_CACHE"):

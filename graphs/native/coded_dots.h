@@ -186,7 +186,7 @@ struct FoursKernel {
   static constexpr int64_t kTotal = kUndone + 1;   // float: the sum of the row times the scale
   static constexpr int64_t kAll = kTotal + 1;
 
-  static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
+  static int64_t GroupRows(int64_t count) { return DotKernel<>::GroupRows(count); }
   static int64_t GroupBytes(int64_t width) { return width / kStep * kAll * kBlockRows * static_cast<int64_t>(sizeof(Word)); }
 
   // Quantises rows n to n + rows of `source` into a block.

@@ -536,16 +536,17 @@ void MultiplyTask(const char* blocks, int64_t count, int64_t width, CodedTask ta
   thread_local Lines kept;
 #if defined(__AVX512BF16__) && !defined(XLA_ENGINE_AMX)
   const int64_t group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
-  char* one = count > group ? kept.Bytes(width * 64) : nullptr;
   Sums<float> sums;
+  if (Widening<CodedWeights>::rows >> group & 1) {  // these are multiplied afterwards, too
+    char* one = kept.Bytes(width * 64);
+    task.weights->Unpack(task.one, one);
+    task.weights->Unpack(task.other, one + width * 32);
+    return DotKernel<CodedWeights>::MultiplyGroups(blocks, 0, group, count, width, {one, one + width * 32}, nullptr, take);
+  }
+  char* one = count > group ? kept.Bytes(width * 64) : nullptr;
   SumGroup(group, reinterpret_cast<const Word*>(blocks), width, task, one, sums);
   take(0, group, sums);
-  for (int64_t n = group; n < count; n += group) {
-    const int64_t rows = std::min(group, count - n);
-    blocks += bytes;
-    MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(blocks), {one, one + width * 32}, nullptr, width / 2, sums);
-    take(n, rows, sums);
-  }
+  if (one) DotKernel<CodedWeights>::MultiplyGroups(blocks + bytes, group, group, count, width, {one, one + width * 32}, nullptr, take);
 #else
 #ifdef XLA_ENGINE_AMX
   const int64_t first = std::min<int64_t>(16, count), second = std::min<int64_t>(32, count) - first;

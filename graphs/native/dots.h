@@ -1,8 +1,8 @@
 // Sums of products of 32-bit words: what kernels need from each instruction set without matrix tiles.
 //
 // A word holds two bf16 or four int8 neighbours of K. `Dots<T>` names the registers of a sum of sixteen features, takes a word
-// of each feature apart in `kParts` steps (`Part`), and adds one of them times one word of a row (`Add`); `Spread` writes the
-// words of a row as `Add` wants them. Sums run over K in order, one word and one part after the other.
+// of each feature apart in `kParts` steps (`Part`), and adds one of them times one word of a row (`Add`); `Spread` writes a
+// word of a row, or of several neighbouring rows, as `Add` wants them. Sums run over K in order, one word and one part after the other.
 //
 //   bf16   AVX512-BF16 and ARM BF16: pairs at once (vdpbf16ps, bfdot); elsewhere widened, one fused multiply-add for each, the
 //          second of a pair first: that is what vdpbf16ps does (Intel SDM), so that bits are those of AVX512-BF16
@@ -123,14 +123,10 @@ Sum ByRegister(Sum sum, Weights weights, const Step& step) {
   }
 }
 
-template <typename T>
-struct Dots;
-
-template <>
-struct Dots<BFloat16> {
-  using Sum = Vec;
-
+// bf16, a pair at once.
 #ifdef XLA_ENGINE_PAIRS
+struct PairedDots {
+  using Sum = Vec;
   static constexpr int64_t kParts = 1;
   template <int part>
   static Words Part(const char* words) {
@@ -139,8 +135,16 @@ struct Dots<BFloat16> {
   static Sum Add(Sum sum, Words weights, Word word) {
     return ByRegister(sum, weights, [=](auto s, auto w) { return AddPairs(s, w, static_cast<int32_t>(word)); });
   }
-  static void Spread(Word word, Word* to, int64_t) { to[0] = word; }
-#else
+  template <typename V>
+  static void Spread(V words, Word* to, int64_t) {
+    StoreAs(to, words);
+  }
+};
+#endif
+
+// bf16, widened: on x86-64 the bits of `PairedDots`.
+struct WidenedDots {
+  using Sum = Vec;
   static constexpr int64_t kParts = 2;
   template <int part>
   static Vec Part(const char* words) {
@@ -151,12 +155,13 @@ struct Dots<BFloat16> {
     std::memcpy(&factor, &word, sizeof factor);
     return Fused(weights, factor, sum);
   }
-  static void Spread(Word word, Word* to, int64_t stride) { to[0] = word & 0xFFFF0000, to[stride] = word << 16; }
-#endif
+  template <typename V>
+  static void Spread(V words, Word* to, int64_t stride) {
+    StoreAs(to, words & 0xFFFF0000u), StoreAs(to + stride, words << 16);
+  }
 };
 
-template <>
-struct Dots<int8_t> {
+struct ByteDots {
   using Sum = Words;
   static int32_t Byte(Word word, int place) { return static_cast<int8_t>(word >> 8 * place); }
 
@@ -174,7 +179,10 @@ struct Dots<int8_t> {
   static Sum Add(Sum sum, Words weights, Word word) {
     return ByRegister(sum, weights, [=](auto s, auto w) { return AddFours(s, w, static_cast<int32_t>(word)); });
   }
-  static void Spread(Word word, Word* to, int64_t) { to[0] = word; }
+  template <typename V>
+  static void Spread(V words, Word* to, int64_t) {
+    StoreAs(to, words);
+  }
 #else
   static constexpr int64_t kParts = 2;
   static constexpr int32_t kOffset = 0;
@@ -192,5 +200,13 @@ struct Dots<int8_t> {
   }
 #endif
 };
+
+#ifdef XLA_ENGINE_PAIRS
+using HalvesDots = PairedDots;
+#else
+using HalvesDots = WidenedDots;
+#endif
+template <typename T>
+using Dots = std::conditional_t<std::is_same_v<T, int8_t>, ByteDots, HalvesDots>;
 
 }  // namespace xla_engine

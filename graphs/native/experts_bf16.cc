@@ -5,5 +5,6 @@
 namespace xla_engine {
 
 XLA_ENGINE_EXPERTS(Bf16, BFloat16)
+XLA_ENGINE_WIDENING(ExpertsBf16, BFloat16)
 
 }  // namespace xla_engine

@@ -12,7 +12,7 @@ namespace xla_engine {
 
 // How rows and the weights of two blocks of sixteen features become the operands of a kernel.
 struct BFloat16Experts {
-  using Kernel = DotKernel<BFloat16>;
+  using Kernel = DotKernel<>;
 
   static void Put(const BFloat16* row, int64_t width, int64_t r, int64_t rows, char* block) {
     Kernel::Spread(reinterpret_cast<const Word*>(row), width / 2, r, rows, block);
@@ -44,7 +44,7 @@ struct BFloat16Experts {
     return stream;
   }
   static void Multiply(int64_t rows, const char* block, const Stream& weights, int64_t width, bool, Sums<float>& sums) {
-    MultiplyRows<BFloat16>(rows, reinterpret_cast<const Word*>(block), weights, nullptr, width / 2, sums);
+    Kernel::MultiplyGroup(block, rows, width, weights, nullptr, sums);
   }
 };
 

@@ -85,7 +85,7 @@ struct GroupKernel {
   // Words of a row of a group of K: its own, then where its sums start, its scale, and -kMagic times the scale.
   static constexpr int64_t kOwn = kGroupWords * D::kParts, kAll = kOwn + 3;
 
-  static int64_t GroupRows(int64_t count) { return DotKernel<BFloat16>::GroupRows(count); }
+  static int64_t GroupRows(int64_t count) { return DotKernel<>::GroupRows(count); }
   static int64_t GroupBytes(int64_t width) { return width / kScaleGroup * kAll * kBlockRows * static_cast<int64_t>(sizeof(Word)); }
 
   // Writes a group of row r, of as many vectors as it takes, to `bytes`, and what belongs to it where the group of a block begins.
@@ -116,7 +116,7 @@ struct GroupKernel {
       });
     }
     for (int64_t k = 0; k < width; k += kScaleGroup)
-      DotKernel<int8_t>::SpreadRows(reinterpret_cast<const Word*>(bytes + k), width / 4, kGroupWords, rows, At(block, k, apart));
+      SpreadRows<ByteDots>(reinterpret_cast<const Word*>(bytes + k), width / 4, kGroupWords, rows, At(block, k, apart));
   }
 
   // Where the group of K that begins at k begins in a block.

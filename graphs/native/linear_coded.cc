@@ -28,5 +28,39 @@ ffi::Error RowsOf(ffi::ThreadPool pool, ffi::AnyBuffer weight, Integers tokens, 
 
 XLA_ENGINE_LINEAR(Coded, Coded)
 XLA_ENGINE_HANDLER(XlaEngineRowsCoded, RowsOf)
+XLA_ENGINE_WIDENING(LinearCoded, CodedWeights)
+
+#ifdef XLA_ENGINE_WIDENS
+
+// A plain C function; seconds as in `TimeRows`, of a task of Q4_K in the first cache: `PairedDots` stand for products while the next
+// weights are unpacked, `WidenedDots` for products of what was unpacked before.
+extern "C" void XlaEngineTimeLinearCoded(double* seconds) {
+  constexpr int64_t kWidth = 256;
+  constexpr int kKind = 12;  // ggml's number of Q4_K
+  int index = 0;
+  while (kCodedKinds[index].number != kKind) ++index;
+  Lines rows, weights, strip;
+  const int64_t bytes = 64 + 2 * kCodedKinds[index].Bytes(kWidth);
+  const Word* words = reinterpret_cast<const Word*>(rows.Bytes(DotKernel<>::GroupBytes(kWidth)));
+  const int32_t header[] = {kWidth, kFeatures, 1, 0, kKind, 2};
+  char *array = weights.Bytes(bytes), *one = strip.Bytes(kWidth * 64);
+  std::memcpy(array, header, sizeof header);
+  const CodedWeights coded(array, bytes);
+  const CodedTask task = coded.At(0, 16);
+  Sums<float> sums;
+  const auto multiply = [&](auto dots, int64_t count) {
+    if constexpr (std::is_same_v<decltype(dots), PairedDots>) {
+      SumGroup(count, words, kWidth, task, nullptr, sums);
+    } else {
+      coded.Unpack(task.one, one);
+      coded.Unpack(task.other, one + kWidth * 32);
+      MultiplyRows<WidenedDots>(count, words, {one, one + kWidth * 32}, nullptr, kWidth / 2, sums);
+    }
+    asm volatile("" : : "r"(&sums) : "memory");
+  };
+  TimeRows(multiply, seconds);
+}
+
+#endif
 
 }  // namespace xla_engine

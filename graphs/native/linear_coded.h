@@ -11,7 +11,7 @@ namespace xla_engine {
 
 // Rows are in groups of the sizes that `SumGroup` compiles, except for the last group, unless that is too small.
 struct CodedKernel {
-  using Plain = DotKernel<BFloat16>;
+  using Plain = DotKernel<CodedWeights>;
   static constexpr int64_t kStep = Plain::kStep;
 
   static int64_t GroupRows(int64_t count) {

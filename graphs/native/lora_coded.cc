@@ -6,5 +6,6 @@
 namespace xla_engine {
 
 XLA_ENGINE_LORA(Coded, Coded)
+XLA_ENGINE_WIDENING(LoraCoded, CodedWeights)
 
 }  // namespace xla_engine

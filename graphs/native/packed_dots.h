@@ -6,16 +6,16 @@
 #include "dots.h"
 #include "product.h"
 #include "turn.h"
+#include "widening.h"
 
 namespace xla_engine {
 
 // Multiplies `kRows` rows by the blocks of features at `weights`, over `words` words of K. next: as many words of weights to prefetch
 // meanwhile, or null. The words of a row are `Apart(kRows)` apart. Every loop over sums is unrolled: sums that are indexed by a variable
 // would be kept in memory.
-template <typename T, int kRows, int kBlocks>
+template <typename D, int kRows, int kBlocks>
 void MultiplyRows(const Word* rows, const char* const* weights, const char* const* next, int64_t words,
-                  typename Dots<T>::Sum* const* to) {
-  using D = Dots<T>;
+                  typename D::Sum* const* to) {
   typename D::Sum sum[kRows][kBlocks];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
@@ -55,28 +55,55 @@ void MultiplyRows(const Word* rows, const char* const* weights, const char* cons
 }
 
 // The same for a number of rows that is not a constant, 1 to kBlockRows, and both blocks of features.
-template <typename T, int kRows = 1>
+template <typename D, int kRows = 1>
 void MultiplyRows(int64_t count, const Word* rows, Stream weights, const Stream* next, int64_t words,
                   Sums<float>& sums) {
-  using Sum = typename Dots<T>::Sum;
+  using Sum = typename D::Sum;
   if constexpr (kRows < kBlockRows) {
-    if (count > kRows) return MultiplyRows<T, kRows + 1>(count, rows, weights, next, words, sums);
+    if (count > kRows) return MultiplyRows<D, kRows + 1>(count, rows, weights, next, words, sums);
   }
   const char* const from[] = {weights.one, weights.other};
   const char* const ahead[] = {next ? next->one : nullptr, next ? next->other : nullptr};
   const char* const* fetched = next ? ahead : nullptr;
   Sum* const to[] = {reinterpret_cast<Sum*>(sums.one), reinterpret_cast<Sum*>(sums.other)};
   if constexpr (kRows <= kJointRows) {
-    MultiplyRows<T, kRows, 2>(rows, from, fetched, words, to);
+    MultiplyRows<D, kRows, 2>(rows, from, fetched, words, to);
   } else {
-    MultiplyRows<T, kRows, 1>(rows, from, fetched, words, to);
-    MultiplyRows<T, kRows, 1>(rows, from + 1, fetched ? fetched + 1 : nullptr, words, to + 1);
+    MultiplyRows<D, kRows, 1>(rows, from, fetched, words, to);
+    MultiplyRows<D, kRows, 1>(rows, from + 1, fetched ? fetched + 1 : nullptr, words, to + 1);
   }
 }
 
-template <typename T>
+// Writes the first `rows` rows of a group, of `count` words each that stand `pitch` apart.
+template <typename D>
+void SpreadRows(const Word* words, int64_t pitch, int64_t count, int64_t rows, Word* to) {
+  const int64_t apart = Apart(rows), step = D::kParts * apart;
+  int64_t done = 0;
+  if (D::kParts == 1 && rows == 1) return void(std::memcpy(to, words, count * sizeof(Word)));
+  if constexpr (!std::is_same_v<D, ByteDots> || D::kParts == 1) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
+      for (int64_t word = 0; word < count; word += 4) {
+        Word turned[16];
+        TurnFour(words + done * pitch + word, pitch, turned, 4);
+#pragma GCC unroll 4
+        for (int64_t at = 0; at < 4; ++at) D::Spread(LoadAs<Four>(turned + 4 * at), to + (word + at) * step + done, apart);
+      }
+    }
+  }
+  for (; done < rows; ++done)
+    for (int64_t word = 0; word < count; ++word) D::Spread(words[done * pitch + word], to + word * step + done, apart);
+}
+
+// Rows in bf16 by weights in bf16. Weights: the kind that they are unpacked from (widening.h).
+template <typename Weights = BFloat16>
 struct DotKernel {
   static constexpr int64_t kStep = kVector;  // K comes in multiples of it
+#ifdef XLA_ENGINE_WIDENS
+  static constexpr int64_t kParts = WidenedDots::kParts;
+#else
+  static constexpr int64_t kParts = HalvesDots::kParts;
+#endif
 
   // Rows in groups, each as large as possible.
   static int64_t GroupRows(int64_t count) {
@@ -84,48 +111,53 @@ struct DotKernel {
     return groups ? (count + groups - 1) / groups : 1;
   }
   static int64_t GroupBytes(int64_t width) {
-    return width * static_cast<int64_t>(sizeof(T)) * Dots<T>::kParts * kBlockRows;
+    return width * static_cast<int64_t>(sizeof(BFloat16)) * kParts * kBlockRows;
   }
 
   // Writes row `r` of a group of `rows` from its words.
   static void Spread(const Word* words, int64_t count, int64_t r, int64_t rows, char* block) {
-    const int64_t apart = Apart(rows);
-    Word* to = reinterpret_cast<Word*>(block) + r;
-    for (int64_t word = 0; word < count; ++word, to += Dots<T>::kParts * apart) Dots<T>::Spread(words[word], to, apart);
-  }
-
-  // The first `rows` rows of a group, of `count` words each that stand `pitch` apart.
-  static void SpreadRows(const Word* words, int64_t pitch, int64_t count, int64_t rows, Word* to) {
-    const int64_t apart = Apart(rows), step = Dots<T>::kParts * apart;
-    int64_t done = 0;
-    if constexpr (Dots<T>::kParts == 1) {
-      for (; count % 4 == 0 && done + 4 <= rows; done += 4) {
-        const Word* four = words + done * pitch;
-        for (int64_t word = 0; word < count; word += 4) TurnFour(four + word, pitch, to + word * apart + done, apart);
-      }
-    }
-    for (; done < rows; ++done)
-      for (int64_t word = 0; word < count; ++word) Dots<T>::Spread(words[done * pitch + word], to + word * step + done, apart);
+    WithDots<Weights>(rows, [&](auto dots) {
+      using D = decltype(dots);
+      const int64_t apart = Apart(rows);
+      Word* to = reinterpret_cast<Word*>(block) + r;
+      for (int64_t word = 0; word < count; ++word, to += D::kParts * apart) D::Spread(words[word], to, apart);
+    });
   }
 
   // Writes `rows` rows from n on as a group.
   template <typename Operand>
   static void Fill(const Operand& operand, int64_t n, int64_t rows, char* block) {
     thread_local Lines kept;
-    T* written = reinterpret_cast<T*>(kept.Bytes(rows * operand.width * sizeof(T)));
+    auto* written = reinterpret_cast<BFloat16*>(kept.Bytes(rows * operand.width * sizeof(BFloat16)));
     for (int64_t r = 0; r < rows; ++r)
       operand.Write(n + r, [&](int64_t k) { return written + r * operand.width + k; });
-    const int64_t words = operand.width * sizeof(T) / 4;
-    SpreadRows(reinterpret_cast<const Word*>(written), words, words, rows, reinterpret_cast<Word*>(block));
+    const int64_t words = operand.width / 2;
+    WithDots<Weights>(rows, [&](auto dots) {
+      SpreadRows<decltype(dots)>(reinterpret_cast<const Word*>(written), words, words, rows, reinterpret_cast<Word*>(block));
+    });
+  }
+
+  // Multiplies a group of rows by two blocks of features. next: blocks to prefetch meanwhile, or null.
+  static void MultiplyGroup(const char* block, int64_t rows, int64_t width, Stream weights, const Stream* next, Sums<float>& sums) {
+    WithDots<Weights>(rows, [&](auto dots) {
+      MultiplyRows<decltype(dots)>(rows, reinterpret_cast<const Word*>(block), weights, next, width / 2, sums);
+    });
   }
 
   template <typename Take>
   static void Multiply(const char* blocks, int64_t count, int64_t width, Stream weights, Stream next, const Take& take) {
-    const int64_t group = GroupRows(count), bytes = GroupBytes(width), words = width * sizeof(T) / 4;
+    MultiplyGroups(blocks, 0, GroupRows(count), count, width, weights, &next, take);
+  }
+
+  // Multiplies the rows from `first` on, in groups of `group`, of which all but the last are full. blocks: those of these rows.
+  template <typename Take>
+  static void MultiplyGroups(const char* blocks, int64_t first, int64_t group, int64_t count, int64_t width, Stream weights,
+                             const Stream* next, const Take& take) {
+    const int64_t bytes = GroupBytes(width);
     Sums<float> sums;
-    for (int64_t n = 0; n < count; n += group, blocks += bytes) {
+    for (int64_t n = first; n < count; n += group, blocks += bytes, next = nullptr) {
       const int64_t rows = std::min(group, count - n);
-      MultiplyRows<T>(rows, reinterpret_cast<const Word*>(blocks), weights, n ? nullptr : &next, words, sums);
+      MultiplyGroup(blocks, rows, width, weights, next, sums);
       take(n, rows, sums);
     }
   }

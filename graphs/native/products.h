@@ -14,7 +14,7 @@ namespace xla_engine {
 #ifdef XLA_ENGINE_AMX
 using HalvesKernel = TileKernel;
 #else
-using HalvesKernel = DotKernel<BFloat16>;
+using HalvesKernel = DotKernel<>;
 #endif
 
 // The type of `adapters` for a product that can have none.

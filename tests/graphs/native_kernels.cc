@@ -63,7 +63,7 @@ struct Plain {
 // Sums [count][32] of rows from `first` on.
 template <typename T>
 std::vector<float> Multiplied(Plain<T> operand, int64_t first, int64_t count, const char* packed) {
-  using Kernel = DotKernel<T>;
+  using Kernel = DotKernel<>;
   const int64_t width = operand.width, group = Kernel::GroupRows(count), bytes = Kernel::GroupBytes(width);
   const int64_t block = width * static_cast<int64_t>(sizeof(T)) * 16;
   std::vector<float> out(count * 32);
@@ -608,12 +608,12 @@ void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
   const int64_t block = width * sizeof(T) * 16;
   const auto weights = Drawn<T>(tasks * 32 * width), rows = Drawn<T>(count * width);
   const auto* packed = reinterpret_cast<const char*>(weights.data());
-  const int64_t group = DotKernel<T>::GroupRows(count), bytes = DotKernel<T>::GroupBytes(width);
+  const int64_t group = DotKernel<>::GroupRows(count), bytes = DotKernel<>::GroupBytes(width);
   Lines lines;
   char* blocks = lines.Bytes((count + group - 1) / group * bytes);
   const Plain<T> operand = {rows.data(), width};
   for (int64_t n = 0; n < count; n += group)
-    DotKernel<T>::Fill(operand, n, std::min(group, count - n), blocks + n / group * bytes);
+    DotKernel<>::Fill(operand, n, std::min(group, count - n), blocks + n / group * bytes);
   double least = 1e9;
   volatile float sink = 0;
   for (int round = 0; round < 7; ++round) {
@@ -621,7 +621,7 @@ void Time(const char* name, int64_t count, int64_t width, int64_t tasks) {
     for (int64_t task = 0; task < tasks; ++task) {
       const char* at = packed + task * 2 * block;
       const char* next = packed + std::min(task + 1, tasks - 1) * 2 * block;
-      DotKernel<T>::Multiply(blocks, count, width, {at, at + block}, {next, next + block},
+      DotKernel<>::Multiply(blocks, count, width, {at, at + block}, {next, next + block},
                              [&](int64_t, int64_t, const auto& sums) { sink = sink + static_cast<float>(sums.one[0]); });
     }
     least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
@@ -702,6 +702,13 @@ int main(int count, char** words) {
     return 0;
   }
   for (int64_t width : {16, 48, 576}) CheckProducts<BFloat16>(width);
+#ifdef XLA_ENGINE_WIDENS
+  for (int32_t widened : {-1, 0xAAA}) {  // groups of all sizes, and of odd ones, in the same products
+    Widening<BFloat16>::rows = widened;
+    for (int64_t width : {16, 576}) CheckProducts<BFloat16>(width);
+  }
+  Widening<BFloat16>::rows = 0;
+#endif
   for (int64_t width : {64, 192, 576}) CheckGroups(width);
   for (const CodedKind& kind : kCodedKinds) CheckCoded(kind);
   CheckSaturation();

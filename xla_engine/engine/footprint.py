@@ -21,7 +21,7 @@ from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.vision import load_vision
 from xla_engine.model_loader.weights import StoredWeights, stored_kinds
 from xla_engine.runner import memory
-from xla_engine.runner.backends import library_of, serving_device
+from xla_engine.runner.backends import bf16_products_of, library_of, serving_device
 from xla_engine.runner.features import place_bytes, places_within
 from xla_engine.runner.kept_leaves import leaves_on_disk
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
@@ -145,5 +145,6 @@ def _backends(spec: ModelSpec) -> dict[str, str]:
         "linear": "xla" if spec.products is None else spec.products.name,
         "isa": spec.isa or "none",
         "library": library_of(spec) or "none",
+        **{f"{kind}_products": how for kind, how in bf16_products_of(spec).items()},
         "device": f"{device.platform} ({device.device_kind})",
     }

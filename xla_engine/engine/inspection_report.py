@@ -112,6 +112,11 @@ def report_lines(report: Inspection) -> list[str]:
         by = f"{found['attention']} attention, {found['linear']} products{isa}, {found['device']}"
         lines += [
             _row("backends", by),
+            *(
+                _row(f"products, {kind}", found[key])
+                for kind, key in (("bf16", "bf16_products"), ("packed", "coded_products"))
+                if key in found
+            ),
             _row("engine dtype", str(report.dtype)),
         ]
         if "kv_bytes_per_token" not in account:  # an encoder

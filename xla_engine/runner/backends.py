@@ -25,6 +25,7 @@ from xla_engine.graphs.ops.int8 import GROUP
 from xla_engine.graphs.target import devices, platform
 from xla_engine.runner.adapters import lora_form
 from xla_engine.runner.jax_settings import check_platform
+from xla_engine.runner.native_library import widening
 from xla_engine.runner.native_library.build import ATTENTION, origin, register
 from xla_engine.runner.native_library.instruction_sets import available
 from xla_engine.runner.native_library.needed import PLAIN, native_parts
@@ -187,6 +188,14 @@ def isa_of_model(config: EngineConfig, model: ModelConfig, stored: jnp.dtype, pa
 def library_of(spec: ModelSpec) -> str | None:
     """Where the library of the model's C++ kernels came from; None without C++ kernels."""
     return None if spec.isa is None else origin(spec.isa)
+
+
+def bf16_products_of(spec: ModelSpec) -> dict[str, str]:
+    """How the model's products in bf16 multiply, by kind of weights; empty where there is no choice."""
+    if spec.products is None or spec.isa != widening.ISA:
+        return {}
+    packed = any(leaf.form is not None and leaf.form.order == "pairs" for leaf in spec.leaves.values())
+    return {kind: how for kind, how in widening.words().items() if kind == "bf16" or packed}
 
 
 def platform_words(spec: ModelSpec) -> dict[str, str]:

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import jax
@@ -32,7 +32,7 @@ from xla_engine.graphs.recurrent.rule import DELTA_OUTPUTS, DELTA_RULE
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.model_loader.tensor_files import Array
 from xla_engine.model_loader.weights import Pack
-from xla_engine.runner.native_library import bundled, recipe
+from xla_engine.runner.native_library import bundled, recipe, widening
 from xla_engine.runner.native_library.compiled import BUNDLE, SOURCES, build, identity
 from xla_engine.runner.native_library.instruction_sets import InstructionSet, available
 from xla_engine.runner.native_library.recipe import NativeBuildError
@@ -121,25 +121,33 @@ def _register(isa: InstructionSet, parts: frozenset[str]) -> bool:
             headers = Path(jax.ffi.include_dir())
             sources, ffi = recipe.source_digest(SOURCES), recipe.ffi_version(headers)
             if (found := bundled.library(BUNDLE, isa, sources, ffi)) is not None:
-                _bind(isa, PARTS, found)
+                libraries = dict.fromkeys(PARTS, _bind(isa, PARTS, found))
                 _bound.update((isa.name, part) for part in PARTS)
                 _origins[isa.name] = BUNDLED
                 _digests[isa.name] = hashlib.sha256(found.read_bytes()).hexdigest()
+                _choose(isa, libraries)
         except (bundled.Unfit, OSError, AttributeError, RuntimeError) as error:
             _log.warning("the C++ library in the package is not used: %s", error)
     missing = sorted(part for part in parts if (isa.name, part) not in _bound)
     if missing:
+        libraries = {}
         for part, path in build(isa, missing).items():
             try:
-                _bind(isa, (part,), path)
+                libraries[part] = _bind(isa, (part,), path)
             except OSError as error:
                 raise NativeBuildError(f"the compiled library cannot be loaded: {error}") from error
             _bound.add((isa.name, part))
         _origins[isa.name], _digests[isa.name] = COMPILED, identity(isa)
+        _choose(isa, libraries)
     return True
 
 
-def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
+def _choose(isa: InstructionSet, libraries: Mapping[str, ctypes.CDLL]) -> None:
+    if isa.name == widening.ISA:
+        widening.choose(libraries, _digests[isa.name])
+
+
+def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> ctypes.CDLL:
     """Load a library and register these parts of it.
 
     Raises OSError if it cannot be loaded, AttributeError if a kernel is missing, and RuntimeError if XLA refuses it.
@@ -161,6 +169,7 @@ def _bind(isa: InstructionSet, parts: Collection[str], path: Path) -> None:
     for know in _joining:
         for target, address in _handlers.items():
             know(number(target), address)
+    return library
 
 
 def _packer_of(library: ctypes.CDLL, part: str) -> Pack:
