@@ -12,7 +12,14 @@ from typing import Any
 
 from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode
-from xla_engine.batch.receipts import MerkleTree, ReceiptFile, footer_line, receipts_header, sha256_of
+from xla_engine.batch.receipts import (
+    MerkleTree,
+    ReceiptFile,
+    ReceiptLines,
+    footer_line,
+    receipts_header,
+    sha256_of,
+)
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.signatures import Signer
@@ -62,7 +69,9 @@ def run(
     receipts.begin(receipts_header(engine, header, defaults or {}), FinishedLines())
     with open(job.results, "wb") as sink:
         numbered = [Line(number, len(line), line) for number, line in enumerate(raw, 1)]
-        BatchRun(engine, numbered, sink, receipts=receipts, header=header, defaults=defaults).run()
+        BatchRun(
+            engine, numbered, sink, receipts=ReceiptLines(receipts.write), header=header, defaults=defaults
+        ).run()
     receipts.finish()
     return job
 

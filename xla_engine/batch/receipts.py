@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -197,6 +197,26 @@ def choice_of(token_ids: Sequence[int], logprobs: Sequence[float] | None) -> dic
         "tokens_sha256": tokens_sha256(token_ids),
         "logprob_bits_sha256": logprob_bits_sha256(logprobs),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptLines:
+    """Makes the receipts of a run. to: writes a line. covered: what the digest of an answer covers of its line."""
+
+    to: Callable[[bytes], object]
+    covered: Callable[[bytes], bytes] = whole_line
+
+    def add(
+        self,
+        raw: bytes | None,
+        line: int,
+        custom_id: str,
+        answer: bytes,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+    ) -> None:
+        """Write the receipt of an answer. answer: its output line. The others as in `receipt_line`."""
+        self.to(receipt_line(raw, line, custom_id, self.covered(answer), outputs, error))
 
 
 @dataclass(slots=True)

@@ -7,14 +7,13 @@ does not affect other lines.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
-from xla_engine.batch.receipts import receipt_line, whole_line
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, whole_request
@@ -43,6 +42,20 @@ class Writer(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
 
+class Receipts(Protocol):
+    """Takes what a receipt needs to know of an answer. See `ReceiptFile.add`."""
+
+    def add(
+        self,
+        raw: bytes | None,
+        line: int,
+        custom_id: str,
+        answer: bytes,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+    ) -> None: ...
+
+
 @dataclass(slots=True)
 class _Job:
     """A line in flight: its request, the id of its output line, the results of its prompts so far, and its bytes."""
@@ -62,8 +75,8 @@ class BatchRun:
 
     engine: an `XlaBatchEngine`; requests from other callers are left alone.
     lines: from `read_lines`.
-    sink: takes output lines. errors: takes error lines; None writes them to `sink`. receipts: takes a receipt of each
-        line, before the line itself. hashed: what its digest covers of an output line.
+    sink: takes output lines. errors: takes error lines; None writes them to `sink`. receipts: takes each answer
+        before its line is written.
     header: the fields that all results share.
     defaults: sampling fields for lines that do not set them.
     done: lines that an earlier run finished, which are skipped.
@@ -79,8 +92,7 @@ class BatchRun:
         *,
         header: ResultHeader,
         errors: Writer | None = None,
-        receipts: Writer | None = None,
-        hashed: Callable[[bytes], bytes] = whole_line,
+        receipts: Receipts | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
@@ -91,7 +103,7 @@ class BatchRun:
         self._lines = iter(lines)
         self._sink = sink
         self._errors = sink if errors is None else errors
-        self._receipts, self._hashed = receipts, hashed
+        self._receipts = receipts
         self._header = header
         self._reader = LineReader(defaults)
         self._salt = salt_of(defaults)
@@ -103,7 +115,7 @@ class BatchRun:
         self._jobs: dict[int, _Job] = {}  # by line
         self._order: deque[int] = deque()  # ordered output: lines read but not yet written
         # ordered output: results waiting for an earlier line
-        self._held: dict[int, tuple[Writer, bytes, bytes]] = {}
+        self._held: dict[int, tuple[Writer, bytes, Callable[[], None] | None]] = {}
         self._pictures: dict[str, Future[Any]] = {}  # prompts whose pictures are being read
         self._readers = ThreadPoolExecutor(
             READERS, thread_name_prefix="pictures"
@@ -278,10 +290,7 @@ class BatchRun:
     def _finish(self, job: _Job, outputs: list[RequestOutput]) -> None:
         request = job.request
         answer = result_line(request, outputs, job.name, self._header)
-        receipt = b""
-        if self._receipts is not None:
-            receipt = receipt_line(job.raw, request.line, request.custom_id, self._hashed(answer), outputs)
-        self._put(request.line, self._sink, answer, receipt)
+        self._put(request.line, self._sink, answer, self._receipt(job.raw, request, answer, outputs))
         del self._jobs[job.request.line]
         self.totals.ok += 1
         for output in outputs:
@@ -311,16 +320,26 @@ class BatchRun:
             self._fail(job, line_error(line, *explain(error), custom_id))
 
     def _put_error(self, error: LineError, name: str, raw: bytes | None) -> None:
-        answer, receipt = error_line(error, name), b""
-        if self._receipts is not None:
-            covered = self._hashed(answer)
-            receipt = receipt_line(raw, error.line, error.custom_id, covered, (), error.code)
-        self._put(error.line, self._errors, answer, receipt)
+        answer = error_line(error, name)
+        self._put(error.line, self._errors, answer, self._receipt(raw, error, answer, (), error.code))
         self.totals.failed[error.code] += 1
         if len(self.totals.first_errors) < SHOWN_ERRORS:
             self.totals.first_errors.append(error)
 
-    def _put(self, number: int, writer: Writer, data: bytes, receipt: bytes) -> None:
+    def _receipt(
+        self,
+        raw: bytes | None,
+        of: LineRequest | LineError,
+        answer: bytes,
+        outputs: Sequence[RequestOutput],
+        error: str | None = None,
+    ) -> Callable[[], None] | None:
+        """Writes the receipt of an answer; None without receipts."""
+        if self._receipts is None:
+            return None
+        return partial(self._receipts.add, raw, of.line, of.custom_id, answer, outputs, error)
+
+    def _put(self, number: int, writer: Writer, data: bytes, receipt: Callable[[], None] | None) -> None:
         if not self._ordered:
             self._write(writer, data, receipt)
             return
@@ -328,9 +347,9 @@ class BatchRun:
         while self._order and self._order[0] in self._held:
             self._write(*self._held.pop(self._order.popleft()))
 
-    def _write(self, writer: Writer, data: bytes, receipt: bytes) -> None:
-        if self._receipts is not None:
-            self._receipts.write(receipt)
+    def _write(self, writer: Writer, data: bytes, receipt: Callable[[], None] | None) -> None:
+        if receipt is not None:
+            receipt()
         writer.write(data)
         self.totals.written += 1
 

@@ -22,7 +22,7 @@ from xla_engine.batch.datasets.answers import AnswerColumns
 from xla_engine.batch.datasets.output import answer_cell
 from xla_engine.batch.earlier_runs import LastRun, elsewhere, recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
-from xla_engine.batch.receipts import ReceiptFile, receipts_header, whole_line
+from xla_engine.batch.receipts import ReceiptFile, ReceiptLines, receipts_header, whole_line
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.shards import Shard, ShardOutput
@@ -188,7 +188,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     raise OutputError(f"{files.output} has a column for errors; leave out --errors")
                 table.check(files.source, files.mode)
                 files = replace(files, output=str(table.journal))
-            receipts = None
+            receipts, rows = None, table is not None and table.has_rows
             if files.receipts is not None:
                 signer = None if files.sign is None else Signer.read(files.sign)
                 receipts = ReceiptFile(Path(files.receipts), files.mode, signer)
@@ -243,7 +243,6 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             sinks = [output.begin() for output in outputs]
             if receipts is not None:
                 stack.callback(receipts.close)
-                rows = table is not None and table.has_rows
                 receipts.begin(receipts_header(engine, header, settings.defaults, table=rows), done)
         began = time.monotonic()
         progress = Progress(
@@ -254,8 +253,9 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             lines,
             sinks[0],
             errors=sinks[-1],
-            receipts=receipts,
-            hashed=answer_cell if table is not None and table.has_rows else whole_line,
+            receipts=None
+            if receipts is None
+            else ReceiptLines(receipts.write, answer_cell if rows else whole_line),
             header=header,
             defaults=settings.defaults,
             ordered=settings.ordered,

@@ -8,12 +8,12 @@ result file. Where this engine cannot speculate, the answers are generated again
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from xla_engine.batch.run import BatchRun
 from xla_engine.batch.submit import whole_request
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
+from xla_engine.engine.identity import logprob_bits_sha256
 from xla_engine.engine.requests.sequence import sequence_ids
 from xla_engine.errors import ConfigError, ReceiptError
 from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.openai.results import ResultHeader
+from xla_engine.outputs import RequestOutput
 from xla_engine.receipts.claimed import ClaimedAnswers
 from xla_engine.receipts.files import CheckedFiles, Claim, check_files
 from xla_engine.receipts.report import AuditReport, Objection
@@ -232,7 +234,7 @@ def audit(
         engine,
         compared.lines(filter(_can_run, claims), header["defaults"]),
         compared,
-        receipts=_Receipts(compared),
+        receipts=compared,
         header=ResultHeader(
             created=header["created"],
             model=str(header["model"].get("name")),
@@ -260,16 +262,6 @@ def _can_run(claim: Claim) -> bool:
     return claim.receipt["request"] is not None and claim.receipt["error"] not in _CHANCE
 
 
-@dataclass(frozen=True, slots=True)
-class _Receipts:
-    """Takes the receipts of the answers that are computed again."""
-
-    compared: _Compared
-
-    def write(self, data: bytes) -> None:
-        self.compared.receipt = json.loads(data)
-
-
 class _Compared:
     """Takes answers that are computed again, each after its receipt, and compares them with the claims."""
 
@@ -281,7 +273,7 @@ class _Compared:
         versions: str | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self.receipt: dict[str, Any] = {}
+        self._answered: tuple[int, Sequence[RequestOutput], str | None] = 0, (), None
         self._engine, self._drafts, self._report = engine, drafts, report
         self._versions, self._progress = versions, progress
         self._live: dict[int, tuple[Claim, list[str]]] = {}  # by line, with the names of the sequences
@@ -303,9 +295,21 @@ class _Compared:
             self._stopped.add(name)
             self._engine.abort(whole_request(name))
 
+    def add(
+        self,
+        raw: bytes | None,
+        line: int,
+        custom_id: str,
+        answer: bytes,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+    ) -> None:
+        """Take what an answer, which `write` gets next, has in its receipt."""
+        self._answered = line, outputs, error
+
     def write(self, data: bytes) -> None:
-        report, receipt = self._report, self.receipt
-        claim, names = self._live.pop(receipt["line"])
+        report, (line, outputs, error) = self._report, self._answered
+        claim, names = self._live.pop(line)
         report.checked += 1
         report.tokens += sum(len(choice["token_ids"]) for choice in claim.receipt["choices"])
         left = next(
@@ -316,9 +320,9 @@ class _Compared:
             ),
             None,
         )
-        why = self._why(claim, json.loads(data)) if left is None else self._token(*left)
+        why = self._why(claim, data, outputs, error) if left is None else self._token(*left)
         if why is not None:
-            unsure = left is None and receipt["error"] in _CHANCE
+            unsure = left is None and error in _CHANCE
             if self._versions is not None:
                 unsure, why = (
                     True,
@@ -331,33 +335,36 @@ class _Compared:
         if self._progress is not None:
             self._progress(report.checked)
 
-    def _why(self, claim: Claim, answer: dict[str, Any]) -> str | None:
-        """Why an answer is not that of its request; None if it is."""
-        mine, claimed = self.receipt, claim.receipt
-        if mine["error"] != claimed["error"]:
-            if mine["error"] is None:
+    def _why(
+        self, claim: Claim, line: bytes, outputs: Sequence[RequestOutput], error: str | None
+    ) -> str | None:
+        """Why an answer is not that of its request; None if it is. line: that of the request."""
+        claimed = claim.receipt
+        if error != claimed["error"]:
+            if error is None:
                 return f"it has the error {claimed['error']}, where the model gives an answer"
-            return f"it should be the error {mine['error']}: {answer['error']['message']}"
-        if len(mine["choices"]) != len(claimed["choices"]):
-            return f"it has {len(claimed['choices'])} choices in its receipt, not {len(mine['choices'])}"
-        for at, (old, new) in enumerate(zip(claimed["choices"], mine["choices"], strict=True)):
-            if (found := first_difference(old["token_ids"], new["token_ids"])) is not None:
+            return f"it should be the error {error}: {json.loads(line)['error']['message']}"
+        mine = [each for output in outputs for each in output.outputs]
+        if len(mine) != len(claimed["choices"]):
+            return f"it has {len(claimed['choices'])} choices in its receipt, not {len(mine)}"
+        for at, (old, new) in enumerate(zip(claimed["choices"], mine, strict=True)):
+            if (found := first_difference(old["token_ids"], new.token_ids)) is not None:
                 return self._token(at, found)
-            if old["logprob_bits_sha256"] != new["logprob_bits_sha256"]:
+            if old["logprob_bits_sha256"] != logprob_bits_sha256(new.logprobs):
                 return (
-                    self._logprob(claim, answer) or f"choice {at}: its tokens have other log-probability bits"
+                    self._logprob(claim, line) or f"choice {at}: its tokens have other log-probability bits"
                 )
-        if claim.answer is None:
+        if claim.answer is None or _is_the_same(claim, line):
             return None
-        different = _path(_comparable(claim.answer), _comparable(answer))
+        different = _path(_comparable(claim.answer), _comparable(json.loads(line)))
         return None if different is None else f"the answer differs: {different}"
 
     @staticmethod
-    def _logprob(claim: Claim, answer: dict[str, Any]) -> str | None:
+    def _logprob(claim: Claim, line: bytes) -> str | None:
         """Where log-probabilities in the answers differ, if they have them."""
         if claim.answer is None:
             return None
-        return _path(_comparable(claim.answer), _comparable(answer))
+        return _path(_comparable(claim.answer), _comparable(json.loads(line)))
 
     def _token(self, choice: int, difference: Difference[int]) -> str:
         where = f"choice {choice}, token {difference.position}"
@@ -382,6 +389,16 @@ def _sequences(line: int, raw: bytes, defaults: Mapping[str, Any]) -> list[str]:
         return []
     prompts = (f"batch-{line}" + (f"-{index}" if index else "") for index in range(len(request.prompts)))
     return [name for prompt in prompts for name in sequence_ids(prompt, request.params.n)]
+
+
+def _is_the_same(claim: Claim, line: bytes) -> bool:
+    """Whether an output line has the claimed digest, with the claimed id, which depends on the input line's bytes."""
+    assert claim.answer is not None
+    known = dump_line({"id": claim.answer.get("id")})[:-2]  # up to the brace
+    _, comma, rest = line.partition(b", ")
+    return (
+        hashlib.sha256(known + comma + rest.removesuffix(b"\n")).hexdigest() == claim.receipt["answer_sha256"]
+    )
 
 
 def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.receipts import ReceiptFile, receipt_line, receipts_header, whole_line
+from xla_engine.batch.receipts import ReceiptFile, ReceiptLines, receipt_line, receipts_header, whole_line
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun, Writer
@@ -35,7 +35,14 @@ def write_answers(
     """As `xla_engine.receipts.write`."""
     header = header_of(engine)
     with new_files(receipts_header(engine, header, defaults), results, receipts, sign) as (sink, file):
-        run = BatchRun(engine, _lines(requests), sink, receipts=file, header=header, defaults=defaults)
+        run = BatchRun(
+            engine,
+            _lines(requests),
+            sink,
+            receipts=ReceiptLines(file.write),
+            header=header,
+            defaults=defaults,
+        )
         totals = run.run()
         if totals.failure is not None:
             raise totals.failure

@@ -12,7 +12,7 @@ from typing import Any
 
 from xla_engine.batch.lines import Line, read_lines
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.receipts import ReceiptFile, receipts_header
+from xla_engine.batch.receipts import ReceiptFile, ReceiptLines, receipts_header
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun, Writer
 from xla_engine.batch.totals import RunTotals
@@ -258,7 +258,9 @@ class Batches:
                 errors=errors,
                 receipts=None
                 if receipts is None
-                else _CountedSink(receipts, self.store, record.receipts_id, record.tenant),
+                else ReceiptLines(
+                    _CountedSink(receipts, self.store, record.receipts_id, record.tenant).write
+                ),
                 header=header,
                 defaults=defaults,
                 done=done,
