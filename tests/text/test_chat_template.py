@@ -113,6 +113,18 @@ def test_a_refusal_by_the_template_carries_its_words() -> None:
         render_chat(HELLO, "{% for %}")
 
 
+def test_a_template_of_tools_takes_chats_without_them_and_tools_without_descriptions() -> None:
+    source = """{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description + '' }}
+{% for name, each in tool.function.parameters.properties.items() %}{{ name + each.description }}{% endfor %}
+{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"""
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    assert render_chat(HELLO, source) == "Hello"
+    text = render_chat(HELLO, source, tools=[{"type": "function", "function": tool}])
+    assert text.split() == ["f:", "cityHello"]
+    shown = "{{ tools | map(attribute='function') | tojson }}" + SHOWN
+    assert '[{"name": "f"' in render_chat(HELLO, shown, tools=[{"type": "function", "function": tool}])
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -123,24 +123,61 @@ def render_chat(
     context = {"documents": None} | special_tokens | extra | {"add_generation_prompt": add_generation_prompt}
     outline = Skeleton(plain)
 
-    first_tool = list(tools)[:1] if tools else None
+    offers = _offers(list(tools or ()))
+    shown = offers[0][0]
+    for offered, tried in offers:
 
-    def shows_all(told: list[dict[str, Any]]) -> bool:
-        given = {"messages": _shaped(told, in_parts=in_parts), "tools": first_tool}
-        return outline.dropped(render(context | given)) is None
+        def shows_all(told: list[dict[str, Any]], tried: list[Any] | None = tried) -> bool:
+            given = {"messages": _shaped(told, in_parts=in_parts), "tools": tried}
+            return outline.dropped(render(context | given)) is None
 
-    known = forms(outline.messages, knows_developer=knows_developer)
-    choice = _CHOICES.of((source, in_parts, context, first_tool), known, shows_all)
+        known = forms(outline.messages, knows_developer=knows_developer)
+        choice = _CHOICES.of((source, in_parts, context, tried), known, shows_all)
+        if choice is not None:
+            shown = offered
+            break
     told = next(islice(forms(plain, knows_developer=knows_developer), choice or 0, None))
     told = _shaped(told, in_parts=in_parts)
     final = _continued(told[-1]) if continue_final_message else ""
-    text = render(context | {"messages": told, "tools": list(tools) if tools else None})
+    text = render(context | {"messages": told, "tools": shown})
     if choice is None and (dropped := missing_text(plain, text)) is not None:
         raise ChatTemplateError(
             f"the chat template drops the text of messages[{dropped}], whose role is {plain[dropped]['role']!r}; give "
             "it a role that the template shows there"
         )
     return _up_to_mark(text, final) if continue_final_message else text
+
+
+def _offers(tools: list[Any]) -> list[tuple[list[Any] | None, list[Any] | None]]:
+    """Ways to tell a template the tools, with those to try it with, which are one if all are alike for a template.
+
+    Templates of tools alone read a list even if there is none; and some print descriptions that tools may lack.
+    """
+    if not tools:
+        return [(None, None), ([], [])]
+    described = _described(tools)
+    return [(tools, tools[:1])] if described == tools else [(tools, tools), (described, described)]
+
+
+def _described(tools: list[Any]) -> list[Any]:
+    """The tools, with empty descriptions where they or their parameters have none."""
+    found = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            found.append(tool)
+            continue
+        schema = function.get("parameters")
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        function = {"description": "", **function}
+        if isinstance(schema, Mapping) and isinstance(properties, Mapping):
+            described = {
+                name: {"description": "", **each} if isinstance(each, Mapping) else each
+                for name, each in properties.items()
+            }
+            function["parameters"] = {**schema, "properties": described}
+        found.append({**tool, "function": function})
+    return found
 
 
 class _Choices:

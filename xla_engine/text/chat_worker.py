@@ -1,6 +1,7 @@
 """Renders chat templates in a worker process (`worker_main`): code from a checkpoint runs here."""
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -44,8 +45,14 @@ def strftime_now(form: str) -> str:
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
-    """Plain JSON; jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    """Plain JSON; jinja2's own filter escapes for HTML. What `map` and `select` return is a list, as in llama.cpp."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, default=_listed, **options)
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, Iterator):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return list(value)
 
 
 @lru_cache(maxsize=32)
