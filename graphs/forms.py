@@ -87,6 +87,9 @@ class RoutedExperts:
         their own (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     routed_scaling_factor: factor of the experts' weights.
     shared_expert_gate: the shared expert's output is multiplied by a gate.
+    beside_mlp: the experts stand beside an MLP, each with norms of its own; the router normalises the residual stream
+        itself, and has a factor for each expert's output (Gemma 4).
+    gelu: the experts' gate is GELU by tanh, not SiLU.
     """
 
     num_experts: int
@@ -99,6 +102,8 @@ class RoutedExperts:
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     routed_scaling_factor: float = 1.0
     shared_expert_gate: bool = True
+    beside_mlp: bool = False
+    gelu: bool = False
 
     def __post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:

@@ -33,7 +33,7 @@ def gpu_experts(
 
     gather: as in `graphs.linear.products.Products.experts`.
     """
-    gate_up, down, gate_up_bias, down_bias, limit = experts
+    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
     assert not isinstance(gate_up, Quantized | Coded) and not isinstance(down, Quantized | Coded)
     count, per_row = routed.expert.shape
     blocks = _blocks(routed.expert.reshape(-1), len(gate_up))
@@ -44,9 +44,8 @@ def gpu_experts(
         return kernel_call(kernel, grid=grid, out_shape=out, warps=4, interpret=interpret, **static)
 
     rows = x.astype(gate_up.dtype)
-    hidden = call(gated_kernel, inner, (most * BLOCK_ROWS, inner), down.dtype, per_row=per_row, limit=limit)(
-        *blocks, rows, gate_up, gate_up_bias
-    )
+    shape, gated = (most * BLOCK_ROWS, inner), {"per_row": per_row, "limit": limit, "gelu": gelu}
+    hidden = call(gated_kernel, inner, shape, down.dtype, **gated)(*blocks, rows, gate_up, gate_up_bias)
     hidden = hidden if gather is None else gather(hidden)
     out = call(down_kernel, width, (count * per_row, width), jnp.float32)(*blocks, hidden, down, down_bias)
     written = routed.expert[..., None] < len(gate_up)
@@ -97,6 +96,7 @@ def gated_kernel(
     *,
     per_row: int,
     limit: float | None,
+    gelu: bool,
 ) -> None:
     """The gated features of a block's rows."""
     first, block = pl.program_id(0) * _TILE, pl.program_id(1)
@@ -125,7 +125,8 @@ def gated_kernel(
             gates += load(bias_ref, (expert, feature), feature < inner)[None]
             ups += load(bias_ref, (expert, inner + feature), feature < inner)[None]
         at = (block * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)[:, None], feature[None])
-        store(hidden_ref, at, gate(gates, ups, limit), (feature < inner)[None] & taken[:, None])
+        gated = gate(gates, ups, limit, gelu=gelu)
+        store(hidden_ref, at, gated, (feature < inner)[None] & taken[:, None])
 
 
 def down_kernel(

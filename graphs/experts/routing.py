@@ -36,7 +36,7 @@ class Experts(NamedTuple):
     gate_up: `[E, 2 F, D]`, gates first.   down: `[E, D, F]`. For C++ also coded, `[E 2 F, D]` and `[E D, F]`, both in
     the same order of codes.
     gate_up_bias: f32 `[E, 2 F]`, down_bias: f32 `[E, D]`, or None.
-    limit: of the clamped gate, see `gate`.
+    limit: of the clamped gate, see `gate`. gelu: its activation.
     """
 
     gate_up: jax.Array | Quantized | Coded
@@ -44,6 +44,7 @@ class Experts(NamedTuple):
     gate_up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     limit: float | None = None
+    gelu: bool = False
 
     @property
     def number(self) -> int:
@@ -110,11 +111,13 @@ def _of_live(expert: jax.Array, experts: int, live: jax.Array | None) -> jax.Arr
     return expert.astype(jnp.int32)
 
 
-def gate(gates: jax.Array, ups: jax.Array, limit: float | None) -> jax.Array:
-    """SwiGLU (Shazeer 2020), `silu(gate) up`; with a `limit` the clamped form of gpt-oss.
+def gate(gates: jax.Array, ups: jax.Array, limit: float | None, *, gelu: bool = False) -> jax.Array:
+    """SwiGLU (Shazeer 2020), `silu(gate) up`, or with GELU by tanh; with a `limit` the clamped form of gpt-oss.
 
     That is `(up + 1) gate sigmoid(1.702 gate)`, with gates clamped from above and ups on both sides at `limit`.
     """
+    if gelu:
+        return jax.nn.gelu(gates, approximate=True) * ups
     if limit is None:
         return jax.nn.silu(gates) * ups
     gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
@@ -129,7 +132,7 @@ def blocked_experts(
     Processes one block of rows of one expert at a time, so that an expert's weights are read once per block, and those
     of unused experts not at all. With `gather`, the first products of all blocks run before the second ones.
     """
-    gate_up, down, gate_up_bias, down_bias, limit = experts
+    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
     assert not isinstance(gate_up, Coded) and not isinstance(down, Coded)
     (count, features), per_row = residual.shape, routed.expert.shape[1]
     blocks = _blocks(routed.expert.reshape(-1), experts.number)
@@ -141,7 +144,7 @@ def blocked_experts(
         if gate_up_bias is not None:
             both = both + gate_up_bias[expert][:, None]
         gates, ups = lax.optimization_barrier(both).reshape(2, -1)
-        return lax.optimization_barrier(gate(gates, ups, limit).astype(experts.row_dtype)).reshape(
+        return lax.optimization_barrier(gate(gates, ups, limit, gelu=gelu).astype(experts.row_dtype)).reshape(
             -1, BLOCK_ROWS
         )
 
@@ -239,7 +242,12 @@ def native_experts(
     biases = (_or_nothing(bias) for bias in (experts.gate_up_bias, experts.down_bias))
     weights = (*parts_of(experts.gate_up), *parts_of(experts.down), *biases)
     result: jax.Array = call(
-        x.astype(experts.row_dtype), *routed, *weights, residual, limit=np.float32(experts.limit or 0)
+        x.astype(experts.row_dtype),
+        *routed,
+        *weights,
+        residual,
+        limit=np.float32(experts.limit or 0),
+        gelu=experts.gelu,
     )
     return result
 
@@ -251,7 +259,7 @@ def shared_native_experts(
 
     gather: as in `graphs.linear.products.Products.experts`; rows without an expert are zero in its input.
     """
-    gate_up, down, gate_up_bias, down_bias, limit = experts
+    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
     inner = _rows(gate_up) * residual.shape[1] // (2 * _rows(down))
     gated = jax.ffi.ffi_call(
         f"{GATED_EXPERTS}_{_kind(gate_up)}_{isa}",
@@ -263,6 +271,7 @@ def shared_native_experts(
         *parts_of(gate_up),
         _or_nothing(gate_up_bias),
         limit=np.float32(limit or 0),
+        gelu=gelu,
     )
     call = jax.ffi.ffi_call(
         f"{DOWN_EXPERTS}_{_kind(down)}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32)

@@ -22,7 +22,7 @@ from xla_engine.graphs.model.sublayers import (
     LayerEnd,
     LayerInputs,
     Linear,
-    RoutedMlp,
+    MlpWithExperts,
     finished_logits,
     mixer_of,
     mlp_of,
@@ -56,7 +56,7 @@ class Layer(nnx.Module):
         second = c.pre_norm and not c.use_parallel_residual
         self.pre_feedforward_norm = StreamNorm(make, c) if second else None
         self.mlp = mlp_of(make, c, index)
-        self.post_feedforward_norm = StreamNorm(make, c) if c.post_norm else None
+        self.post_feedforward_norm = StreamNorm(make, c) if c.post_norm and not c.experts_of(index) else None
         self.end = LayerEnd(make, c, index) if c.layer_scalar else None
 
     def __call__(self, x: jax.Array, call: Call) -> jax.Array:
@@ -71,10 +71,11 @@ class Layer(nnx.Module):
         source = self._centred(x if self.config.use_parallel_residual else residual)
         if not self.config.use_parallel_residual:
             norm = None if self.pre_feedforward_norm is None else self.pre_feedforward_norm()
-        if isinstance(self.mlp, RoutedMlp):
-            return self.mlp(products, source, norm, residual)
-        hidden = self.mlp(products, source, norm, self.config.hidden_act)
-        x = self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, products)
+        if isinstance(self.mlp, MlpWithExperts):
+            x = self.mlp(products, source, norm, residual)
+        else:
+            hidden = self.mlp(products, source, norm, self.config.hidden_act)
+            x = self._added(residual, self.mlp.down, hidden, self.post_feedforward_norm, products)
         return x if self.end is None else self.end(products, x, call)
 
     def _centred(self, x: jax.Array) -> jax.Array:
@@ -88,8 +89,7 @@ class Layer(nnx.Module):
             own = self.sharding.own(residual, "residual")
             return self.sharding.gather(linear(products, x, residual=own), "residual")
         out = self.sharding.gather(linear(products, x), "residual")
-        out = out if post is None else normed(out, post())
-        return residual + self.config.residual_multiplier * out
+        return residual + self.config.residual_multiplier * normed(out, None if post is None else post())
 
 
 class Decoder(nnx.Module):

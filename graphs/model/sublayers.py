@@ -309,6 +309,8 @@ class RoutedMlp(nnx.Module):
         gated = shared and form.shared_expert_gate
         self.shared_gate = make.unquantized.matrix((1, d)) if gated else None
         self.correction = make.vector(count) if form.scoring_func == "sigmoid" else None
+        self.router_norm = make.vector(d) if form.beside_mlp else None
+        self.factors = make.vector(count) if form.beside_mlp else None
 
     def keep(
         self,
@@ -329,15 +331,19 @@ class RoutedMlp(nnx.Module):
     def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
         """`residual [N, D]` plus the output of the experts for the normalised `x [N, D]`."""
         form, sharding = self.form, self.sharding
-        x = normed(x, norm)
-        routed = self._routed(self.router(products, x), products.live)
+        asked, x = x, normed(x, norm)
+        if self.router_norm is not None and norm is not None:
+            logits = self.router(products, asked, norm=Norm(self.router_norm[...], norm.eps))
+        else:
+            logits = self.router(products, x)
+        routed = self._routed(logits, products.live)
         gate_up_bias, down_bias = (
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
         )
         gate_up = held(self.gate_up, self.gate_up_scale, self.gate_up_form)
         down = held(self.down, self.down_scale, self.down_form)
-        experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit)
+        experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit, form.gelu)
         gather: Gather | None = None
         if sharding.devices is not None:
             gather = functools.partial(sharding.gather, kind="expert")
@@ -354,14 +360,46 @@ class RoutedMlp(nnx.Module):
         form, correction = self.form, value(self.correction)
         count, renormalise = form.num_experts_per_tok, form.norm_topk_prob
         if correction is None:
-            return route(logits, count, renormalise=renormalise, live=live)
+            found = route(logits, count, renormalise=renormalise, live=live)
+            if self.factors is None:
+                return found
+            factors = self.factors[...].at[found.expert].get(mode="clip")
+            return found._replace(weight=lax.optimization_barrier(found.weight * factors))
         factor = form.routed_scaling_factor
         return route_by_sigmoid(logits, correction, count, renormalise=renormalise, factor=factor, live=live)
 
 
-def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | RoutedMlp:
-    """The MLP of layer `index`, or its experts."""
+class MlpBesideExperts(nnx.Module):
+    """An MLP and routed experts of the same residual stream; each output has a norm, and so has their sum."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, form: RoutedExperts) -> None:
+        self.config, d = c, c.hidden_size
+        self.dense = Mlp(make, d, c.intermediate_size, "mlp", bias=False, adapted=False)
+        self.routed = RoutedMlp(make, d, form)
+        self.dense_norm, self.routed_norm = make.vector(d), make.vector(d)
+        self.routed_input_norm, self.sum_norm = make.vector(d), make.vector(d)
+
+    def __call__(self, products: Products, x: jax.Array, norm: Norm | None, residual: jax.Array) -> jax.Array:
+        """As `RoutedMlp`; norm: the MLP's own."""
+
+        def by(weight: Param) -> Norm:
+            return Norm(weight[...], self.config.rms_norm_eps)
+
+        hidden = self.dense(products, x, norm, self.config.hidden_act)
+        dense = normed(self.dense.down(products, hidden), by(self.dense_norm))
+        routed = self.routed(products, x, by(self.routed_input_norm), jnp.zeros_like(x))
+        both = lax.optimization_barrier(dense + normed(routed, by(self.routed_norm)))
+        return residual + normed(both, by(self.sum_norm))
+
+
+MlpWithExperts = RoutedMlp | MlpBesideExperts
+
+
+def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | MlpWithExperts:
+    """The MLP of layer `index`, or its experts, or both."""
     if (experts := c.experts_of(index)) is not None:
+        if experts.beside_mlp:
+            return MlpBesideExperts(make, c, experts)
         return RoutedMlp(make, c.hidden_size, experts)
     if not c.gated_mlp:
         return PlainMlp(make, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)

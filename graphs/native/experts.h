@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "coded_weights.h"
+#include "gates.h"
 #include "parallel.h"
 
 namespace xla_engine {
@@ -43,8 +44,9 @@ inline Vec Swish(Vec gate, Vec up, float slope) {
   return gate * up * Select(scaled > zero, 1.0f / (1.0f + small), small / (1.0f + small));
 }
 
-// SwiGLU, or with a positive limit the clamped form of gpt-oss (`graphs.experts.routing.gate`).
-inline Vec Gate(Vec gate, Vec up, float limit) {
+// SwiGLU or with GELU, or with a positive limit the clamped form of gpt-oss (`graphs.experts.routing.gate`).
+inline Vec Gate(Vec gate, Vec up, float limit, bool gelu) {
+  if (gelu) return Gated(gate, up, true);
   if (limit <= 0) return Swish(gate, up, 1.0f);
   const Vec high = Vec{} + limit, low = -high;
   gate = Select(gate > high, high, gate);
@@ -91,6 +93,7 @@ struct ExpertLayer {
   float* out;                                         // [N, D]
   int64_t count, width, per_row, experts, inner;      // N, D, K, E, F
   float limit;
+  bool gelu;
   // If a call computes only one of the two products: the activations between them by assignment, [N K, F]; else null.
   Value* gated = nullptr;        // the first product alone goes here
   const Value* given = nullptr;  // the second alone comes from here

@@ -141,7 +141,7 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
         Vec g = Load(sums.one + r * 16), u = Load(sums.other + r * 16);
         if (bias) g += Load(bias), u += Load(bias + inner);
         Value* to = gated + gathered.assignment[groups[at].first + r] * inner + feature;
-        const Vec values = Gate(g, u, layer.limit);
+        const Vec values = Gate(g, u, layer.limit, layer.gelu);
         if constexpr (std::is_same_v<Value, float>) {
           Store(to, values);
         } else {

@@ -33,7 +33,7 @@ void Set(const T*& pointer, const ffi::AnyBuffer& buffer) {
 template <typename T>
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
                    Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
-                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit) {
+                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit, bool gelu) {
   ExpertLayer<T> layer{};
   layer.gate_up = {gate_up, gate_up_scale};
   layer.down = {down, down_scale};
@@ -53,6 +53,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
   layer.experts = layer.down.rows / width;
   layer.inner = inner;
   layer.limit = limit;
+  layer.gelu = gelu;
   RunExperts(pool, expert.typed_data(), layer);
   return ffi::Error::Success();
 }
@@ -61,7 +62,7 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
 // activations between the products for every assignment, [N K, F], zero where there is no expert.
 template <typename T>
 ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
-                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit) {
+                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit, bool gelu) {
   ExpertLayer<T> layer{};
   layer.gate_up = {gate_up, gate_up_scale};
   const int64_t width = x.dimensions()[1], inner = out->dimensions()[1];
@@ -76,6 +77,7 @@ ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert,
   layer.experts = layer.gate_up.rows / (2 * inner);
   layer.inner = inner;
   layer.limit = limit;
+  layer.gelu = gelu;
   layer.gated = static_cast<decltype(layer.gated)>(out->untyped_data());
   RunExperts(pool, expert.typed_data(), layer);
   return ffi::Error::Success();
@@ -106,8 +108,8 @@ ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers exp
 
 // The handlers of a library of weights of type T.
 #define XLA_ENGINE_EXPERTS(Name, T)                                         \
-  XLA_ENGINE_HANDLER(XlaEngineExperts##Name, Experts<T>, "limit")           \
-  XLA_ENGINE_HANDLER(XlaEngineGatedExperts##Name, GatedExperts<T>, "limit") \
+  XLA_ENGINE_HANDLER(XlaEngineExperts##Name, Experts<T>, "limit", "gelu")           \
+  XLA_ENGINE_HANDLER(XlaEngineGatedExperts##Name, GatedExperts<T>, "limit", "gelu") \
   XLA_ENGINE_HANDLER(XlaEngineDownExperts##Name, DownExperts<T>)
 
 }  // namespace xla_engine

@@ -104,7 +104,7 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
           for (int64_t i = 0; i < 2; ++i) {
             Vec g = Load(gate + (f + i) * 16), u = Load(up + (f + i) * 16);
             if (bias) g += bias[f + i], u += bias[inner + f + i];
-            pair[i] = Gate(g, u, layer.limit);
+            pair[i] = Gate(g, u, layer.limit, layer.gelu);
           }
           const __m512i both = Words16(pair[0], pair[1]);
           if (!layer.gated) {

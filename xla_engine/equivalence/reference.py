@@ -121,6 +121,7 @@ class Reference:
         if c["model_type"] in ("gemma2", "gemma3_text", "gemma4_text"):  # norms before and after
             x = x + self._norm(mixed, f"{name}post_attention_layernorm")
             out = mlp(self._norm(x, f"{name}pre_feedforward_layernorm"), name)
+            out = self._beside(x, out, name) if self._files.has(f"{name}router.proj") else out
             x = x + self._norm(out, f"{name}post_feedforward_layernorm")
             return self._with_input(x, index) if c["model_type"] == "gemma4_text" else x
         if c["model_type"] == "glm4":  # the same by other names
@@ -129,6 +130,23 @@ class Reference:
             return x + self._norm(out, f"{name}post_mlp_layernorm")
         x = x + factor * mixed
         return x + factor * mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
+
+    def _beside(self, x: Array, out: Array, name: str) -> Array:
+        """What Gemma 4's MLP, `out`, and the experts beside it make of the residual stream `x [N, D]`."""
+        c, read = self._config, self._files.read
+        asked = rms_norm(x, read(f"{name}router.scale"), epsilon(c)) / np.float32(math.sqrt(x.shape[1]))
+        scores = self._linear(asked, f"{name}router.proj")  # [N, E]
+        chosen = np.argsort(-scores, axis=1, kind="stable")[:, : c["top_k_experts"]]  # [N, K]
+        weights = softmax(np.take_along_axis(scores, chosen, axis=1))
+        weights = weights * read(f"{name}router.per_expert_scale")[chosen]
+        given, total = self._norm(x, f"{name}pre_feedforward_layernorm_2"), np.zeros_like(x)
+        both, down = read(f"{name}experts.gate_up_proj"), read(f"{name}experts.down_proj")
+        for expert in np.unique(chosen):
+            rows, places = np.nonzero(chosen == expert)
+            gate, up = np.split(given[rows] @ both[expert].T, 2, axis=1)
+            total[rows] += weights[rows, places, None] * (gelu_tanh(gate) * up @ down[expert].T)
+        dense = self._norm(out, f"{name}post_feedforward_layernorm_1")
+        return dense + self._norm(total, f"{name}post_feedforward_layernorm_2")
 
     def _layer_inputs(self, tokens: Array, x: Array) -> Array | None:
         """Gemma 4's embeddings of `tokens [N]` for each layer, `[N, layers, P]`; x: their own, `[N, D]`."""

@@ -191,6 +191,15 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
         | GEMMA4_ROPE,
     ),
+    "gemma4_moe": (
+        "Gemma4ForCausalLM",
+        0.3,
+        shape(40, 4, 2, head_dim=10, global_head_dim=16, num_global_key_value_heads=1, num_hidden_layers=3)
+        | {"hidden_size_per_layer_input": 0, "sliding_window": 21, "attention_k_eq_v": True}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | GEMMA4_ROPE,
+    ),
     "phi3_long": (
         "Phi3ForCausalLM",
         0.4,
@@ -545,6 +554,8 @@ def random_model(name: str, seed: int) -> Any:
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
             shift = shifted and parameter_name.endswith("bias")  # one constant for all would drown the tokens
+            if parameter_name.endswith(("router.scale", "per_expert_scale")):
+                parameter += 1
             if "norm" in parameter_name and not shift and (not less_one or "linear_attn" in parameter_name):
                 parameter += 1
             if parameter_name.endswith("A_log"):

@@ -1,10 +1,14 @@
-"""Gemma 4: two sizes of heads, embeddings of each layer, layers that share keys and values."""
+"""Gemma 4: two sizes of heads, embeddings of each layer, layers that share keys and values, and experts beside
+an MLP."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
-from xla_engine.graphs.config import FULL, SLIDING
+import numpy as np
+
+from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.model_loader.families.dense import (
     ATTENTION,
     FOUR_NORMS,
@@ -15,7 +19,8 @@ from xla_engine.model_loader.families.dense import (
     all_but_each,
     layer_types,
 )
-from xla_engine.model_loader.families.family import Family, Tensors
+from xla_engine.model_loader.families.experts import each_expert
+from xla_engine.model_loader.families.family import Family, Source, Tensors
 from xla_engine.model_loader.json_fields import Fields
 
 _LARGEST = 2**31 - 1
@@ -30,7 +35,30 @@ def _inputs(model: str) -> Tensors:
     }
 
 
+def _router_norm(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """The norm in front of the router: its scale, divided by the root of its width."""
+    factor = np.float32(1 / math.sqrt(shape[0]))
+    return (
+        Source(name="router.scale", shape=shape, convert=lambda block: block.astype(np.float32) * factor),
+    )
+
+
+_EXPERTS: Tensors = {
+    **{f"experts.dense_{leaf}": MLP[leaf] for leaf in ("gate_up", "down")},
+    "experts.dense_norm": ("post_feedforward_layernorm_1.weight",),
+    "experts.sum_norm": ("post_feedforward_layernorm.weight",),
+    "experts.routed_norm": ("post_feedforward_layernorm_2.weight",),
+    "experts.routed_input_norm": ("pre_feedforward_layernorm_2.weight",),
+    "experts.routed_router": ("router.proj.weight",),
+    "experts.routed_router_norm": _router_norm,
+    "experts.routed_factors": ("router.per_expert_scale",),
+    "experts.routed_gate_up": each_expert(
+        "experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight"
+    ),
+    "experts.routed_down": each_expert("experts.{expert}.down_proj.weight"),
+}
 _LAYER: Tensors = {
+    **_EXPERTS,
     **ATTENTION,
     **HEAD_NORMS,
     **MLP,
@@ -69,13 +97,22 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
     types[-1] = FULL  # as transformers has it, whatever the file says
     if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         fields.fail("use_bidirectional_attention", "not supported (attention to later tokens)")
+    flags: dict[str, Any] = {}
     if fields.flag("enable_moe_block", default=False):
-        fields.fail("enable_moe_block", "not supported (experts beside an MLP). Use a checkpoint without")
+        flags["experts"] = RoutedExperts(
+            num_experts=fields.integer("num_experts", high=2**16),
+            num_experts_per_tok=fields.integer("top_k_experts", high=2**16),
+            moe_intermediate_size=fields.integer("moe_intermediate_size", high=2**22),
+            beside_mlp=True,
+            gelu=True,
+        )
     size = fields.integer("hidden_size_per_layer_input", low=0, high=2**14, default=256)
     rows = fields.integer("vocab_size_per_layer_input", high=2**24, default=262144) if size else 0
     shared = fields.integer("num_kv_shared_layers", low=0, high=2**12, default=0)
-    cap = fields.given("final_logit_softcapping")
+    if fields.given("final_logit_softcapping"):
+        flags["final_logit_softcapping"] = fields.number("final_logit_softcapping", high=1e6)
     return {
+        **flags,
         **_overrides(fields, types),
         "layer_types": tuple(types),
         "sliding_window": fields.integer("sliding_window", high=_LARGEST),
@@ -90,7 +127,6 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
         "hidden_size_per_layer_input": size,
         "vocab_size_per_layer_input": rows,
         "embedding_multiplier": math.sqrt(fields.integer("hidden_size", high=2**20)),
-        **({"final_logit_softcapping": fields.number("final_logit_softcapping", high=1e6)} if cap else {}),
     }
 
 
