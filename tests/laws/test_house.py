@@ -35,7 +35,7 @@ READ_SETS = {  # what a reader wants to do: the page and section that names the 
 }
 CEILINGS = {
     "lines to add a sampling parameter": 1114,
-    "lines to add an output to a step": 2415,
+    "lines to add an output to a step": 2384,
     "lines to change what a norm computes": 1174,
     "lines to find a bug in stop strings": 689,
     "lines to see how a step works": 1968,
@@ -43,7 +43,7 @@ CEILINGS = {
     "class names used twice": 8,
     "fields of a plan": 13,
     "public methods of XlaBatchEngine": 70,
-    "lines of instruments, per thousand": 153,
+    "lines of instruments, per thousand": 150,
 }
 
 

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 
 from xla_engine.config import EngineConfig
-from xla_engine.graphs.config import MEAN
 from xla_engine.graphs.inventory import Inventory, program_name
 from xla_engine.graphs.row_state.rows import pack
 from xla_engine.observability.histogram import Histogram
 from xla_engine.pooling_params import PoolingParams
+from xla_engine.runner.after_prefill import AfterPrefill, scored_targets
 from xla_engine.runner.device_state import DeviceState
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer
-from xla_engine.runner.in_flight import DecodeSamples, FirstSamples, ScoredPrompts
+from xla_engine.runner.in_flight import DecodeSamples, FirstSamples
 from xla_engine.runner.inputs import (
     NO_DRAFT,
     Draft,
@@ -25,10 +25,9 @@ from xla_engine.runner.inputs import (
     make_drafts,
     make_lanes,
     no_drafts,
-    prompt_targets,
 )
 from xla_engine.runner.kv_moves import StateMoves
-from xla_engine.runner.programs import POOL, PREFILL, PROMPT_LOGPROBS, READ_PROMPTS, VERIFY, decode_name
+from xla_engine.runner.programs import PREFILL, VERIFY, decode_name
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import Chunk, Row, SavedState, VerifyRow
 
@@ -101,11 +100,13 @@ class Dispatch:
         self._rope_offsets = features is not None and bool(features.tower.config.axes)
         self._takes_host_arrays = takes_host_arrays
         self.put = put
-        self._pooling = pooling
-        # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
-        self.reads_all = pooling is not None or (
-            device_proposer is not None and device_proposer.reads_prompts
+        self._after = AfterPrefill(
+            *(inventory, weights, rope, put, config.chunk_size),
+            device_proposer=device_proposer,
+            pooling=pooling,
         )
+        # Whether the last layer's output is read at all prompt positions; the self-check also sets it.
+        self.reads_all = self._after.reads_all
         self._config, self._chunk_size = config, config.chunk_size
         self._dry, self._lora = config.enable_dry, config.enable_lora
         self.lengths = np.zeros(config.device_rows, np.int64)
@@ -131,10 +132,7 @@ class Dispatch:
             for bucket in buckets:
                 idle = self.put(pack(idle_lanes(config, lanes, rope_offsets=self._rope_offsets)))
                 _, _, hidden, *seen = self.run_prefill(program_name(PREFILL, lanes=lanes, keys=bucket), idle)
-            self.read_prompts(lanes, [hidden, *seen][-1], idle)
-            self.prompt_logprobs(lanes, hidden, self.put(np.full(lanes * self._chunk_size, -1, np.int32)))
-            if self._pooling is not None:
-                self.pool(lanes, hidden, np.zeros(lanes, np.int32))
+            self._after.warm_up(lanes, hidden, [hidden, *seen][-1], idle)
         for bucket in buckets:
             for few in (None, *few_sizes):
                 idle = self.put(decode_work(np.arange(0), config.device_rows, few))
@@ -174,21 +172,6 @@ class Dispatch:
         placed: jax.Array = self.put(array)
         return placed
 
-    def prompt_logprobs(self, lanes: int, hidden: jax.Array, target: jax.Array) -> jax.Array:
-        """The log-probabilities of `target`, i32 `[lanes * chunk_size]` (-1: none), from a prefill's hidden states."""
-        return self._inventory(program_name(PROMPT_LOGPROBS, lanes=lanes), self._weights, hidden, target)
-
-    def pool(self, lanes: int, hidden: jax.Array, count: np.ndarray) -> jax.Array:
-        """Run `graphs.steps.after_prefill.pool_chunk` on a prefill call. count: tokens of each lane."""
-        return self._inventory(program_name(POOL, lanes=lanes), self._weights, hidden, self.put(count))
-
-    def read_prompts(self, lanes: int, seen: jax.Array, work: jax.Array) -> None:
-        """Pass the hidden states of a prefill call to the device proposer, if it reads prompts."""
-        if self._device_proposer is not None and self._device_proposer.reads_prompts:
-            name, takes = program_name(READ_PROMPTS, lanes=lanes), self._device_proposer.takes
-            state = self._inventory(name, self._weights, self._rope, seen, work, *takes)
-            self._device_proposer.keep(state)
-
     def fill_tables(self, slot: int, row: RowSettings) -> None:
         """Set the logit bias and mask of a slot, which are too wide for the row state."""
         if row.params.logit_bias:
@@ -227,7 +210,7 @@ class Dispatch:
         # Pooled lanes sample nothing and activate no row.
         armed = {lane: row for lane, row in last.items() if not isinstance(row.params, PoolingParams)}
         adapters = [settings[chunk.request_id].adapter for chunk in chunks] if self._lora else None
-        whole = None if self.reads_all else [bool(_asked(chunk, settings)) for chunk in chunks]
+        whole = None if self.reads_all else [bool(scored_targets(chunk, settings)) for chunk in chunks]
         feature = (
             None if self._features is None else self._features.of_chunks(chunks, lanes, self._chunk_size)
         )
@@ -242,11 +225,9 @@ class Dispatch:
             feature=feature,
             placed=[settings[chunk.request_id] for chunk in chunks] if self._rope_offsets else None,
         )
-        proposer = self._device_proposer
-        is_read_again = proposer is not None and proposer.reads_prompts
-        work: Any = self.put(pack(filled)) if is_read_again else self._given(pack(filled))
+        work: Any = self.put(pack(filled)) if self._after.reads_prompts else self._given(pack(filled))
         samples, top, hidden, *seen = self.run_prefill(name, work)
-        self.read_prompts(lanes, [hidden, *seen][-1], work)
+        self._after.read(lanes, [hidden, *seen][-1], work)
         for chunk, end in zip(chunks, ends, strict=True):
             self.lengths[chunk.slot.index] = end
         if self.padding is not None:
@@ -258,41 +239,10 @@ class Dispatch:
             lanes=tuple(last),
             wanted=wanted,
             top=top if any(wanted) else None,
-            prompt=self._prompt_logprobs(chunks, settings, lanes, hidden),
+            prompt=self._after.scores(chunks, settings, lanes, hidden),
             hidden=hidden,
-            pooled=None if self._pooling is None else self._pooled(chunks, settings, lanes, hidden),
+            pooled=self._after.pooled(chunks, settings, lanes, hidden),
         )
-
-    def _prompt_logprobs(
-        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
-    ) -> ScoredPrompts | None:
-        asked = []
-        target = np.full((lanes, self._chunk_size), -1, np.int32)
-        for lane, chunk in enumerate(chunks):
-            if ahead := _asked(chunk, settings):
-                asked.append((lane, chunk, settings[chunk.request_id]))
-                target[lane, : len(ahead)] = ahead
-        if not asked:
-            return None
-        placed = self.put(target.reshape(-1))
-        return ScoredPrompts(self.prompt_logprobs(lanes, hidden, placed), tuple(asked), placed)
-
-    def _pooled(
-        self, chunks: Sequence[Chunk], settings: Mapping[str, RowSettings], lanes: int, hidden: jax.Array
-    ) -> tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None:
-        """Pool the chunks of pooling requests; returns `FirstSamples.pooled`, None if there are none."""
-        asked = tuple(
-            (lane, chunk, settings[chunk.request_id])
-            for lane, chunk in enumerate(chunks)
-            if isinstance(settings[chunk.request_id].params, PoolingParams)
-            and (chunk.is_last or self._pooling == MEAN)
-        )
-        if not asked:
-            return None
-        count = np.zeros(lanes, np.int32)
-        for lane, chunk, _ in asked:
-            count[lane] = len(chunk.tokens)
-        return self.pool(lanes, hidden, count), asked
 
     def decode(
         self, rows: tuple[Row | VerifyRow, ...], settings: Mapping[str, RowSettings], sizes: Sizes
@@ -384,12 +334,6 @@ def prefill_calls(
             due.append(save)
     if begin < len(chunks):
         yield chunks[begin:], due
-
-
-def _asked(chunk: Chunk, settings: Mapping[str, RowSettings]) -> tuple[int, ...]:
-    """The tokens that a chunk's positions predict, if their log-probabilities are needed; otherwise none."""
-    row = settings[chunk.request_id]
-    return () if row.params.prompt_logprobs is None else prompt_targets(chunk, row)
 
 
 def decode_work(slots: np.ndarray, total: int, few: int | None) -> np.ndarray:

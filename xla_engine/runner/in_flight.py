@@ -9,10 +9,12 @@ import numpy as np
 
 from xla_engine.graphs.sampling.logits import unpack_samples
 from xla_engine.graphs.sampling.logprobs import TopLogprobs, unpack_top_logprobs
-from xla_engine.graphs.steps.after_prefill import unpack_prompt_logprobs
-from xla_engine.runner.inputs import kept, prompt_targets
+from xla_engine.runner.inputs import kept
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.scheduler import NO_TOKEN, Chunk, Decoded, Plan, Sample, StepResult
+
+Asked = tuple[tuple[int, Chunk, RowSettings], ...]
+"""Lanes of a prefill call for which something is computed, with their chunks and settings."""
 
 
 class ScoredPrompts(NamedTuple):
@@ -20,7 +22,7 @@ class ScoredPrompts(NamedTuple):
     requested them. target: i32 `[lanes * chunk size]`, the tokens; -1: none."""
 
     packed: jax.Array
-    asked: tuple[tuple[int, Chunk, RowSettings], ...]
+    asked: Asked
     target: jax.Array
 
 
@@ -41,7 +43,7 @@ class FirstSamples:
     top: jax.Array | None
     prompt: ScoredPrompts | None
     hidden: jax.Array
-    pooled: tuple[jax.Array, tuple[tuple[int, Chunk, RowSettings], ...]] | None = None
+    pooled: tuple[jax.Array, Asked] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,39 +157,6 @@ def _verified(samples: DecodeSamples, plan: Plan) -> tuple[list[list[Sample]], l
         )
         drafted.append(drafts)
     return found, drafted
-
-
-def fetch_prompt_scores(step: InFlight, chunk_size: int) -> list[PromptScores]:
-    """Fetch the log-probabilities of prompt tokens that a started step computed."""
-    found = []
-    for call in step.first:
-        if call.prompt is None:
-            continue
-        packed = np.asarray(call.prompt.packed).reshape(-1, chunk_size, call.prompt.packed.shape[1])
-        for lane, chunk, row in call.prompt.asked:
-            wanted = row.params.prompt_logprobs or 0
-            count = len(prompt_targets(chunk, row))
-            scores = tuple(unpack_prompt_logprobs(packed[lane, at], wanted) for at in range(count))
-            found.append(
-                PromptScores(request_id=chunk.request_id, settings=row, start=chunk.start + 1, scores=scores)
-            )
-    return found
-
-
-def fetch_pooled(step: InFlight) -> list[PooledChunk]:
-    """Fetch the vectors that a started step pooled."""
-    found = []
-    for call in step.first:
-        if call.pooled is None:
-            continue
-        vectors = np.asarray(call.pooled[0])
-        for lane, chunk, row in call.pooled[1]:
-            found.append(
-                PooledChunk(
-                    request_id=chunk.request_id, settings=row, start=chunk.start, vectors=vectors[lane]
-                )
-            )
-    return found
 
 
 def _top_by_slot(samples: DecodeSamples, plan: Plan) -> dict[int, TopLogprobs]:

@@ -28,6 +28,7 @@ from xla_engine.graphs.steps.step import StepState
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.observability.histogram import Histogram
 from xla_engine.runner import memory
+from xla_engine.runner.after_prefill import fetch_pooled, fetch_prompt_scores
 from xla_engine.runner.backends import library_of, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
@@ -41,8 +42,6 @@ from xla_engine.runner.in_flight import (
     InFlight,
     PooledChunk,
     PromptScores,
-    fetch_pooled,
-    fetch_prompt_scores,
     fetch_samples,
 )
 from xla_engine.runner.inputs import Draft, prompt_targets
