@@ -224,6 +224,37 @@ def test_without_llguidance_the_request_is_refused_with_the_remedy(
         Grammars(embedded.tokenizer, 4096, (0,))
 
 
+def test_a_check_without_masks_refuses_what_a_matcher_refuses(
+    embedded: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run checks so. In the second round no token spells x."""
+    tokenizer = embedded.tokenizer
+    assert tokenizer is not None
+
+    def said(call: Any, params: StructuredOutputsParams) -> str | None:
+        try:
+            call(params)
+        except InvalidRequestError as error:
+            return str(error)
+        return None
+
+    tried = [
+        StructuredOutputsParams(json={"type": "object"}),
+        StructuredOutputsParams(regex="a(b"),
+        StructuredOutputsParams(regex="xy"),
+        StructuredOutputsParams(grammar="start: missing"),
+    ]
+    every = tokenizer.bytes_of_all(4096)
+    without = [b"" if b"x" in each else each for each in every]
+    for tokens, accepted in ((every, [True, False, True, False]), (without, [True, False, False, False])):
+        monkeypatch.setattr(tokenizer, "bytes_of_all", lambda count, tokens=tokens: tokens)
+        checks, matches = (Grammars(tokenizer, 4096, (0,)) for _ in range(2))
+        monkeypatch.setattr(checks, "_mask_tokenizer", None)  # a call fails
+        verdicts = [said(checks.check, params) for params in tried]
+        assert verdicts == [said(matches.matcher, params) for params in tried]
+        assert [each is None for each in verdicts] == accepted
+
+
 def test_masks_follow_the_tokens() -> None:
     """Masks by hand: words of one and of two tokens, a reset, and the positions of bits."""
     mask = TokenMask(70, bad_words=[(3,), (5, 64)], allowed=[3, 5, 64, 69])

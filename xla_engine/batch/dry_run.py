@@ -154,7 +154,7 @@ class DryRun:
             ]
             if self._resolve is not None and max(lengths, default=0) > _SHORT:
                 self._settle(self._resolve)
-            self._validator.token_mask(params, self._validator.stop_token_ids(params))
+            self._validator.check_mask(params, self._validator.stop_token_ids(params))
             self._validator.check_options("submit", dict(request.options))  # type: ignore[arg-type]
             self._validator.dry_breakers(params)
             limits = [self._validator.with_limit(params, length).token_limit for length in lengths]

@@ -14,8 +14,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -186,7 +187,10 @@ class Grammars:
         self._begin = _BEGIN + ('" "? ' if tokenizer.drops_first_space else "")
         tokens = tokenizer.bytes_of_all(vocab_size)
         special = sorted(tokenizer.special_token_ids.union(eos_token_ids))
-        self._tokenizer = mask_tokenizer(tokens, special, eos_token_ids, tokenizer.inner_ids)
+        self._make_tokenizer: Callable[[], Any] | None = partial(
+            mask_tokenizer, tokens, special, eos_token_ids, tokenizer.inner_ids
+        )
+        self._tokenizer: Any = None  # made for the first mask
         self._trials = ConstraintTrials(tokens, special, eos_token_ids, _LIMITS)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
@@ -204,28 +208,46 @@ class Grammars:
         compiled = self._compiled.get(constraint_text(params))
         return () if compiled is None else compiled.left
 
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError if `matcher` does, from the trial alone: without what masks need."""
+        self._accepted(params, self._key(params))
+
     def matcher(self, params: StructuredOutputsParams) -> Matcher:
         """A matcher in its initial state. Raises InvalidRequestError for an invalid or too large constraint."""
-        key = constraint_text(params)
-        if len(key) > MAX_CONSTRAINT_CHARACTERS:
-            raise InvalidRequestError(
-                f"structured_outputs: {len(key)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
-            )
+        key = self._key(params)
         with self._lock:
-            compiled, refusal = self._compiled.get(key), self._refused.get(key)
-        if refusal is not None:
-            raise InvalidRequestError(refusal)
+            compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile(params, key)
         with self._lock:
             _keep(self._compiled, key, compiled, _KEPT)
             return compiled.copy()
 
-    def _compile(self, params: StructuredOutputsParams, key: str) -> Matcher:
-        """Compile the first form of a constraint that llguidance accepts."""
-        name = f"{params.kind} {shown(getattr(params, params.kind))}"
+    def _mask_tokenizer(self) -> Any:
+        """The vocabulary as llguidance needs it for masks, which takes half a second for 150,000 tokens."""
+        with self._lock:
+            if self._make_tokenizer is not None:
+                self._tokenizer, self._make_tokenizer = self._make_tokenizer(), None
+            return self._tokenizer
+
+    def _key(self, params: StructuredOutputsParams) -> str:
+        """The constraint's text. Raises InvalidRequestError for one that was refused before, or is too large."""
+        key = constraint_text(params)
+        if len(key) > MAX_CONSTRAINT_CHARACTERS:
+            raise InvalidRequestError(
+                f"structured_outputs: {len(key)} characters; at most {MAX_CONSTRAINT_CHARACTERS}"
+            )
+        with self._lock:
+            refusal = self._refused.get(key)
+        if refusal is not None:
+            raise InvalidRequestError(refusal)
+        return key
+
+    def _accepted(self, params: StructuredOutputsParams, key: str) -> ConstraintForm:
+        """The first form of a constraint that llguidance accepts. Raises InvalidRequestError."""
+        name = self._name(params)
         try:
-            form = accepted_form(params, self._id_of, self._why_not)
+            return accepted_form(params, self._id_of, self._why_not)
         except ConstraintError as error:
             why = str(error)
             refusal = (
@@ -235,9 +257,13 @@ class Grammars:
                 with self._lock:
                     _keep(self._refused, key, refusal, _REFUSED)
             raise InvalidRequestError(refusal) from error
-        grammar = self._grammar(form)
-        state = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        compiled = Matcher(state, self._tokenizer, self._words, name)
+
+    def _compile(self, params: StructuredOutputsParams, key: str) -> Matcher:
+        """Compile the first form of a constraint that llguidance accepts."""
+        form, name = self._accepted(params, key), self._name(params)
+        grammar, tokenizer = self._grammar(form), self._mask_tokenizer()
+        state = self._library.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        compiled = Matcher(state, tokenizer, self._words, name)
         compiled.words()
         compiled.pace = Pace()  # do not count the first mask, which builds tables for the others
         compiled.canonical = not (params.grammar and _NO_FORCING.search(params.grammar))
@@ -254,6 +280,10 @@ class Grammars:
             is_news = name not in self._logged
             _keep(self._logged, name, None, _LOGGED)
         return is_news
+
+    def _name(self, params: StructuredOutputsParams) -> str:
+        """A constraint in messages."""
+        return f"{params.kind} {shown(getattr(params, params.kind))}"
 
     def _why_not(self, form: ConstraintForm) -> str | None:
         return self._trials.why_not(self._grammar(form))
