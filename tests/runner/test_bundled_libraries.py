@@ -130,6 +130,27 @@ def test_a_process_compiles_the_parts_that_are_asked_for(bound: list[Path]) -> N
     assert build.origin(BEST.name) == build.COMPILED
 
 
+def test_a_description_of_an_engine_compiles_nothing(
+    tmp_path: Path, bound: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It only needs a compiler, unless a library came with the package; and a start afterwards compiles."""
+    with build.building_nothing():
+        assert build.register(None, {"sampler"}) == BEST.name and build.origin(BEST.name) == build.LATER
+    assert not bound
+    assert build.register(None, {"sampler"}) == BEST.name and build.origin(BEST.name) == build.COMPILED
+    assert [path.name for path in bound] == ["sampler"]
+    for registered in (build._origins, build._bound):
+        registered.clear()
+    build._register.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with build.building_nothing(), pytest.raises(build.NativeBuildError, match=r"no C\+\+ compiler"):
+        build.register(None, {"sampler"})
+    build._register.cache_clear()
+    made(tmp_path / "libraries")
+    with build.building_nothing():
+        assert build.register(None, {"sampler"}) == BEST.name and build.origin(BEST.name) == build.BUNDLED
+
+
 def test_every_source_file_is_a_part_and_defines_its_handlers() -> None:
     assert {path.stem for path in build.SOURCES.glob("*.cc")} == build.PARTS
 

@@ -29,6 +29,7 @@ from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.model_files import open_model
 from xla_engine.model_loader.weights import stored_kinds
 from xla_engine.runner import backends, memory
+from xla_engine.runner.native_library import build
 from xla_engine.runner.native_library.needed import PLAIN, expected_parts, packed_form
 from xla_engine.runner.weight_form import note_of, resolve_form
 from xla_engine.sampling_params import SamplingParams
@@ -156,7 +157,11 @@ def test_the_context_length_does_not_depend_on_the_form(
     assert len({report["max_model_len"] for report in reports if report is not None}) == 1
 
 
-def test_inspect_lists_the_forms_with_the_one_that_would_run_first(path: Path) -> None:
+def test_inspect_lists_the_forms_with_the_one_that_would_run_first(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without compiling the kernels, which is most of a first start."""
+    monkeypatch.setattr(build, "build", None)  # a call fails
     for asked, first in (("auto", GGUF_INT8), ("none", "none"), (GGUF, GGUF)):
         report = inspect_model(path, replace(ENGINE, quantization=asked))
         names = [each["quantization"] for each in report.forms]

@@ -3,6 +3,7 @@
 jax is imported only where the memory of a device decides (`max_model_len`), and for models that read pictures.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -195,10 +196,13 @@ def _resolved_length(model: ModelDescription) -> int:
     from xla_engine.model_loader.checkpoint import load_weights
     from xla_engine.model_loader.weights import stored_kinds
     from xla_engine.runner import backends, sizing, weight_form
+    from xla_engine.runner.native_library.build import building_nothing
 
     config = model.options
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
-    form = weight_form.resolve_form(config, model.config, dtype, stored_kinds(load_weights(model).weights))
-    device = backends.serving_device()
-    resolved = sizing.resolve_length(form.config, model.config, form.spec_of, device)
+    stored = stored_kinds(load_weights(model).weights)
+    with contextlib.nullcontext() if config.is_portable else building_nothing():
+        form = weight_form.resolve_form(config, model.config, dtype, stored)
+        device = backends.serving_device()
+        resolved = sizing.resolve_length(form.config, model.config, form.spec_of, device)
     return resolved.context_length(model.config.max_position_embeddings)

@@ -1,5 +1,6 @@
 """What a model needs on this machine, for `inspect_model`: its form, its backends and the memory."""
 
+import contextlib
 from collections import Counter
 from dataclasses import asdict, replace
 from math import prod
@@ -24,6 +25,7 @@ from xla_engine.runner import memory
 from xla_engine.runner.backends import bf16_products_of, library_of, serving_device
 from xla_engine.runner.features import place_bytes, places_within
 from xla_engine.runner.kept_leaves import leaves_on_disk
+from xla_engine.runner.native_library.build import building_nothing
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.runner.weight_form import resolve_form
 
@@ -37,7 +39,9 @@ def add_footprint(
 
     described: the model; None if that failed, which the report says.
     """
-    with leaves_on_disk(enabled=config.compile_cache):
+    # Portable bits are those that the kernels have been seen to give.
+    kernels = contextlib.nullcontext() if config.is_portable else building_nothing()
+    with leaves_on_disk(enabled=config.compile_cache), kernels:
         stored: StoredKinds = {}
         report.parameters = sum(map(prod, parameter_shapes(model).values()))
         if described is not None and not isinstance(described.files, ConfigOnly):

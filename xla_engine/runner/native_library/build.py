@@ -5,11 +5,13 @@ compiled at first use for one instruction set of this CPU (seconds), several at 
 programs. Without a compiler the engine falls back to pure JAX.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 
 import jax
@@ -73,6 +75,21 @@ _packers: dict[tuple[str, Order], Pack] = {}  # by instruction set
 _joining: list[Callable[[int, int], None]] = []  # tell joined calls a target's number and address
 _bound: set[tuple[str, str]] = set()  # parts that are registered, with their instruction set
 BUNDLED, COMPILED = "came with the package", "was compiled on this machine"
+LATER = "is compiled on this machine"
+_BUILDS: ContextVar[bool] = ContextVar("builds", default=True)  # whether `register` compiles what is missing
+
+
+@contextlib.contextmanager
+def building_nothing() -> Iterator[None]:
+    """In the block, `register` compiles nothing: with a compiler, kernels that are not there count as if they were.
+
+    For descriptions of an engine that will not run.
+    """
+    before = _BUILDS.set(False)
+    try:
+        yield
+    finally:
+        _BUILDS.reset(before)
 
 
 def register(isa: str | None = None, parts: Collection[str] = PARTS) -> str:
@@ -84,7 +101,7 @@ def register(isa: str | None = None, parts: Collection[str] = PARTS) -> str:
     for each in available():
         if isa in (None, each.name):
             try:
-                if _register(each, frozenset(parts)):
+                if _register(each, frozenset(parts)) if _BUILDS.get() else _could_register(each):
                     if failed is not None:
                         _log.warning("the C++ kernels are compiled for %s only: %s", each.name, failed)
                     return each.name
@@ -102,13 +119,23 @@ def library_digest(isa: str) -> str:
 
 
 def origin(isa: str) -> str:
-    """Where the kernels of a registered instruction set came from: BUNDLED or COMPILED."""
-    return _origins[isa]
+    """Where the kernels of a registered instruction set came from: BUNDLED or COMPILED; LATER if they were not
+    compiled (`building_nothing`)."""
+    return _origins.get(isa, LATER)
 
 
 def packer(isa: str, order: Order) -> Pack:
     """What packs weights in this order of codes; of a registered instruction set with the part for it."""
     return _packers[isa, order]
+
+
+def _could_register(isa: InstructionSet) -> bool:
+    """Whether `_register` would succeed, as far as that shows without compiling. Raises NativeBuildError."""
+    if not _register(isa, frozenset()):
+        return False
+    if isa.name not in _origins:
+        identity(isa)  # asks the compiler for its version
+    return True
 
 
 @functools.cache
