@@ -23,6 +23,7 @@ from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.quantised.methods import quantisation_fields
 from xla_engine.openai.requests import LineError, LineRequest, Prompt, explain, line_error
 from xla_engine.prompts import PicturedPrompt, chat_prompt, prompt_parts
+from xla_engine.sampling_params import SamplingParams
 from xla_engine.text.chat_template import chosen_template, render_chat
 from xla_engine.text.parsers.chats import Chat
 from xla_engine.text.tokenizer import Tokenizer
@@ -155,7 +156,7 @@ class DryRun:
             ]
             if self._resolve is not None and max(lengths, default=0) > _SHORT:
                 self._settle(self._resolve)
-            self._validator.check_mask(params, self._validator.stop_token_ids(params))
+            self._check_mask(params)
             self._validator.check_options("submit", dict(request.options))  # type: ignore[arg-type]
             self._validator.dry_breakers(params)
             limits = [self._validator.with_limit(params, length).token_limit for length in lengths]
@@ -175,6 +176,17 @@ class DryRun:
             report.expected_tokens += params.n * sum(min(limit, mean) for limit in limits)
         report.longest = max(report.longest, *map(sum, zip(lengths, limits, strict=True)))
         return None
+
+    def _check_mask(self, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if the request would have no mask. If a constraint is all that limits its tokens,
+        none is made: its trial is enough."""
+        constraint, stop_ids = params.structured_outputs, self._validator.stop_token_ids(params)
+        limited = params.allowed_token_ids is not None or params.bad_words or params.min_tokens
+        if limited or constraint is None:
+            self._validator.token_mask(params, stop_ids)
+        else:
+            self._validator.token_mask(replace(params, structured_outputs=None), stop_ids)
+            self._validator.grammars.check(constraint)
 
     def _settle(self, resolve: Callable[[], int]) -> None:
         """Find out `max_model_len`, which takes seconds, for a request that may need more than its least."""

@@ -442,16 +442,6 @@ class RequestValidator:
             matcher=None if constraint is None else self.grammars.matcher(constraint),
         )
 
-    def check_mask(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> None:
-        """Raise InvalidRequestError if `token_mask` does. If a constraint is all that limits a request's tokens, this
-        makes no mask."""
-        limited = params.allowed_token_ids is not None or params.bad_words or params.min_tokens
-        if limited or params.structured_outputs is None:
-            self.token_mask(params, stop_ids)
-        else:
-            self.token_mask(replace(params, structured_outputs=None), stop_ids)
-            self.grammars.check(params.structured_outputs)
-
     def try_constraint(self, params: SamplingParams) -> None:
         """Compile the constraint of a request, unless it is cached. Raises InvalidRequestError if it is invalid."""
         if params.structured_outputs is not None:
