@@ -80,6 +80,24 @@ def fill_sentencepiece(backend: tokenizers.Tokenizer, *, prefix: bool) -> Callab
     return fill
 
 
+def fill_lines(backend: tokenizers.Tokenizer) -> Callable[[gguf.GGUFWriter], None]:
+    """As converters write Gemma 4's: merges are listed, as they are for byte-level BPE."""
+    merges = json.loads(backend.to_str())["model"]["merges"]
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        tokens = spelled(backend)
+        kinds = {"<unk>": 2, "<s>": _CONTROL, "</s>": _CONTROL}
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_types(
+            [kinds.get(token, _BYTE if token.startswith("<0x") else _NORMAL) for token in tokens]
+        )
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_add_bos_token(False)
+
+    return fill
+
+
 def fill_unigram(backend: tokenizers.Tokenizer) -> Callable[[gguf.GGUFWriter], None]:
     model = json.loads(backend.to_str())["model"]
 
@@ -101,11 +119,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
     originals |= {"sentencepiece_no_prefix": sentencepiece(False), "unigram": metaspace_unigram()}
     spaces = originals["sentencepiece_no_prefix"]
     spaces.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    originals["gemma4"] = spaces
     begin = originals["byte_level"].token_to_id("<|begin|>")
     fills = {
         "byte_level": fill_byte_level(originals["byte_level"], "gpt-2", begin=begin),
         "sentencepiece": fill_sentencepiece(originals["sentencepiece"], prefix=True),
         "sentencepiece_no_prefix": fill_sentencepiece(spaces, prefix=False),
+        "gemma4": fill_lines(spaces),
         "unigram": fill_unigram(originals["unigram"]),
     }
     return {
@@ -113,7 +133,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
     }
 
 
-@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_no_prefix", "unigram"])
+@pytest.mark.parametrize(
+    "name", ["byte_level", "sentencepiece", "sentencepiece_no_prefix", "gemma4", "unigram"]
+)
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_ids_and_text_are_the_originals(name: str, text: str, pairs: dict[str, tuple[Any, Any]]) -> None:
@@ -142,6 +164,12 @@ def test_special_tokens_are_found_in_a_text(name: str, pairs: dict[str, tuple[An
         ("qwen2", "see 123\n x", ["see", " ", "1", "2", "3", "\n", " x"]),
         ("gpt-4o", "HelloWorld isn't 1234", ["Hello", "World", " isn't", " ", "123", "4"]),
         ("tekken", "HelloWorld isn't 12", ["Hello", "World", " isn", "'t", " ", "1", "2"]),
+        ("deepseek-v3", "see #foo 1234世界x", ["see", " #", "foo", " ", "123", "4", "世界", "x"]),
+        ("deepseek-coder", "a b12, 世界\n", ["a", " b", "1", "2", ",", " ", "世界", "\n"]),
+        ("command-r", "in 12 it's", ["in", " ", "1", "2", " it", "'s"]),
+        ("glm4", "1234 cats\n", ["123", "4", " cats", "\n"]),
+        ("seed-coder", "a,\n12", ["a", ",", "\n", "1", "2"]),
+        ("minicpm5", "1234 cats", ["123", "4", " cats"]),
     ],
 )  # fmt: skip
 def test_words_are_cut_as_the_models_cut_them(pre: str, text: str, words: list[str], tmp_path: Path) -> None:

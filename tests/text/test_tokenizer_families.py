@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -44,10 +44,10 @@ def byte_level(pre: Any, *, normalizer: Any = None, ignore_merges: bool = False)
     return backend
 
 
-def split(expression: str) -> Any:
+def split(expressions: Iterable[str]) -> Any:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(expression), "isolated"),
+            *(pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

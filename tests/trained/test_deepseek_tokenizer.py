@@ -1,14 +1,17 @@
-"""Strict tools with the tokenizer of DeepSeek V3, whose marks around calls are text and not special tokens."""
+"""The tokenizer of DeepSeek V3, whose marks around calls are text and not special tokens: strict tools, and the same
+tokenizer rebuilt from a GGUF file."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import tokenizers
 
+from tests.model_loader.test_gguf_tokenizer import fill_byte_level, rebuilt
 from tests.text import test_call_grammars as formats
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.tokenizer import Tokenizer
@@ -51,3 +54,13 @@ def test_calls_are_held_to_their_schemas(monkeypatch: pytest.MonkeyPatch, style:
     for arguments in formats.BAD:
         assert not accepted(formats.call("deepseek", arguments, style=style))
     assert accepted("It is warm there: a < b, {}.")
+
+
+def test_rebuilt_from_a_gguf_file_it_is_the_same(tmp_path: Path) -> None:
+    assert SPEC is not None and SPEC.origin is not None
+    original = tokenizers.Tokenizer.from_file(str(Path(SPEC.origin).with_name("tokenizer.json")))
+    found = rebuilt(tmp_path / "m.gguf", fill_byte_level(original, "deepseek-v3"))
+    for topic in [*list(topics.values())[:40], "世界、ひらがな 1234 #foo\r\n\n  x\t\u0301e\u0301 🙂"]:
+        ids = original.encode(topic, add_special_tokens=False).ids
+        assert found.encode(topic, add_special_tokens=False).ids == ids
+        assert found.decode(ids) == topic

@@ -1,7 +1,8 @@
 """Rebuild the tokenizer in a GGUF file's metadata as a `tokenizers` object, if it can be exact.
 
-Three kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizers listed here, SentencePiece BPE
-("llama"), and unigram ("t5") without a normalisation table. Others need a tokenizer.json.
+Four kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizers listed here, SentencePiece BPE
+("llama"), BPE over whole lines ("gemma4"), and unigram ("t5") without a normalisation table. Others need a
+tokenizer.json.
 """
 
 from collections.abc import Sequence
@@ -25,21 +26,50 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _REST_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _REST_MARKS = _REST.replace(r"\p{L}", r"\p{L}\p{M}", 1)
 _LLAMA3 = rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_WORDS = {
-    "llama-bpe": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "qwen2": rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}|{_REST}",
-    "qwen35": rf"{_CONTRACTION}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}|{_REST_MARKS}",
-    "gpt-4o": (
-        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}|{_REST_SLASH}"
+_GPT4O = "|".join(
+    (
+        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}?",
+        rf"{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}?",
+        rf"\p{{N}}{{1,3}}|{_REST_SLASH}",
+    )
+)
+_QWEN2 = rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}|{_REST}"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_WORDS: dict[str, tuple[str, ...]] = {  # applied one after the other
+    **dict.fromkeys(
+        ("llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
+        (_LLAMA3,),
     ),
-    "tekken": rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}",
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
+    "qwen35": (rf"{_CONTRACTION}|{_LEAD}[\p{{L}}\p{{M}}]+|\p{{N}}|{_REST_MARKS}",),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "tekken": (rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_REST_SLASH}",),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "deepseek-coder": (
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}",
+    ),
+    "seed-coder": (
+        rf"{_CONTRACTION}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")),
 }
-_GPT2, _DIGITS = ("gpt-2",), ("smollm", "refact", "starcoder")
+_GPT2, _DIGITS = ("gpt-2", "phi-2", "mpt"), ("smollm", "refact", "starcoder", "command-r")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "command-r")  # text is normalised (NFC)
 # a word that is in the vocabulary becomes one token, whatever the merges
-_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")
+_WHOLE_WORDS_FIRST = (
+    *("llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "smaug-bpe", "glm4", "tekken", "minicpm5"),
+)
 # byte-level tokenizers that add a begin token although the metadata do not say so
-_BEGINS = ("llama-bpe", "tekken")
+_BEGINS = ("llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
 
 
 def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
@@ -50,7 +80,8 @@ def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     kind = file.get("tokenizer.ggml.model")
     if kind in (None, "no_vocab", "none"):
         return None
-    build = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}.get(str(kind))
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _lines, "t5": _unigram}
+    build = kinds.get(str(kind))
     if build is None:
         raise _inexact(file, f"its tokenizer is of kind {kind!r}")
     vocabulary = _Vocabulary(file)
@@ -98,11 +129,8 @@ class _Vocabulary:
 
 def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = file.get("tokenizer.ggml.pre")
-    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
-    if any(len(merge) != 2 for merge in merges):
-        raise _inexact(file, "one of its merges is not a pair")
     backend = tokenizers.Tokenizer(
-        models.BPE(vocabulary.ids, merges, ignore_merges=name in _WHOLE_WORDS_FIRST)
+        models.BPE(vocabulary.ids, _pairs(file), ignore_merges=name in _WHOLE_WORDS_FIRST)
     )
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name in _GPT2 + _DIGITS)
     if name in _GPT2:
@@ -112,13 +140,33 @@ def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokeniz
             [pre_tokenizers.Digits(individual_digits=True), plain]
         )
     elif name in _WORDS:
-        words = pre_tokenizers.Split(Regex(_WORDS[name]), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain])
+        words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _WORDS[name]]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*words, plain])
     else:
         raise _inexact(file, f"how it cuts text into words ({name!r}) is not known")
-    if name in ("qwen2", "qwen35"):
+    if name in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pairs(file: GgufReader) -> list[tuple[str, str]]:
+    """The merges that the file lists."""
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or []]
+    if any(len(merge) != 2 for merge in merges):
+        raise _inexact(file, "one of its merges is not a pair")
+    return [(left, right) for left, right in merges]
+
+
+def _lines(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """BPE of Gemma 4: text is not cut into words, spaces are letters, and bytes stand for unknown characters."""
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary.ids, _pairs(file), unk_token=vocabulary.unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.decoder = _text_decoder(prefix=False)
     return backend
 
 
