@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from xla_engine.graphs.encoder_form import EncoderForm
-from xla_engine.graphs.forms import AttentionForm, Rope, RopeScaling, RoutedExperts
+from xla_engine.graphs.forms import AttentionForm, LatentForm, Rope, RopeScaling, RoutedExperts
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, Recurrent
 
 FULL, SLIDING, LINEAR, CONV = (
@@ -89,6 +89,7 @@ class ModelConfig:
     hidden_size_per_layer_input: features of a token's embedding for each layer; 0: there is none.
     vocab_size_per_layer_input: rows of its table.
     layer_scalar: the residual stream after each layer is multiplied by a number of the layer.
+    latent: sizes of latent attention; a head then has its part without rotary embedding and its rotary part.
     stored_parts: how many of keys and values are in a layer's projection, behind its queries: 2, or 1 if the keys are
         the values as well, or 0 if the layer attends to those of another. `layer` sets it.
     """
@@ -148,6 +149,7 @@ class ModelConfig:
     vocab_size_per_layer_input: int = 0
     layer_scalar: bool = False
     stored_parts: int = 2
+    latent: LatentForm | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -179,11 +181,8 @@ class ModelConfig:
             raise ValueError(
                 "attention to later tokens needs layers without a state, and queries without a scale"
             )
-        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
-        missing = {self.layer_type(index) for index in range(self.num_hidden_layers)} - {
-            self.layer_type(index) for index in own
-        }
-        if missing:
+        types = [self.layer_type(index) for index in range(self.num_hidden_layers)]
+        if missing := {*types} - {*types[: self.num_hidden_layers - self.num_kv_shared_layers]}:
             raise ValueError(f"num_kv_shared_layers leaves no keys for layers of type {min(missing)}")
 
     @property
@@ -201,6 +200,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated."""
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     def layer_type(self, index: int) -> str:
@@ -209,12 +210,8 @@ class ModelConfig:
     @property
     def is_uniform(self) -> bool:
         """Whether the projections of all attention layers, and all MLPs, have the same sizes."""
-        return (
-            self.global_head_dim is None
-            and self.num_global_key_value_heads is None
-            and not self.attention_k_eq_v
-            and not self.num_kv_shared_layers
-        )
+        own = self.global_head_dim is not None or self.num_global_key_value_heads is not None
+        return not (own or self.attention_k_eq_v or self.num_kv_shared_layers)
 
     def layer(self, index: int) -> ModelConfig:
         """The same model with the heads and the MLP of layer `index`: what its `head_dim`, `num_key_value_heads`,

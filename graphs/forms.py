@@ -110,3 +110,32 @@ class RoutedExperts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {self.num_experts} experts"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentForm:
+    """Sizes of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are
+    products with one short vector, and a rotary part of the keys is shared by all heads.
+
+    q_lora_rank: width of the vector from which queries are made; 0: of the layer's input.
+    kv_lora_rank: the same for keys and values.
+    qk_nope_head_dim, qk_rope_head_dim: the part of a query and key head without rotary embedding, and that with.
+    v_head_dim: features of a value head.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.qk_nope_head_dim % 2 or self.qk_rope_head_dim % 2:
+            raise ValueError("qk_nope_head_dim and qk_rope_head_dim must be even")
+        if self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim:
+            raise ValueError("v_head_dim exceeds the width of a key head")
+
+    def widths(self, heads: int) -> list[int]:
+        """Features between the products of a layer."""
+        ranks = [self.q_lora_rank, self.kv_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim]
+        return [*ranks, heads * self.qk_nope_head_dim, heads * self.v_head_dim]

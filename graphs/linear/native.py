@@ -213,8 +213,8 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     widths = [config.hidden_size, *(layer.intermediate_size for layer in layers)]
     widths += [layer.num_attention_heads * layer.head_dim for layer in layers]
     widths += [layer.qkv_features for layer in layers]
-    if config.hidden_size_per_layer_input:
-        widths.append(config.hidden_size_per_layer_input)
+    widths += [] if config.latent is None else config.latent.widths(config.num_attention_heads)
+    widths.append(config.hidden_size_per_layer_input)
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
     if config.recurrent is not None:

@@ -197,13 +197,62 @@ class ShortConvolution(nnx.Module):
         return call.attend(self.index, self.projected(call.products, x, norm=norm), weights)
 
 
-Mixer = AttentionMixer | DeltaNet | ShortConvolution
+_LATENT_EPS = 1e-6  # of the norms within latent attention, whatever those of the layers have
+
+
+class LatentMixer(nnx.Module):
+    """Latent attention (`LatentForm`) without its last product, `output`, as in `AttentionMixer`.
+
+    Keys and values are made for each head and cached so: in the cache, a value head is as wide as a key head. In the
+    order of `rotary_order`, the rotary part of a head comes first.
+    """
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        form, d, heads = c.latent, c.hidden_size, c.num_attention_heads
+        assert form is not None
+        self.config, self.form, self.index = c, form, index
+        rank, queries = form.q_lora_rank, heads * c.head_dim
+        self.q_a = Linear(make, (rank, d), None, bias=c.qkv_bias) if rank else None
+        self.q_a_norm = make.vector(rank) if rank else None
+        self.q_b = Linear(make, (queries, rank or d), None)
+        self.kv_a = Linear(make, (form.kv_lora_rank + form.qk_rope_head_dim, d), None, bias=c.qkv_bias)
+        self.kv_a_norm = make.vector(form.kv_lora_rank)
+        made = heads * (form.qk_nope_head_dim + form.v_head_dim)
+        self.kv_b = Linear(make, (made, form.kv_lora_rank), None)
+        self.output = Linear(make, (d, heads * form.v_head_dim), None, bias=c.output_bias)
+
+    def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
+        """The output of all heads for the normalised `x [N, D]`: `[N, H Dv]`."""
+        form, products, rows = self.form, call.products, len(x)
+        heads, width = self.config.num_attention_heads, self.config.head_dim
+        if self.q_a is None or self.q_a_norm is None:
+            q = self.q_b(products, x, norm=norm)
+        else:
+            short = self.q_a(products, x, norm=norm)
+            q = self.q_b(products, short, norm=Norm(self.q_a_norm[...], _LATENT_EPS))
+        both = self.kv_a(products, x, norm=norm)
+        latent, turning = jnp.split(both, [form.kv_lora_rank], axis=1)
+        made = self.kv_b(products, latent, norm=Norm(self.kv_a_norm[...], _LATENT_EPS))
+        still, v = jnp.split(made, [heads * form.qk_nope_head_dim], axis=1)
+        # The halves of a head: half of the rotary part, then half of the other.
+        shared = jnp.broadcast_to(
+            turning.reshape(rows, 1, 2, -1), (rows, heads, 2, form.qk_rope_head_dim // 2)
+        )
+        k = jnp.concatenate([shared, still.reshape(rows, heads, 2, -1)], axis=3).reshape(rows, -1)
+        v = jnp.pad(v.reshape(rows, heads, -1), ((0, 0), (0, 0), (0, width - form.v_head_dim)))
+        qkv = lax.optimization_barrier(jnp.concatenate([q, k, v.reshape(rows, -1)], axis=1))
+        attended = call.attend(self.index, qkv, AttentionWeights()).reshape(rows, heads, width)
+        return lax.optimization_barrier(attended[:, :, : form.v_head_dim].reshape(rows, -1))
+
+
+Mixer = AttentionMixer | LatentMixer | DeltaNet | ShortConvolution
 
 
 def mixer_of(make: LeafMaker, c: ModelConfig, index: int) -> Mixer:
     """The token mixer of layer `index`."""
+    attention = AttentionMixer if c.latent is None else LatentMixer
     kinds: dict[str, type[Mixer]] = {LINEAR: DeltaNet, CONV: ShortConvolution}
-    return kinds.get(c.layer_type(index), AttentionMixer)(make, c, index)
+    return kinds.get(c.layer_type(index), attention)(make, c, index)
 
 
 class Mlp(nnx.Module):
@@ -361,6 +410,8 @@ class RoutedMlp(nnx.Module):
         count, renormalise = form.num_experts_per_tok, form.norm_topk_prob
         if correction is None:
             found = route(logits, count, renormalise=renormalise, live=live)
+            if form.routed_scaling_factor != 1:
+                found = found._replace(weight=found.weight * form.routed_scaling_factor)
             if self.factors is None:
                 return found
             factors = self.factors[...].at[found.expert].get(mode="clip")

@@ -29,7 +29,18 @@ IN_CI = (
     *QUICK,
     *("smollm3", "ministral", "qwen2", "qwen3", "gemma3_vision"),
     *("phi3_long", "olmo2", "granite", "cohere2", "gpt_oss_mxfp4", "qwen3_next"),
-    *("gemma4", "gemma4_moe", "exaone4", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
+    *(
+        "gemma4",
+        "gemma4_moe",
+        "deepseek_v2",
+        "exaone4",
+        "glm4",
+        "glm4_moe",
+        "ministral3",
+        "stablelm",
+        "starcoder2",
+        "phi",
+    ),
     *("lfm2", "lfm2_moe"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at

@@ -100,11 +100,20 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "LFM2-8B-A1B": config("Lfm2MoeForCausalLM", "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, 128000),
     "DeepSeek-V2-Lite": config(
         "DeepseekV2ForCausalLM", "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840
-    ),
+    )
+    | {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
+    | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+    | {
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+        | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+    },
     "DeepSeek-V3": config("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
     "GLM-4.7-Flash": config(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752
-    ),
+    )
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}},
     "Kimi-Linear-48B-A3B": config(
         "KimiLinearForCausalLM", "kimi_linear", 2304, 9216, 27, 32, 32, 163840, 1048576
     ),

@@ -19,8 +19,9 @@ from xla_engine.config import AUTO, EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import Case, corpus_of
 from xla_engine.equivalence.levels import run_together
-from xla_engine.equivalence.reference import Reference, UnknownArchitectureError
+from xla_engine.equivalence.reference import Reference
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles, open_files
+from xla_engine.equivalence.reference_rotary import UnknownArchitectureError
 from xla_engine.errors import ConfigError
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.outputs import CompletionOutput

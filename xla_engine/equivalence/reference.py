@@ -7,9 +7,8 @@ transformers' configurations.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -28,15 +27,14 @@ from xla_engine.equivalence.reference_arrays import (
     unit,
 )
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
-
-Config = Mapping[str, Any]
+from xla_engine.equivalence.reference_rotary import Config, UnknownArchitectureError, frequencies
 
 ARCHITECTURES = (
     *("llama", "smollm3", "mistral", "ministral", "granite", "phi3", "qwen2", "qwen3", "qwen3_vl_text"),
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
-    *("lfm2", "lfm2_moe"),
+    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -45,11 +43,9 @@ _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm i
 _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
 _ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_BY_SIGMOIDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # experts are chosen so
 _LFM2 = ("lfm2", "lfm2_moe")
-
-
-class UnknownArchitectureError(ValueError):
-    """The reference does not know the model's architecture."""
 
 
 class Reference:
@@ -104,6 +100,8 @@ class Reference:
         c, name = self._config, f"layers.{index}."
         factor = np.float32(c.get("residual_multiplier") or 1)
         mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
+        if c["model_type"] in _LATENT:
+            mixer = self._latent_attention
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
         if c["model_type"] in _LFM2:
             mixer = self._attention if self._files.has(f"{name}self_attn.q_proj") else self._convolution
@@ -140,11 +138,15 @@ class Reference:
         weights = softmax(np.take_along_axis(scores, chosen, axis=1))
         weights = weights * read(f"{name}router.per_expert_scale")[chosen]
         given, total = self._norm(x, f"{name}pre_feedforward_layernorm_2"), np.zeros_like(x)
-        both, down = read(f"{name}experts.gate_up_proj"), read(f"{name}experts.down_proj")
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
-            gate, up = np.split(given[rows] @ both[expert].T, 2, axis=1)
-            total[rows] += weights[rows, places, None] * (gelu_tanh(gate) * up @ down[expert].T)
+            if self._files.has(f"{name}experts.gate_up_proj"):  # all in one, [E, 2 F, D] and [E, D, F]
+                both, down = (read(f"{name}experts.{part}_proj")[expert] for part in ("gate_up", "down"))
+                gate, up = np.split(given[rows] @ both.T, 2, axis=1)
+                made = gelu_tanh(gate) * up @ down.T
+            else:
+                made = self._mlp(given[rows], name, f"experts.{expert}.")
+            total[rows] += weights[rows, places, None] * made
         dense = self._norm(out, f"{name}post_feedforward_layernorm_1")
         return dense + self._norm(total, f"{name}post_feedforward_layernorm_2")
 
@@ -234,6 +236,39 @@ class Reference:
         out = out if gate is None else out * sigmoid(gate)
         return self._linear(out.reshape(len(x), -1), name + _ATTENDED.get(c["model_type"], "o_proj"))
 
+    def _latent_attention(self, x: Array, ends: Array, index: int) -> Array:
+        """DeepSeek's latent attention: keys and values are made of a short vector, and heads share rotary keys."""
+        c, name = self._config, f"layers.{index}.self_attn."
+        still, turning, heads = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["num_attention_heads"]
+        read, ranks = self._files.read, (c.get("q_lora_rank"), c["kv_lora_rank"])
+        if ranks[0]:
+            short = rms_norm(self._linear(x, f"{name}q_a_proj"), read(f"{name}q_a_layernorm"), 1e-6)
+            q = self._linear(short, f"{name}q_b_proj")
+        else:
+            q = self._linear(x, f"{name}q_proj")
+        short, shared = np.split(self._linear(x, f"{name}kv_a_proj_with_mqa"), [ranks[1]], axis=1)
+        short = rms_norm(short, read(f"{name}kv_a_layernorm"), 1e-6)
+        made = self._linear(short, f"{name}kv_b_proj").reshape(len(x), heads, -1)
+        angles, factor = rotary(c, index, self._context_length)
+        turn = partial(
+            rotated, angles=angles, factor=factor, adjacent=c.get("rope_interleave", True) is not False
+        )
+        rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+        share = rope.get("mscale_all_dim") if (rope.get("factor") or 1) > 1 else None
+        temperature = 0.1 * share * math.log(rope["factor"]) + 1 if share else 1
+        outs = []
+        for query, key, common in zip(
+            *(np.split(each, ends) for each in (q.reshape(len(x), heads, -1), made, shared)), strict=True
+        ):
+            common = turn(common.reshape(-1, 1, turning)).repeat(heads, axis=1)
+            query = np.concatenate([query[..., :still], turn(query[..., still:])], axis=2)
+            keys = np.concatenate([key[..., :still], common], axis=2)
+            values = np.zeros_like(keys)  # as wide as keys
+            values[..., : c["v_head_dim"]] = key[..., still:]
+            scale = float(temperature**2 / math.sqrt(still + turning))
+            outs.append(attend(query, keys, values, scale, None, None, None)[..., : c["v_head_dim"]])
+        return self._linear(np.concatenate(outs).reshape(len(x), -1), f"{name}o_proj")
+
     def _mlp(self, x: Array, name: str, part: str = "mlp.") -> Array:
         if self._files.has(f"{name}feed_forward.w1"):
             return self._numbered(x, f"{name}feed_forward.")
@@ -262,7 +297,8 @@ class Reference:
         c, kind = self._config, self._config["model_type"]
         scores = self._linear(x, self._router(name))  # [N, E]
         count = c.get("num_experts_per_tok") or {"mixtral": 2, "gpt_oss": 4}.get(kind, 8)
-        correction = {"glm4_moe": "mlp.gate.e_score_correction_bias", "lfm2_moe": "feed_forward.expert_bias"}
+        correction = dict.fromkeys(_BY_SIGMOIDS, "mlp.gate.e_score_correction_bias")
+        correction["lfm2_moe"] = "feed_forward.expert_bias"
         if kind in correction:  # sigmoids, and a correction that only chooses
             scores = sigmoid(scores)
             corrected = scores + self._files.read(name + correction[kind])
@@ -271,6 +307,7 @@ class Reference:
         chosen = np.argsort(-corrected, axis=1, kind="stable")[:, :count]  # [N, K]
         # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
         renormalised = c.get("norm_topk_prob", kind in _HYBRID) or kind in ("mixtral", "gpt_oss")
+        renormalised = renormalised and kind != "deepseek_v2"
         among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
         if kind in correction:
             among = np.take_along_axis(scores, chosen, axis=1)
@@ -278,11 +315,12 @@ class Reference:
             weights = among / total * np.float32(c.get("routed_scaling_factor") or 1)
         else:
             weights = softmax(among) if renormalised else np.take_along_axis(softmax(among), chosen, axis=1)
+            weights = weights * np.float32(c.get("routed_scaling_factor") or 1)
         out = np.zeros_like(x)
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
             out[rows] += weights[rows, places, None] * self._expert(x[rows], name, int(expert))
-        if kind == "glm4_moe":  # and one expert for all tokens
+        if kind in ("glm4_moe", *_LATENT):  # and one expert for all tokens
             out += self._mlp(x, name, "mlp.shared_experts.")
         if kind in _HYBRID:  # the same, with a gate
             shared = self._mlp(x, name, "mlp.shared_expert.")
@@ -359,7 +397,8 @@ class Reference:
 def epsilon(c: Config) -> float:
     if c["model_type"] in _CENTRED:
         return float(c.get("layer_norm_eps") or c.get("norm_epsilon") or 1e-5)
-    late = ("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4", "glm4_moe", "ministral3")
+    late = [*("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4", "ministral3")]
+    late += ["glm4_moe", "glm4_moe_lite"]
     usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
     if c["model_type"] in _LFM2:
         return float(c.get("norm_eps") or 1e-5)
@@ -384,6 +423,8 @@ def head_dim(c: Config, index: int | None = None) -> int:
     if c["model_type"] == "gemma4_text" and index is not None and not slides(c, index):
         own = (c.get("per_layer_config") or {}).get(str(index)) or {}
         return int(own.get("head_dim") or c.get("global_head_dim") or 512)
+    if c["model_type"] in _LATENT:
+        return int(c.get("qk_rope_head_dim") or 64)  # the part that turns
     wide = ("qwen3", "seed_oss", "ernie4_5", "helium", "glm", "glm4")
     default = {**dict.fromkeys(_GEMMA, 256), **dict.fromkeys(wide, 128), **dict.fromkeys(_HYBRID, 256)}
     even = c["hidden_size"] // c["num_attention_heads"]
@@ -518,54 +559,3 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
         return np.where(np.arange(pairs) < int((share or 1) * pairs), plain, 0).astype(np.float32), 1.0
     dims = int(head_dim(c, index) * (share or usual.get(kind, 1.0)))
     return frequencies(c, rope, theta, dims, context_length)
-
-
-def frequencies(c: Config, rope: Config, theta: float, dims: int, context: int) -> tuple[Array, float]:
-    """Angles per position of `dims / 2` pairs with the scaling of `rope`, as transformers' `modeling_rope_utils`."""
-    scaling = rope.get("rope_type") or rope.get("type") or "default"
-    longest = c.get("max_position_embeddings") or 2048
-    original = (
-        rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings") or longest
-    )
-    factor = float(rope.get("factor") or 1)
-    exponents = np.arange(0, dims, 2) / dims
-    if scaling == "dynamic":  # a larger base, so that the longest request fits (NTK)
-        reach = max(context / original, 1.0)
-        theta *= (factor * reach - (factor - 1)) ** (dims / (dims - 2))
-    plain = theta**-exponents
-    attention = 1.0
-    if scaling == "linear":
-        plain = plain / factor
-    elif scaling == "llama3":  # divide low frequencies (Llama 3.1)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = original * plain / (2 * math.pi)
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        plain = kept * plain + (1 - kept) * plain / factor
-    elif scaling == "yarn":  # Peng et al. 2023
-        bounds = [
-            dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
-        ]
-        if rope.get("truncate", True):
-            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
-        first, last = max(bounds[0], 0), min(bounds[1], dims - 1)
-        ramp = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
-        plain = (1 - ramp) * plain + ramp * plain / factor
-        attention = rope.get("attention_factor") or yarn_temperature(rope, factor)
-    elif scaling in ("longrope", "su", "divisors"):  # a divisor for each pair
-        long = scaling != "divisors" and context > original
-        plain = plain / np.asarray(rope["long_factor" if long else "short_factor"])
-        extended = float(rope.get("factor") or longest / original)
-        attention = 1.0 if extended <= 1 else math.sqrt(1 + math.log(extended) / math.log(original))
-        attention = 1.0 if scaling == "divisors" else rope.get("attention_factor") or attention
-    elif scaling not in ("default", "dynamic"):
-        raise UnknownArchitectureError(f"the reference does not know the rope type {scaling!r}")
-    return plain.astype(np.float32), float(attention)
-
-
-def yarn_temperature(rope: Config, factor: float) -> float:
-    def of(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
-
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    return of(above) / of(below) if above and below else of(1)

@@ -30,10 +30,10 @@ def lora_form(
             "enable_lora is for models whose MLP has a gate. Merge the adapter into the checkpoint with PEFT's "
             "merge_and_unload()"
         )
-    if model.experts is not None or model.recurrent is not None:
+    if model.experts is not None or model.recurrent is not None or model.latent is not None:
         raise ConfigError(
-            "enable_lora is for dense models; this one has routed experts or recurrent layers. Merge the adapter into "
-            "the checkpoint with PEFT's merge_and_unload()"
+            "enable_lora is for dense models; this one has routed experts, recurrent layers or latent attention. "
+            "Merge the adapter into the checkpoint with PEFT's merge_and_unload()"
         )
     packed = products is not None
     form = LoraForm(

@@ -200,6 +200,34 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         | GEMMA4_ROPE,
     ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        0.4,
+        shape(40, 5, 5, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+        | {"n_shared_experts": 2, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None}
+        | {"kv_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7)
+        | {"hidden_size": 40},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        0.4,
+        shape(40, 4, 4, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+        | {"n_shared_experts": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 20}
+        | {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+        | {"n_group": 1, "topk_group": 1, "attention_bias": True, "num_mtp_layers": 0}
+        | {"tie_word_embeddings": True, "rope_interleave": False}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        0.4,
+        shape(36, 5, 5, n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
+        | {"n_shared_experts": 1, "num_hidden_layers": 2, "q_lora_rank": 20, "kv_lora_rank": 24}
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | rope("default"),
+    ),
     "phi3_long": (
         "Phi3ForCausalLM",
         0.4,

@@ -1,0 +1,199 @@
+"""Families with latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash. Experts are not chosen by group."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.forms import LatentForm
+from xla_engine.graphs.ops.rope import natural_log, rotary_order
+from xla_engine.model_loader.families.dense import MLP, MODEL, PRE_NORMS, layer_count
+from xla_engine.model_loader.families.experts import GLM4_MOE, QWEN_EXPERTS, routed_experts
+from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors, with_bias
+from xla_engine.model_loader.json_fields import Fields
+
+Array = np.ndarray[Any, Any]
+_WIDEST = 2**22
+
+
+def _form(config: ModelConfig) -> LatentForm:
+    assert config.latent is not None
+    return config.latent
+
+
+def _head_order(config: ModelConfig) -> Array:
+    """The checkpoint's dimension, of which the rotary part is last, at each dimension of a query head."""
+    form = _form(config)
+    rotary_first = np.roll(np.arange(config.head_dim), form.qk_rope_head_dim)
+    return rotary_first[rotary_order(config)]
+
+
+def _queries(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    rows = np.arange(shape[0]).reshape(config.num_attention_heads, -1)[:, _head_order(config)]
+    name = "self_attn.q_b_proj.weight" if _form(config).q_lora_rank else "self_attn.q_proj.weight"
+    return (Source(name=name, shape=shape, order=rows.reshape(-1)),)
+
+
+def _short(part: str) -> Sources:
+    """The rows of the short vector and those of the shared rotary part, and their biases."""
+
+    def sources(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        form = _form(config)
+        pairs = np.arange(form.qk_rope_head_dim)
+        pairs = pairs.reshape(-1, 2).T.reshape(-1) if config.rope_interleaved else pairs
+        order = np.concatenate([np.arange(form.kv_lora_rank), form.kv_lora_rank + pairs])
+        return (Source(name=f"self_attn.kv_a_proj_with_mqa.{part}", shape=shape, order=order),)
+
+    return sources
+
+
+def _keys_and_values(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """The file has the keys and values of a head side by side; the leaf the keys of all heads first."""
+    rows = np.arange(shape[0]).reshape(config.num_attention_heads, -1)
+    keys, values = np.split(rows, [_form(config).qk_nope_head_dim], axis=1)
+    order = np.concatenate([keys.reshape(-1), values.reshape(-1)])
+    return (Source(name="self_attn.kv_b_proj.weight", shape=shape, order=order),)
+
+
+_TENSORS: Tensors = {
+    **MODEL,
+    **MLP,
+    **PRE_NORMS,
+    **QWEN_EXPERTS,
+    **{leaf: GLM4_MOE.tensors[leaf] for leaf in ("experts.shared_gate_up", "experts.shared_down")},
+    "experts.correction": GLM4_MOE.tensors["experts.correction"],
+    **with_bias("q_a", "self_attn.q_a_proj"),
+    "q_a_norm": ("self_attn.q_a_layernorm.weight",),
+    "q_b": _queries,
+    "kv_a": _short("weight"),
+    "kv_a_bias": _short("bias"),
+    "kv_a_norm": ("self_attn.kv_a_layernorm.weight",),
+    "kv_b": _keys_and_values,
+    **with_bias("output", "self_attn.o_proj"),
+}
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    """Sizes of heads, and the scale of the scores: YaRN's temperature of the queries and of the keys is in it."""
+    short = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank = fields.integer("q_lora_rank", high=_WIDEST) if fields.given("q_lora_rank") else 0
+    form = LatentForm(q_lora_rank=rank, **{name: fields.integer(name, high=2**14) for name in short})
+    width, temperature = form.qk_nope_head_dim + form.qk_rope_head_dim, 1.0
+    for rope in fields.objects("rope_parameters", "rope_scaling"):
+        stretched = rope.given("mscale_all_dim") and rope.given("factor") and rope.values["factor"] > 1
+        if stretched:
+            share = rope.number("mscale_all_dim", high=1e3)
+            temperature = 0.1 * share * natural_log(rope.number("factor", high=1e6)) + 1
+    bias = fields.flag("attention_bias", default=False)
+    return {
+        "latent": form,
+        "head_dim": width,
+        "num_key_value_heads": fields.integer("num_attention_heads", high=2**14),
+        "attention_multiplier": temperature * temperature / math.sqrt(width),
+        "rope_interleaved": fields.flag("rope_interleave", default=True),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": fields.flag("mlp_bias", default=False),
+    }
+
+
+def _experts(**scoring: Any) -> Callable[[Fields], dict[str, Any]]:
+    """Latent attention, and experts with a shared one in all but the first layers."""
+
+    def flags(fields: Fields) -> dict[str, Any]:
+        for name in ("n_group", "topk_group"):
+            if fields.given(name) and fields.integer(name, high=2**16) != 1:
+                fields.fail(name, "not supported (experts chosen by group). Use a checkpoint with 1")
+        width = fields.integer("moe_intermediate_size", high=_WIDEST)
+        experts = routed_experts(
+            fields,
+            "n_routed_experts",
+            "moe_intermediate_size",
+            shared_expert_intermediate_size=width
+            * fields.integer("n_shared_experts", low=0, high=2**16, default=1),
+            shared_expert_gate=False,
+            norm_topk_prob="scoring_func" in scoring and fields.flag("norm_topk_prob", default=True),
+            routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
+            **scoring,
+        )
+        return {**_latent(fields), "experts": experts, "mlp_only_layers": _dense_layers(fields)}
+
+    return flags
+
+
+def _dense_layers(fields: Fields) -> tuple[int, ...]:
+    count, kinds = layer_count(fields), fields.values.get("mlp_layer_types")
+    if kinds is None:
+        return tuple(range(min(count, fields.integer("first_k_dense_replace", low=0, high=2**12))))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or any(each not in ("dense", "sparse") for each in kinds)
+    ):
+        fields.fail("mlp_layer_types", f'must be {count} times "dense" or "sparse". Correct the file')
+    return tuple(index for index, kind in enumerate(kinds) if kind == "dense")
+
+
+_DEFAULTS = {"head_dim": 64, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "n_group": 1, "topk_group": 1}
+DEEPSEEK_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    tensors=_TENSORS,
+    flags=_experts(),
+    reads=("attention_bias", "mlp_bias", "pretraining_tp"),  # this architecture ignores the last
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "qk_nope_head_dim": 128,
+        "q_lora_rank": 1536,
+        "v_head_dim": 128,
+    },
+)
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    tensors=_TENSORS,
+    flags=_experts(scoring_func="sigmoid"),
+    reads=("attention_bias", "pretraining_tp"),
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "qk_nope_head_dim": 128,
+        "q_lora_rank": 1536,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "v_head_dim": 128,
+    },
+    ignores=r"model\.layers\.LAYERS\..*",
+)
+GLM4_MOE_LITE = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    tensors=_TENSORS,
+    flags=_experts(scoring_func="sigmoid"),
+    reads=("attention_bias", "pretraining_tp"),
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "qk_nope_head_dim": 192,
+        "q_lora_rank": 768,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "v_head_dim": 256,
+    },
+    ignores=r"model\.layers\.LAYERS\..*",
+)
