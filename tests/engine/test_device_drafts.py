@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.host_layers import to_host
 from tests.support.models import TINY, TINY_ENGINE, tiny_checkpoint
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.engine.speculation.proposer import NoProposer
+from xla_engine.engine.speculation.speculator import Acceptance
 from xla_engine.engine.speculation.suffix import SuffixProposer
 from xla_engine.environment import embedded_model_directory
 from xla_engine.equivalence.cases import draw_cases
@@ -100,6 +102,35 @@ def test_the_model_itself_drafts_what_it_samples(tiny: XlaBatchEngine, by_model:
     accepted = after.accepted_tokens - before.accepted_tokens
     assert drafted > 300 and accepted > 0.97 * drafted, (accepted, drafted)
     assert after.steps - before.steps < 0.6 * sum(40 for _ in cases)
+
+
+class DrawnWidths:
+    """Stands for `WidthChooser`: any width up to 8 in any step."""
+
+    def __init__(self) -> None:
+        self.looks, self.is_on, self.acceptance, self.seen = True, True, Acceptance(), set[int]()
+        self._draw = random.Random(0)
+
+    def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
+        self.seen.add(width := self._draw.randrange(9))
+        return width
+
+
+@pytest.mark.full
+def test_steps_of_any_width_change_no_bit(tiny: XlaBatchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths that no program was made for run in one with more room."""
+    options = {**BY_MODEL, "num_speculative_tokens": "auto"}
+    config = replace(
+        TINY_ENGINE, block_size=32, num_blocks=40, prefill_lanes=(2,), speculative_config=options
+    )
+    cases = draw_cases(tiny, 24, seed=5, max_new_tokens=48, every_field=True)
+    cases = [replace(case, params=replace(case.params, n=1)) for case in cases]
+    expected = run(tiny, cases, 1)
+    with XlaBatchEngine(tiny_checkpoint(), None, config, draft=tiny_checkpoint()) as engine:
+        monkeypatch.setattr(engine.state.speculator, "_chooser", widths := DrawnWidths())
+        assert seen(run(engine, cases, 2, preempts=True)) == seen(expected)
+        assert widths.seen == set(range(9)) and engine.stats().accepted_tokens > 100
+        assert engine.stats().compiles_after_warmup == 0
 
 
 def test_a_draft_model_must_fit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -93,3 +94,57 @@ def test_acceptance_follows_what_is_seen() -> None:
         acceptance.observe(3, 7, 0)
     assert acceptance.of(20) > 0.95 and acceptance.of(3) < 0.05
     assert acceptance.of(CERTAIN) == 0.99 and acceptance.of(0) == 0.4  # others learn nothing by it
+
+
+# A draft model of 0.4 times the model's time: one draft of one row, or of eight.
+DEVICE = StepCosts(
+    decode={1: 1.0, 8: 1.4}, verify={(1, 2): 1.43, (1, 8): 4.0, (8, 2): 2.8, (8, 4): 6.0}
+).with_fewer_drafts()
+
+
+def _drafting(chooser: WidthChooser, chance: float, steps: int) -> tuple[float, set[int]]:
+    """Time without speculation through time with it, if every draft is right with `chance`, and the widths."""
+    tokens = seconds = 0.0
+    widths = set()
+    draw = random.Random(1)
+    for _ in range(steps):
+        width = chooser.choose(1, [(7, 0)]) if chooser.looks else 0
+        widths.add(width)
+        right = 0
+        while right < width - 1 and draw.random() < chance:
+            right += 1
+        tokens += 1 + right
+        seconds += DEVICE.verify[1, width] if width > 1 else 1
+        if width > 1:
+            chooser.acceptance.observe(0, width - 1, right)
+    return tokens / seconds, widths
+
+
+def test_costs_of_fewer_drafts_lie_between() -> None:
+    assert DEVICE.verify[1, 5] == pytest.approx((1.43 + 4.0) / 2) and DEVICE.verify[8, 3] == pytest.approx(
+        4.4
+    )
+
+
+def test_drafts_of_a_model_are_as_many_as_their_acceptance_pays() -> None:
+    gain, widths = _drafting(WidthChooser(DEVICE, tries=True), 0.97, 400)
+    assert gain > 1.6 and max(widths) >= 6
+    gain, widths = _drafting(WidthChooser(DEVICE, tries=True), 0.75, 400)
+    assert gain > 1.1 and max(widths) <= 5
+
+
+def test_drafts_of_a_model_that_is_wrong_end_and_are_tried_ever_more_rarely() -> None:
+    for chance in (0.0, 0.3, 0.5):
+        gain, _ = _drafting(WidthChooser(DEVICE, tries=True), chance, 2000)
+        assert gain > 0.98, chance
+
+
+def test_drafts_of_a_model_are_not_even_tried_where_the_best_would_lose() -> None:
+    chooser = WidthChooser(DEVICE, tries=True)
+    assert all(chooser.choose(8, [(7, 0)] * 8) == 0 for _ in range(100) if chooser.looks)
+    chooser = WidthChooser(DEVICE, tries=True)
+    for _ in range(100):
+        chooser.choose(8, [(7, 0)] * 8)
+    while not chooser.looks:
+        pass
+    assert chooser.choose(1, [(7, 0)]) > 1  # one row gains at once

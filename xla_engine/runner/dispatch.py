@@ -272,9 +272,9 @@ class Dispatch:
         width: int,
         sizes: Sizes,
     ) -> DecodeSamples:
-        """Start one verify step."""
+        """Start one verify step, by the program for the fewest lanes that has room for `width`."""
         shapes = self._config.verify_shapes
-        lanes = min(lanes for lanes, wide in shapes if wide == width and lanes >= len(rows))
+        lanes, wide = min(shape for shape in shapes if shape[0] >= len(rows) and shape[1] >= width)
         for row in rows:
             mask = settings[row.request_id].mask
             if mask is not None and mask.constrained:
@@ -284,10 +284,10 @@ class Dispatch:
             self.lengths[row.slot.index] += row.width
         longest = max(int(self.lengths[row.slot.index]) for row in rows)
         keys = sizes.keys_for(min(longest, self._context_length))
-        packed = self._given(pack(make_drafts(rows, drafts, lanes, width)))
-        samples, top = self.run_verify(program_name(VERIFY, lanes=lanes, width=width, keys=keys), packed)
+        packed = self._given(pack(make_drafts(rows, drafts, lanes, wide)))
+        samples, top = self.run_verify(program_name(VERIFY, lanes=lanes, width=wide, keys=keys), packed)
         wanted = tuple(settings[row.request_id].top_logprobs for row in rows)
-        return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None)
+        return DecodeSamples(samples=samples, wanted=wanted, top=top if any(wanted) else None, width=wide)
 
     def _joined(
         self,

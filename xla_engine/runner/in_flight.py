@@ -48,11 +48,15 @@ class FirstSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSamples:
-    """Device results of one decode or verify step. Fields as in `FirstSamples`, by row of the plan."""
+    """Device results of one decode or verify step. Fields as in `FirstSamples`, by row of the plan.
+
+    width: the samples of each lane of a verify step; a plan may use fewer.
+    """
 
     samples: jax.Array
     wanted: tuple[int, ...]
     top: jax.Array | None
+    width: int = 1
 
 
 class EncodedText(NamedTuple):
@@ -143,8 +147,8 @@ def _verified(samples: DecodeSamples, plan: Plan) -> tuple[list[list[Sample]], l
     found: list[list[Sample]] = []
     drafted: list[int] = []
     for lane, (row, wanted) in enumerate(zip(plan.verify, samples.wanted, strict=True)):
-        begin = lane * plan.width
-        count, drafts = kept(tokens[begin : begin + plan.width].tolist(), row)
+        begin = lane * samples.width
+        count, drafts = kept(tokens[begin : begin + samples.width].tolist(), row)
         found.append(
             [
                 Sample(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,20 @@ class StepCosts(NamedTuple):
         }
         return costs._replace(verify=verify)
 
+    def with_fewer_drafts(self) -> StepCosts:
+        """With the widths between two that were measured for the same lanes, whose costs lie on a line.
+
+        A verify step of a program may draft fewer tokens than it has room for.
+        """
+        verify = dict(self.verify)
+        for lanes in {lanes for lanes, _ in self.verify}:
+            known = sorted(width for rows, width in self.verify if rows == lanes)
+            for low, high in itertools.pairwise(known):
+                least, most = self.verify[lanes, low], self.verify[lanes, high]
+                for width in range(low + 1, high):
+                    verify[lanes, width] = least + (most - least) * (width - low) / (high - low)
+        return self._replace(verify=verify)
+
     def decode_of(self, rows: int) -> float:
         """The cost of a decode step of `rows` rows, by linear interpolation."""
         known = sorted(self.decode)
@@ -62,7 +77,8 @@ def measure(
 ) -> StepCosts:
     """Time decode steps of all `slots` or few rows, and verify steps of `shapes`. The runner must be idle.
 
-    keys: the key length of the programs. on_device: verify steps draft on the device, which is part of their cost.
+    keys: the key length of the programs. on_device: verify steps draft on the device, which is part of their cost;
+    then steps with a single draft are timed as well, and all widths between have a cost.
 
     Rows and cache are arbitrary afterwards; the caller must blank them.
     """
@@ -88,13 +104,15 @@ def measure(
         few = next((size for size in few_choices if size >= number), None)
         work = decode_work(np.arange(number), count, few)
         calls[number] = decode_name(keys, few), dispatch.put(work)
-    for lanes, width in shapes:
+    programs = {(lanes, 2): width for lanes, width in sorted(shapes, reverse=True) if on_device}
+    programs |= dict(zip(shapes, (width for _, width in shapes), strict=True))
+    for (lanes, used), width in programs.items():
         drafts: Any = no_drafts(lanes, width)
-        drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), width - 1, 0
+        drafts.slot[:], drafts.most[:], drafts.tokens[:] = np.arange(lanes), used - 1, 0
         drafts.start[:] = rows.length[:lanes] + 1
         if on_device:
             drafts.tokens[:], drafts.lookup[:] = -1, True
-        calls[lanes, width] = (
+        calls[lanes, used] = (
             program_name(VERIFY, lanes=lanes, width=width, keys=keys),
             dispatch.put(pack(drafts)),
         )
@@ -107,4 +125,5 @@ def measure(
             began = time.perf_counter()
             jax.block_until_ready(start(name, work))
             found[key] = min(found[key], time.perf_counter() - began)
-    return StepCosts.of(found)
+    costs = StepCosts.of(found)
+    return costs.with_fewer_drafts() if on_device else costs

@@ -25,6 +25,10 @@ GAIN = 1.05  # by this factor a wider step must promise more tokens a second
 PATIENCE = 4  # consecutive steps without a gain after which speculation is switched off
 PROBE = 16  # the most steps between two looks at proposals while speculation is off
 _MEMORY = 0.9  # weight of the old value at each new observation
+# Drafts from the device can only be judged by verifying them, and a draft model first reads what it has not seen.
+TRIAL = 0.8  # the acceptance that is supposed when they are tried
+PAUSE = 128  # steps until the next trial after one that gained nothing; each further one doubles it
+SUCCESS = 32  # a trial of so many steps was none in vain
 # (n, initial acceptance) for matches of fewer than n tokens.
 _FIRST = ((1, 0.4), (5, 0.2), (9, 0.6), (CERTAIN, 0.8), (CERTAIN + 1, 0.99))
 
@@ -45,11 +49,19 @@ def make_speculator(
         raise ConfigError(
             f"speculative_config: {why}, so speculation would change results here; leave it out"
         )
-    lanes: dict[int, int] = {}
-    for rows, width in config.verify_shapes:
-        lanes[width] = max(lanes.get(width, 0), rows)
-    chooser = WidthChooser(runner.step_costs()) if options.num_speculative_tokens == AUTO else None
-    if options.method in ON_DEVICE:
+    on_device = options.method in ON_DEVICE
+    shapes, widest = config.verify_shapes, max(width for _, width in config.verify_shapes)
+    # With drafts from the device, which cost time, a step may have fewer than its program has room for.
+    widths = (
+        range(2, widest + 1)
+        if on_device and options.num_speculative_tokens == AUTO
+        else dict(shapes).values()
+    )
+    lanes = {width: max(rows for rows, wide in shapes if wide >= width) for width in widths}
+    chooser = None
+    if options.num_speculative_tokens == AUTO:
+        chooser = WidthChooser(runner.step_costs(), tries=on_device)
+    if on_device:
         return Speculator(NoProposer(), table, lanes, chooser, on_device=True)
     return Speculator(SuffixProposer(shares=options.method == "suffix"), table, lanes, chooser)
 
@@ -66,8 +78,10 @@ def _inexact(found: SelfCheck | None) -> str | None:
 class Acceptance:
     """The probability that a draft token is right if all before it are, by the length of the proposal's match."""
 
-    def __init__(self) -> None:
-        self._by_match = [chance for _, chance in _FIRST]
+    def __init__(self, unmatched: float = _FIRST[0][1], memory: float = _MEMORY) -> None:
+        """unmatched: that of drafts without a match, before any was seen. memory: the weight of the old value."""
+        self._memory = memory
+        self._by_match = [unmatched, *(chance for _, chance in _FIRST[1:])]
 
     def of(self, match: int) -> float:
         """The acceptance of proposals with a match of `match` tokens."""
@@ -80,9 +94,9 @@ class Acceptance:
             return
         place = self._place(match)
         for _ in range(tried):
-            self._by_match[place] *= _MEMORY
+            self._by_match[place] *= self._memory
         # `tried` observations at once weigh as much as one after the other.
-        self._by_match[place] += accepted / tried * (1 - _MEMORY**tried)
+        self._by_match[place] += accepted / tried * (1 - self._memory**tried)
 
     @staticmethod
     def _place(match: int) -> int:
@@ -95,9 +109,13 @@ class WidthChooser:
     Since the width changes no bit of a result, the choice may depend on anything.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.acceptance = Acceptance()
+    def __init__(self, costs: StepCosts, *, tries: bool = False) -> None:
+        """tries: drafts come from the device, so that they are tried to learn their acceptance."""
+        self._tries = tries
+        self.acceptance = self._unknown()
         self._costs = costs
+        self._tried = 0  # steps since speculation was switched on
+        self._trial_pause = PAUSE  # the next value of `_wait` after a trial
         self._idle = 0  # consecutive steps without a gain while speculation is on
         self.is_on = False  # whether rows speculate
         self._wait = 0  # steps until the next look while speculation is off
@@ -119,6 +137,7 @@ class WidthChooser:
         best, width = self._best(rows, proposals)
         if best >= GAIN:
             self.is_on, self._idle, self._pause = True, 0, 1
+            self._tried += 1
             return width
         if self.is_on:
             self._idle += 1
@@ -127,7 +146,18 @@ class WidthChooser:
             return 1
         self._wait = self._pause
         self._pause = min(2 * self._pause, PROBE - 1)
+        if self._tries and self._tried:
+            self._end_trial()
         return 0
+
+    def _end_trial(self) -> None:
+        """Begin with an unknown acceptance the next time, after a pause that failures make longer."""
+        self._trial_pause = PAUSE if self._tried >= SUCCESS else self._trial_pause
+        self._wait, self._trial_pause = self._trial_pause, 2 * self._trial_pause
+        self._tried, self.acceptance = 0, self._unknown()
+
+    def _unknown(self) -> Acceptance:
+        return Acceptance(TRIAL, memory=(1 + _MEMORY) / 2) if self._tries else Acceptance()
 
     def _best(self, rows: int, proposals: Sequence[tuple[int, int]]) -> tuple[float, int]:
         plain = rows / self._costs.decode_of(rows) if rows else 0.0
