@@ -48,10 +48,7 @@ class FirstSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSamples:
-    """Device results of one decode or verify step. Fields as in `FirstSamples`, by row of the plan.
-
-    width: the samples of each lane of a verify step; a plan may use fewer.
-    """
+    """Device results of one decode or verify step, of `width` samples a lane. Fields as in `FirstSamples`, by row."""
 
     samples: jax.Array
     wanted: tuple[int, ...]
@@ -144,8 +141,7 @@ def _verified(samples: DecodeSamples, plan: Plan) -> tuple[list[list[Sample]], l
     columns = unpack_samples(np.asarray(samples.samples))
     tokens, logprobs = columns["token"], columns["logprob"]
     top = None if samples.top is None else np.asarray(samples.top)
-    found: list[list[Sample]] = []
-    drafted: list[int] = []
+    found, drafted = list[list[Sample]](), list[int]()
     for lane, (row, wanted) in enumerate(zip(plan.verify, samples.wanted, strict=True)):
         begin = lane * samples.width
         count, drafts = kept(tokens[begin : begin + samples.width].tolist(), row)
