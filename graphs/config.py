@@ -9,14 +9,10 @@ from typing import Any, Literal
 
 from xla_engine.graphs.encoder_form import EncoderForm
 from xla_engine.graphs.forms import AttentionForm, LatentForm, Rope, RopeScaling, RoutedExperts
-from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, Recurrent
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm, Recurrent
 
-FULL, SLIDING, LINEAR, CONV = (
-    "full_attention",
-    "sliding_attention",
-    "linear_attention",
-    "conv",
-)  # layer types of Hugging Face
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # layer types
+CONV, MAMBA, PARALLEL, MLP = "conv", "mamba", "hybrid", "mlp"
 LAST, MEAN, CLS = "LAST", "MEAN", "CLS"  # vLLM's pooling types
 POOLING_TYPES = (LAST, MEAN, CLS)
 KEY_SPAN = 256  # positions of a span: cache lengths and key buckets are its multiples (findings/kv_cache.md)
@@ -42,8 +38,8 @@ class ModelConfig:
     rms_norm_eps: of every norm.
     hidden_act: activation of the MLP's gate.
     tie_word_embeddings: the output head shares the embedding's weight.
-    layer_types: for each layer "full_attention", "sliding_attention", "linear_attention" (gated DeltaNet) or "conv"
-        (short convolution); empty: all full.
+    layer_types: for each layer "full_attention", "sliding_attention", "linear_attention" (gated DeltaNet), "conv"
+        (short convolution), "mamba", "hybrid" (full attention and Mamba side by side) or "mlp"; empty: all full.
     sliding_window: keys that a query of a sliding layer attends to, up to its own; None: all.
     rope_theta: base of the rotary embedding.
     rope_scaling: its scaling; None: none.
@@ -92,6 +88,10 @@ class ModelConfig:
     latent: sizes of latent attention; a head then has its part without rotary embedding and its rotary part.
     stored_parts: how many of keys and values are in a layer's projection, behind its queries: 2, or 1 if the keys are
         the values as well, or 0 if the layer attends to those of another. `layer` sets it.
+    mamba: sizes of the Mamba-2 layers.
+    one_sublayer: a layer is a token mixer or, of type "mlp", an MLP; otherwise it is both.
+    attention_output_multiplier: factor of attention's output.
+    mlp_multipliers: factors of the MLP's gate and of its output.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
-    hidden_act: Literal["silu", "gelu_tanh"] = "silu"
+    hidden_act: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     tie_word_embeddings: bool = False
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
@@ -150,6 +150,10 @@ class ModelConfig:
     layer_scalar: bool = False
     stored_parts: int = 2
     latent: LatentForm | None = None
+    mamba: MambaForm | None = None
+    one_sublayer: bool = False
+    attention_output_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -174,7 +178,7 @@ class ModelConfig:
             )
         if self.llama_4_scaling_beta is not None and scaling is None:
             raise ValueError("llama_4_scaling_beta needs a rope scaling")
-        for kind, form in ((LINEAR, self.delta), (CONV, self.convolution)):
+        for kind, form in ((LINEAR, self.delta), (CONV, self.convolution), (MAMBA, self.mamba)):
             if kind in self.layer_types and form is None:
                 raise ValueError(f"{kind} layers need their sizes")
         if self.bidirectional and (self.recurrent is not None or self.llama_4_scaling_beta is not None):
@@ -228,11 +232,15 @@ class ModelConfig:
     @property
     def recurrent(self) -> Recurrent | None:
         """Sizes of the recurrent layers, which are all of one kind; None if there are none."""
-        return self.delta or self.convolution
+        return self.delta or self.convolution or self.mamba
 
     def is_recurrent(self, index: int) -> bool:
-        """Whether layer `index` has a recurrent state instead of keys and values."""
-        return self.layer_type(index) in (LINEAR, CONV)
+        """Whether layer `index` has a recurrent state."""
+        return self.layer_type(index) in (LINEAR, CONV, MAMBA, PARALLEL)
+
+    def attends(self, index: int) -> bool:
+        """Whether layer `index` has keys and values."""
+        return self.layer_type(index) in (FULL, SLIDING, PARALLEL)
 
     def experts_of(self, index: int) -> RoutedExperts | None:
         """The experts of layer `index`; None if it has an MLP."""

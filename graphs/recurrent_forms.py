@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,4 +72,54 @@ class ConvolutionForm:
         return 3 * self.features
 
 
-Recurrent = DeltaForm | ConvolutionForm
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaForm:
+    """Sizes of a Mamba-2 layer (`graphs.recurrent.mamba`). In the words of the rule, a head's values are its inputs,
+    and keys and queries, which the heads of a group share, are what Mamba calls B and C.
+
+    value_heads, value_dim: heads, and features of each. key_heads: groups. key_dim: the size of the state.
+    kernel: positions that the convolution covers, including its own. norm_eps: of the output norm.
+    bias: on both products. convolution_bias: on the convolution.
+    norm: of the outputs, in groups: "gated" after the gate, "plain" before it, or none.
+    step_limits: the least and the most that a step is.
+    multipliers: factors of gates, inputs, B, C and steps behind the projection.
+    output_multiplier: factor of the layer's output.
+    """
+
+    value_heads: int
+    value_dim: int
+    key_heads: int
+    key_dim: int
+    kernel: int
+    norm_eps: float
+    bias: bool = False
+    convolution_bias: bool = True
+    norm: Literal["gated", "plain"] | None = "gated"
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"the number of Mamba heads ({self.value_heads}) must be a multiple of that of groups "
+                f"({self.key_heads})"
+            )
+
+    @property
+    def mixed_features(self) -> int:
+        """Features of the convolution: inputs, B, C."""
+        return self.inner_features + 2 * self.key_heads * self.key_dim
+
+    @property
+    def inner_features(self) -> int:
+        """Features of the output before the last product."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected_features(self) -> int:
+        """Rows of the fused projection: gates, inputs, B, C, then a step of each head."""
+        return self.inner_features + self.mixed_features + self.value_heads
+
+
+Recurrent = DeltaForm | ConvolutionForm | MambaForm

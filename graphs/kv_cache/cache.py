@@ -4,7 +4,7 @@ States of recurrent layers are saved and restored as they are, of all these laye
 its slots need on a device is computed from shapes: nothing is allocated.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,37 +34,60 @@ def make_cache(
     """
     config = spec.local if config is None else config
     cache: KVCache = []
-    for layers in stores(spec):
-        if config.is_recurrent(layers[0]):
+    for store in stores(spec):
+        if store.is_state:
             assert config.recurrent is not None
             cache.append(make_state(config.recurrent, rows))
         else:
             slots = rows if num_blocks is None else num_blocks
-            cache.append(spec.attention.make_store(config, layers, slots, length, spec.dtype))
+            cache.append(spec.attention.make_store(config, store.layers, slots, length, spec.dtype))
     return cache
 
 
-def stores(spec: ModelSpec) -> list[list[int]]:
-    """The layers of each store of a cache: layers with the same window and heads together if the backend shares
-    stores, each recurrent layer alone. Layers that attend to the keys of others are in none."""
-    config, found = spec.config, dict[Any, list[int]]()
+class Store(NamedTuple):
+    """The layers of a store of a cache, and whether it holds their recurrent state, or their keys and values."""
+
+    layers: list[int]
+    is_state: bool
+
+
+def stores(spec: ModelSpec) -> list[Store]:
+    """The stores of a cache, by their first layers: the keys and values of layers with the same window and heads
+    together if the backend shares stores, the state of each recurrent layer alone. Layers that attend to the keys of
+    others have no store."""
+    config, found = spec.config, dict[Any, Store]()
     for index in range(config.num_hidden_layers):
-        if config.keys_of(index) != index:
-            continue
-        alone, sizes = config.is_recurrent(index) or not spec.attention.shares_stores, config.layer(index)
-        window, heads = config.attention(index).window, (sizes.num_key_value_heads, sizes.head_dim)
-        found.setdefault(index if alone else ("window", window, heads), []).append(index)
+        if config.attends(index) and config.keys_of(index) == index:
+            window, sizes = config.attention(index).window, config.layer(index)
+            alike = ("window", window, sizes.num_key_value_heads, sizes.head_dim)
+            own = alike if spec.attention.shares_stores else ("keys", index)
+            found.setdefault(own, Store([], is_state=False)).layers.append(index)
+        if config.is_recurrent(index):
+            found["state", index] = Store([index], is_state=True)
     return list(found.values())
 
 
-def places(spec: ModelSpec) -> list[tuple[int, int]]:
-    """The store that every layer attends to, and the layer's index in it."""
-    found = {
-        index: (store, layer_in_store)
-        for store, layers in enumerate(stores(spec))
-        for layer_in_store, index in enumerate(layers)
+class StorePlaces(NamedTuple):
+    """Where layers have their parts of a cache: the store and place in it of keys and values; the store of a state."""
+
+    keys: dict[int, tuple[int, int]]
+    states: dict[int, int]
+
+
+def places(spec: ModelSpec) -> StorePlaces:
+    """Where the keys and values that each layer attends to, or its state, are in a cache."""
+    found, config = StorePlaces({}, {}), spec.config
+    for number, store in enumerate(stores(spec)):
+        if store.is_state:
+            found.states[store.layers[0]] = number
+        else:
+            found.keys.update((index, (number, place)) for place, index in enumerate(store.layers))
+    others = {
+        index: found.keys[config.keys_of(index)]
+        for index in range(config.num_hidden_layers)
+        if config.attends(index)
     }
-    return [found[spec.config.keys_of(index)] for index in range(spec.config.num_hidden_layers)]
+    return found._replace(keys=others)
 
 
 States = list[RecurrentState]  # one for each recurrent layer, in order; leaves `[slots or places, ...]`

@@ -25,7 +25,7 @@ from xla_engine.graphs.ops.norms import rms_norm
 from xla_engine.graphs.sampling.logits import Logits
 from xla_engine.graphs.sharding import Kind, Sharding
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 Role = Literal["plain", "linear", "head", "scale", "adapter"]  # of an array, see `graphs.model.leaves.Leaf`
 RowsOf = Callable[[jax.Array, jax.Array, int], jax.Array]  # of values, those of tokens; how many share a word
 
@@ -315,7 +315,9 @@ def finished(out: jax.Array, bias: Term, residual: Term) -> jax.Array:
 
 
 def activate(gate: jax.Array, activation: Activation) -> jax.Array:
-    """SiLU, or GELU approximated by tanh (Hendrycks and Gimpel 2016)."""
+    """SiLU, GELU approximated by tanh (Hendrycks and Gimpel 2016), or the square of ReLU (So et al. 2021)."""
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(gate))
     return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 

@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_engine.graphs.config import CONV, LINEAR, ModelConfig
+from xla_engine.graphs.config import CONV, LINEAR, MAMBA, ModelConfig
 from xla_engine.graphs.linear.products import Products, Role
 from xla_engine.graphs.ops.coded import CodedForm
 from xla_engine.graphs.ops.int8 import SUFFIX, quantize_weight
 from xla_engine.graphs.sharding import Cut
 
-_MIXERS = {LINEAR: "delta.", CONV: "conv."}  # what the names of mixers other than attention begin with
+_MIXERS = {
+    LINEAR: "delta.",
+    CONV: "conv.",
+    MAMBA: "mamba.",
+}  # what their names begin with
 Path = tuple[str | int, ...]  # of a parameter in a `Decoder`: attribute names and layer indices
 
 
@@ -104,6 +108,8 @@ def leaf_name(config: ModelConfig, path: Path) -> str:
     match path:
         case "layers", int(index), "mixer", *inside:
             place = f"layers.{index}." + _MIXERS.get(config.layer_type(index), "")
+        case "layers", int(index), "beside", *inside:
+            place = f"layers.{index}.mamba."
         case "layers", int(index), "mlp", *inside:
             place = f"layers.{index}." + ("" if config.experts_of(index) is None else "experts.")
         case "layers", int(index), *inside:

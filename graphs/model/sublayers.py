@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import CONV, LINEAR, ModelConfig
+from xla_engine.graphs.config import CONV, LINEAR, MAMBA, MLP, PARALLEL, ModelConfig
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.products import (
@@ -40,7 +40,7 @@ from xla_engine.graphs.ops.encoder_rows import activated
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
 from xla_engine.graphs.ops.int8 import Quantized
 from xla_engine.graphs.ops.norms import flatly, rms_norm
-from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights
+from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights, MambaWeights
 from xla_engine.graphs.sampling.logits import ByRow, Logits
 from xla_engine.graphs.sharding import Cut, Kind, Sharding
 
@@ -77,6 +77,7 @@ class Linear(nnx.Module):
     """The weight `[F, D]` of a product, with scales if it is int8, and perhaps a bias `[F]` and adapters.
 
     cut: the shard of its rows. target: its name in adapters (`graphs.lora.form.TARGETS`); None: adapters skip it.
+    factor: of the output where it is added to the residual stream.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Linear(nnx.Module):
         bias: bool = False,
         target: str | None = None,
         role: Role = "linear",
+        factor: float = 1.0,
     ) -> None:
-        self.weight = make.matrix(shape, cut, role)
+        self.weight, self.factor = make.matrix(shape, cut, role), factor
         self.form: CodedForm | None = None
         self.scale = make.scales(shape, cut)
         self.bias = make.vector(shape[0], cut) if bias else None
@@ -130,7 +132,8 @@ class AttentionMixer(nnx.Module):
         self.k_norm = make.vector(keys * c.head_dim) if c.qk_norm and c.stored_parts else None
         self.sinks = make.vector(heads, sharding.cut_sinks) if c.attention_sinks else None
         shape, cut = (d, heads * c.head_dim), sharding.cut("residual")
-        self.output = Linear(make, shape, cut, bias=c.output_bias, target="output")
+        factor = c.attention_output_multiplier
+        self.output = Linear(make, shape, cut, bias=c.output_bias, target="output", factor=factor)
 
     def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
         """The output of all heads for the normalised `x [N, D]`: `[N, H Dh]`."""
@@ -245,14 +248,47 @@ class LatentMixer(nnx.Module):
         return lax.optimization_barrier(attended[:, :, : form.v_head_dim].reshape(rows, -1))
 
 
-Mixer = AttentionMixer | LatentMixer | DeltaNet | ShortConvolution
+class Mamba(nnx.Module):
+    """A Mamba-2 layer (`graphs.recurrent.mamba`) without its last product, as `DeltaNet`."""
+
+    def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
+        form, d = c.mamba, c.hidden_size
+        assert form is not None
+        self.index = index
+        self.projected = Linear(make, (form.projected_features, d), None, bias=form.bias)
+        self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel))
+        self.convolution_bias = make.vector(form.mixed_features) if form.convolution_bias else None
+        self.decay, self.step_bias, self.skip = (make.vector(form.value_heads) for _ in range(3))
+        self.scale = make.vector(form.inner_features) if form.norm else None
+        cut = make.sharding.cut("residual")
+        factor = form.output_multiplier
+        self.output = Linear(make, (d, form.inner_features), cut, bias=form.bias, factor=factor)
+
+    def __call__(self, x: jax.Array, norm: Norm | None, call: Call) -> jax.Array:
+        """The output for the normalised `x [N, D]`: `[N, inner features]`."""
+        weights = MambaWeights(
+            self.convolution[...].astype(jnp.float32),
+            self.decay[...],
+            self.step_bias[...],
+            self.skip[...],
+            value(self.scale),
+            value(self.convolution_bias),
+        )
+        return call.attend(self.index, self.projected(call.products, x, norm=norm), weights)
 
 
-def mixer_of(make: LeafMaker, c: ModelConfig, index: int) -> Mixer:
-    """The token mixer of layer `index`."""
+Mixer = AttentionMixer | LatentMixer | DeltaNet | ShortConvolution | Mamba
+
+
+def mixers_of(make: LeafMaker, c: ModelConfig, index: int) -> tuple[Mixer | None, Mixer | None]:
+    """The token mixer of layer `index`, and one beside it, if it has them."""
+    if c.layer_type(index) == MLP:
+        return None, None
+    if c.layer_type(index) == PARALLEL:
+        return AttentionMixer(make, c, index), Mamba(make, c, index)
+    kinds: dict[str, type[Mixer]] = {LINEAR: DeltaNet, CONV: ShortConvolution, MAMBA: Mamba}
     attention = AttentionMixer if c.latent is None else LatentMixer
-    kinds: dict[str, type[Mixer]] = {LINEAR: DeltaNet, CONV: ShortConvolution}
-    return kinds.get(c.layer_type(index), attention)(make, c, index)
+    return kinds.get(c.layer_type(index), attention)(make, c, index), None
 
 
 class Mlp(nnx.Module):
@@ -340,8 +376,9 @@ class LayerInputs(nnx.Module):
 class RoutedMlp(nnx.Module):
     """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`."""
 
-    def __init__(self, make: LeafMaker, d: int, form: RoutedExperts) -> None:
-        self.form, self.sharding = form, make.sharding
+    def __init__(self, make: LeafMaker, d: int, form: RoutedExperts, factor: float = 1.0) -> None:
+        """factor: of the output where it is added to the residual stream."""
+        self.form, self.sharding, self.factor = form, make.sharding, factor
         count, inner = form.num_experts, form.moe_intermediate_size
         shared = form.shared_expert_intermediate_size
         pairs, residual = make.sharding.cut("expert", 1, paired=True), make.sharding.cut("residual", 1)
@@ -396,14 +433,15 @@ class RoutedMlp(nnx.Module):
         gather: Gather | None = None
         if sharding.devices is not None:
             gather = functools.partial(sharding.gather, kind="expert")
-        out = products.experts(experts, x, routed, sharding.own(residual, "residual"), gather)
+        start = residual if self.factor == 1 else jnp.zeros_like(residual)
+        out = products.experts(experts, x, routed, sharding.own(start, "residual"), gather)
         out = sharding.gather(out, "residual")
-        if self.shared is None:
-            return out
-        shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
-        if self.shared_gate is None:
-            return out + shared
-        return out + _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
+        if self.shared is not None:
+            shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
+            if self.shared_gate is not None:
+                shared = _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
+            out = out + shared
+        return out if self.factor == 1 else residual + self.factor * out
 
     def _routed(self, logits: jax.Array, live: jax.Array | None) -> Route:
         form, correction = self.form, value(self.correction)
@@ -446,24 +484,29 @@ class MlpBesideExperts(nnx.Module):
 MlpWithExperts = RoutedMlp | MlpBesideExperts
 
 
-def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | MlpWithExperts:
-    """The MLP of layer `index`, or its experts, or both."""
+def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | MlpWithExperts | None:
+    """The MLP of layer `index`, or its experts, or both; None if it has neither."""
+    if c.one_sublayer and c.layer_type(index) != MLP:
+        return None
     if (experts := c.experts_of(index)) is not None:
         if experts.beside_mlp:
             return MlpBesideExperts(make, c, experts)
-        return RoutedMlp(make, c.hidden_size, experts)
+        return RoutedMlp(make, c.hidden_size, experts, c.residual_multiplier)
     if not c.gated_mlp:
         return PlainMlp(make, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
-    return Mlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
+    gate, down = c.mlp_multipliers  # the norm multiplies gates and ups, so the output is divided by it
+    mlp = Mlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
+    mlp.down.factor = down / gate
+    return mlp
 
 
 def alone(
     products: Products, x: jax.Array, bias: jax.Array | None, activation: Activation, dtype: jnp.dtype
 ) -> jax.Array:
-    """The activation of `x [N, F]` plus a bias `[F]` or none, in `dtype`, for one of `graphs.ops.encoder_rows`."""
+    """The activation of `x [N, F]` plus a bias `[F]` or none, in `dtype`, other than SiLU."""
     assert activation != "silu"
     bias = jnp.zeros(x.shape[1], jnp.float32) if bias is None else bias
-    if products.isa is None:
+    if products.isa is None or activation == "relu2":  # whose bits are the same in any form
         return flatly(functools.partial(activate, activation=activation), x + bias).astype(dtype)
     live = jnp.ones(len(x), bool) if products.live is None else products.live
     return activated(x, bias, activation, dtype, (products.isa, live))

@@ -1,4 +1,5 @@
-// The gated delta rule (Yang, Kautz and Hatamizadeh 2024) over slots, for XLA:CPU: position by position, in place.
+// The gated delta rule (Yang, Kautz and Hatamizadeh 2024) over slots, for XLA:CPU: position by position, in place. And
+// the rule of Mamba-2 (Dao and Gu 2024), which is the same without the correction of what the memory recalls.
 //
 // A head's memory S [Dk, Dv] is cut into columns that no operation mixes. The columns of a task stay in the first-level
 // cache while it walks through the positions of a lane, so that the memory itself is read and written once per call.
@@ -20,15 +21,15 @@ struct Position {
   float* out;
 };
 
-// S becomes a S + k b (v - a S^T k)^T and the output is S^T q, of `parts` vectors of columns of S [dims, stride]. One
-// piece of machine code for all callers.
-template <int parts>
+// S becomes a S + k b (v - a S^T k)^T, or without correction a S + k b v^T, and the output is S^T q, of `parts` vectors
+// of columns of S [dims, stride]. One piece of machine code for all callers.
+template <bool corrects, int parts>
 __attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stride, const Position& at) {
   Vec recalled[parts] = {}, read[parts] = {};
   for (int64_t k = 0; k < dims; ++k) {
     for (int p = 0; p < parts; ++p) {
       const Vec held = Load(memory + k * stride + p * kVector);
-      recalled[p] = Fused(held, at.key[k], recalled[p]);
+      if constexpr (corrects) recalled[p] = Fused(held, at.key[k], recalled[p]);
       read[p] = Fused(held, at.query[k], read[p]);
     }
   }
@@ -37,7 +38,8 @@ __attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stri
   const float overlap = Total(products);
   Vec change[parts];
   for (int p = 0; p < parts; ++p) {
-    change[p] = Fused(-recalled[p], at.decay, Load(at.value + p * kVector)) * at.rate;
+    const Vec value = Load(at.value + p * kVector);
+    change[p] = (corrects ? Fused(-recalled[p], at.decay, value) : value) * at.rate;
     Store(at.out + p * kVector, Fused(change[p], overlap, read[p] * at.decay));
   }
   for (int64_t k = 0; k < dims; ++k) {
@@ -59,7 +61,7 @@ struct Call {
 
 // Every head's columns, task by task, through the positions of all lanes. columns: where those of a lane lie, holding
 // the memory before its first position.
-template <typename Columns>
+template <bool corrects, typename Columns>
 void Walk(ffi::ThreadPool pool, const Call& call, const Columns& columns) {
   const int64_t positions = call.rows / call.lanes, groups = call.heads / call.key_heads;
   const int64_t step = kParts * kVector, pieces = (call.width + step - 1) / step;
@@ -80,13 +82,13 @@ void Walk(ffi::ThreadPool pool, const Call& call, const Columns& columns) {
         const Position position = {call.k + shared, call.q + shared,  call.v + at * call.width + first,
                                    call.decay[at],  call.rate[at],    to};
         if (vectors == kParts) {
-          Advance<kParts>(held, call.dims, stride, position);
+          Advance<corrects, kParts>(held, call.dims, stride, position);
         } else {
           for (int64_t p = 0; p < vectors; ++p) {
             Position one = position;
             one.value += p * kVector;
             one.out += p * kVector;
-            Advance<1>(held + p * kVector, call.dims, stride, one);
+            Advance<corrects, 1>(held + p * kVector, call.dims, stride, one);
           }
         }
       }
@@ -110,14 +112,15 @@ struct Held {
 };
 
 // Memory [B, Hv, Dk, Dv] is written in place.
-ffi::Error DeltaRule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
+template <bool corrects>
+ffi::Error Rule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
                      Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out,
                      ffi::ResultBuffer<ffi::F32> updated) {
   const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());
   if (call.dims % kVector || call.width % kVector) return Unfit();
   float* state = updated->typed_data();
   if (state != memory.typed_data()) std::memcpy(state, memory.typed_data(), memory.size_bytes());
-  Walk(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
+  Walk<corrects>(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
     float* held = state + (call.slot[lane] * call.heads + head) * call.dims * call.width + first;
     if (call.count[lane] > 0 && call.start[lane] == 0)
       for (int64_t key = 0; key < call.dims; ++key)
@@ -128,11 +131,12 @@ ffi::Error DeltaRule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats 
 }
 
 // The same outputs for lanes that each continue a slot of their own; the memory is not changed.
-ffi::Error DeltaOutputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
+template <bool corrects>
+ffi::Error Outputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
                         Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out) {
   const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());
   if (call.dims % kVector || call.width % kVector) return Unfit();
-  Walk(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
+  Walk<corrects>(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
     thread_local std::vector<float> scratch;
     const int64_t stride = vectors * kVector;
     scratch.resize(call.dims * stride);
@@ -147,7 +151,9 @@ ffi::Error DeltaOutputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
 
 }  // namespace
 
-XLA_ENGINE_HANDLER(XlaEngineDeltaRule, DeltaRule)
-XLA_ENGINE_HANDLER(XlaEngineDeltaOutputs, DeltaOutputs)
+XLA_ENGINE_HANDLER(XlaEngineDeltaRule, Rule<true>)
+XLA_ENGINE_HANDLER(XlaEngineDeltaOutputs, Outputs<true>)
+XLA_ENGINE_HANDLER(XlaEngineSsdRule, Rule<false>)
+XLA_ENGINE_HANDLER(XlaEngineSsdOutputs, Outputs<false>)
 
 }  // namespace xla_engine

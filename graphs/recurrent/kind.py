@@ -31,7 +31,22 @@ class ConvolutionWeights(NamedTuple):
     convolution_bias: jax.Array | None = None
 
 
-RecurrentWeights = DeltaWeights | ConvolutionWeights
+class MambaWeights(NamedTuple):
+    """Of a Mamba-2 layer, all float32.
+
+    convolution: `[mixed features, kernel]`, oldest position first. convolution_bias: `[mixed features]`.
+    decay, step_bias, skip: `[Hv]`, the checkpoint's A_log, dt_bias and D. norm: `[inner features]`.
+    """
+
+    convolution: jax.Array
+    decay: jax.Array
+    step_bias: jax.Array
+    skip: jax.Array
+    norm: jax.Array | None
+    convolution_bias: jax.Array | None = None
+
+
+RecurrentWeights = DeltaWeights | ConvolutionWeights | MambaWeights
 
 
 class Split(Protocol):

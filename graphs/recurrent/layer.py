@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_engine.graphs.recurrent import delta_net, short_convolution
+from xla_engine.graphs.recurrent import delta_net, mamba, short_convolution
 from xla_engine.graphs.recurrent.kind import Kind, RecurrentWeights
 from xla_engine.graphs.recurrent.rule import Heads, lane_rule, native_outputs, step_rule
-from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, Recurrent
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm, Recurrent
 from xla_engine.graphs.row_state.rows import Extents, put, targets
 
 _KINDS: dict[type[Recurrent], Kind] = {
     DeltaForm: delta_net.KIND,
     ConvolutionForm: short_convolution.KIND,
+    MambaForm: mamba.KIND,
 }
 
 
@@ -63,7 +64,7 @@ def recurrent_decode(
     convolved = _convolve(form, weights, window)[:, 0]
     heads, memory, out = kind.heads(form, weights, convolved, others), state.memory, None
     if heads is not None and memory is not None:
-        memory, out = step_rule(memory, heads, live=live, native=native)
+        memory, out = step_rule(memory, heads, live=live, native=native, corrects=_corrects(form))
     inputs = jnp.where(live[:, None, None], window[:, 1:], state.inputs)
     return RecurrentState(inputs, memory), kind.output(form, weights, convolved, out, others)
 
@@ -87,7 +88,7 @@ def recurrent_prefill(
     convolved = _convolve(form, weights, window).reshape(mixed.shape)
     heads, memory, out = kind.heads(form, weights, convolved, others), state.memory, None
     if heads is not None and memory is not None:
-        memory, out = lane_rule(memory, heads, lanes, native=native)
+        memory, out = lane_rule(memory, heads, lanes, native=native, corrects=_corrects(form))
     return RecurrentState(inputs, memory), kind.output(form, weights, convolved, out, others)
 
 
@@ -123,12 +124,18 @@ def recurrent_verify(
     heads, out = kind.heads(form, weights, convolved, others), None
     if heads is not None and state.memory is not None:
         assert native is not None
-        out = native_outputs(state.memory, heads, lanes, native)
+        out = native_outputs(state.memory, heads, lanes, native, corrects=_corrects(form))
     return PendingInputs(window, heads), kind.output(form, weights, convolved, out, others)
 
 
 def recurrent_commit(
-    state: RecurrentState, pending: PendingInputs, *, slot: jax.Array, count: jax.Array, native: str | None
+    form: Recurrent,
+    state: RecurrentState,
+    pending: PendingInputs,
+    *,
+    slot: jax.Array,
+    count: jax.Array,
+    native: str | None,
 ) -> RecurrentState:
     """The state after the first `count [P]` positions of each lane, which are computed again."""
     kept = state.inputs.shape[1]
@@ -137,8 +144,13 @@ def recurrent_commit(
     memory = state.memory
     if pending.heads is not None and memory is not None:
         lanes = Extents(slot, jnp.ones_like(slot), count)
-        memory, _ = lane_rule(memory, pending.heads, lanes, native=native)
+        memory, _ = lane_rule(memory, pending.heads, lanes, native=native, corrects=_corrects(form))
     return RecurrentState(inputs, memory)
+
+
+def _corrects(form: Recurrent) -> bool:
+    """Whether the rule corrects what the memory recalls."""
+    return isinstance(form, DeltaForm)
 
 
 def _convolve(form: Recurrent, weights: RecurrentWeights, window: jax.Array) -> jax.Array:

@@ -17,6 +17,8 @@ from xla_engine.graphs.row_state.rows import Extents
 
 DELTA_RULE = "xla_engine_delta_rule"
 DELTA_OUTPUTS = "xla_engine_delta_outputs"
+SSD_RULE = "xla_engine_ssd_rule"
+SSD_OUTPUTS = "xla_engine_ssd_outputs"
 _VECTOR = 16  # floats
 
 
@@ -28,7 +30,7 @@ def has_native_rule(form: Recurrent) -> bool:
 
 
 class Heads(NamedTuple):
-    """The inputs of the rule for N positions, float32.
+    """The inputs of the rule for N positions, float32. That of Mamba-2 does not correct, and its rates are steps.
 
     q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 1).
     log_decay: `[N, Hv]`, at most 0. Consecutive value heads share a key head.
@@ -41,20 +43,24 @@ class Heads(NamedTuple):
     log_decay: jax.Array
 
 
-def native_rule(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> tuple[jax.Array, jax.Array]:
+def native_rule(
+    memory: jax.Array, heads: Heads, lanes: Extents, isa: str, *, corrects: bool
+) -> tuple[jax.Array, jax.Array]:
     """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
 
     isa: selects the library. Returns memory and outputs `[N, Hv, Dv]`, zero in padding rows.
     """
     results = (_like(heads.v), _like(memory))
-    call = jax.ffi.ffi_call(f"{DELTA_RULE}_{isa}", results, input_output_aliases={8: 1})
+    target = DELTA_RULE if corrects else SSD_RULE
+    call = jax.ffi.ffi_call(f"{target}_{isa}", results, input_output_aliases={8: 1})
     out, memory = call(*_given(heads), *lanes, memory)
     return memory, out
 
 
-def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str) -> jax.Array:
+def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str, *, corrects: bool) -> jax.Array:
     """The outputs of `native_rule` without changing the memory; used lanes must have distinct slots."""
-    call = jax.ffi.ffi_call(f"{DELTA_OUTPUTS}_{isa}", _like(heads.v))
+    target = DELTA_OUTPUTS if corrects else SSD_OUTPUTS
+    call = jax.ffi.ffi_call(f"{target}_{isa}", _like(heads.v))
     out: jax.Array = call(*_given(heads), *lanes, memory)
     return out
 
@@ -70,6 +76,8 @@ def _given(heads: Heads) -> tuple[jax.Array, ...]:
 
 # The rule: a memory per head that corrects what it recalls. With key k, value v, decay a and rate b of a position, the
 # memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the output is `S^T q`. Decode does that for one position.
+# The rule of Mamba-2 (state space duality, Dao and Gu 2024, arXiv 2405.21060) is the same without the correction,
+# `a S + k b v^T`: b is the step, k and q are its B and C.
 # Prefill in pure JAX processes `SEGMENT` positions at once in the WY form of the paper (section 3.3): a small
 # triangular system solves the interactions within a segment, and segments run one after the other. Segments begin at
 # multiples of `SEGMENT` from the start of a lane. If chunks are multiples of it, a prompt is cut at the same positions
@@ -80,28 +88,28 @@ SEGMENT = 16  # positions that prefill processes at once
 
 
 def step_rule(
-    memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None
+    memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None, corrects: bool
 ) -> tuple[jax.Array, jax.Array]:
     """One position of every live row: the new memory `[B, Hv, Dk, Dv]`, and the outputs `[B, Hv, Dv]`."""
     if native:
         every = jnp.arange(len(live), dtype=jnp.int32)
         lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
-        return native_rule(memory, heads, lanes, native)
+        return native_rule(memory, heads, lanes, native, corrects=corrects)
     q, k, v, rate, log_decay = _repeated(heads)
     recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
     decay = jnp.exp(log_decay)[..., None]
-    change = (v - decay * recalled) * rate[..., None]
+    change = (v - decay * recalled if corrects else v) * rate[..., None]
     out = decay * read + sum_last(k * q) * change
     after = decay[..., None] * memory + k[..., None] * change[..., None, :]
     return jnp.where(live[:, None, None, None], after, memory), out
 
 
 def lane_rule(
-    memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None
+    memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None, corrects: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Up to T positions of each lane, N = P T: the new memory, and the outputs `[N, Hv, Dv]`."""
     if native:
-        return native_rule(memory, heads, lanes, native)
+        return native_rule(memory, heads, lanes, native, corrects=corrects)
     slot, start, count = lanes
     number, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]
@@ -121,6 +129,7 @@ def lane_rule(
         slot=jnp.repeat(slot, per_lane),
         fresh=((start == 0)[:, None] & (first == 0)).reshape(-1),
         used=(count[:, None] > first).reshape(-1),
+        corrects=corrects,
     )  # [G, Hv, SEGMENT, Dv]
     by_lane = out.swapaxes(1, 2).reshape(number, per_lane * SEGMENT, *out.shape[1::2])
     return memory, by_lane[:, :width].reshape(number * width, *out.shape[1::2])
@@ -134,12 +143,13 @@ def _repeated(heads: Heads) -> Heads:
 
 
 def _follow(
-    memory: jax.Array, heads: Heads, *, slot: jax.Array, fresh: jax.Array, used: jax.Array
+    memory: jax.Array, heads: Heads, *, slot: jax.Array, fresh: jax.Array, used: jax.Array, corrects: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Run segments `[G, Hv, SEGMENT, ...]` one after the other on the memory of their slots.
 
     With c the cumulative log decays in a segment, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
-    where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment.
+    where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment; without
+    correction they are `b v`.
     Returns the memory and the outputs `[G, Hv, SEGMENT, Dv]`.
     """
     q, k, v, rate, log_decay = heads
@@ -147,11 +157,14 @@ def _follow(
     total = jnp.moveaxis(cumulative(flat).reshape(SEGMENT, *log_decay.shape[:-1]), 0, -1)  # [G, Hv, SEGMENT]
     earlier = jnp.tril(jnp.ones((SEGMENT, SEGMENT), bool))
     pair = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
-    system = rate[..., None] * _product("ghik,ghjk->ghij", k, k) * pair
-    inverse = _unit_lower_inverse(system)
     since = jnp.exp(total)[..., None]
-    wanted = _product("ghij,ghjv->ghiv", inverse, rate[..., None] * v)
-    recall = _product("ghij,ghjk->ghik", inverse, rate[..., None] * k * since)
+    wanted, asked = rate[..., None] * v, q * since
+    if corrects:
+        system = rate[..., None] * _product("ghik,ghjk->ghij", k, k) * pair
+        inverse = _unit_lower_inverse(system)
+        wanted = _product("ghij,ghjv->ghiv", inverse, wanted)
+        recall = _product("ghij,ghjk->ghik", inverse, rate[..., None] * k * since)
+        asked = jnp.concatenate([recall, asked], axis=2)  # [G, Hv, 2 SEGMENT, Dk]
     within = _product("ghik,ghjk->ghij", q, k) * pair
     left = k * jnp.exp(total[..., -1:] - total)[..., None]  # keys as the segment's end sees them
 
@@ -159,13 +172,14 @@ def _follow(
         asked, wanted, within, left, end, slot, fresh, used = segment
         kept = memory[slot]
         before = jnp.where(fresh, 0, kept)
-        recalled, read = jnp.split(_product("hik,hkv->hiv", asked, before), 2, axis=1)
-        change = wanted - recalled
+        read, change = _product("hik,hkv->hiv", asked, before), wanted
+        if corrects:
+            recalled, read = jnp.split(read, 2, axis=1)
+            change = wanted - recalled
         out = read + _product("hij,hjv->hiv", within, change)
         after = end[:, None, None] * before + _product("hik,hiv->hkv", left, change)
         return memory.at[slot].set(jnp.where(used, after, kept)), out
 
-    asked = jnp.concatenate([recall, q * since], axis=2)  # [G, Hv, 2 SEGMENT, Dk]
     return lax.scan(one, memory, (asked, wanted, within, left, jnp.exp(total[..., -1]), slot, fresh, used))
 
 

@@ -68,10 +68,10 @@ def attending(
     spec, where = form.spec, places(form.spec)
 
     def attend(index: int, projected: jax.Array, own: AttentionWeights | RecurrentWeights) -> jax.Array:
-        store, layer_in_store = where[index]
-        layer = cache[store]
-        if isinstance(layer, RecurrentState):
-            assert spec.local.recurrent is not None and not isinstance(own, AttentionWeights)
+        if not isinstance(own, AttentionWeights):
+            store = where.states[index]
+            layer = cache[store]
+            assert isinstance(layer, RecurrentState) and spec.local.recurrent is not None
             after, out = recurrence(spec.local.recurrent, own, layer, projected)
             if isinstance(after, RecurrentState):
                 cache[store] = after
@@ -79,7 +79,7 @@ def attending(
                 assert pending is not None
                 pending[store] = after
             return out
-        assert isinstance(own, AttentionWeights)
+        store, layer_in_store = where.keys[index]
         call = AttentionCall(
             form=spec.config.attention(index),
             weights=own,
@@ -90,7 +90,9 @@ def attending(
             layer_in_store=layer_in_store,
             reach=reach,
         )
-        cache[store], out = attention(layer, scaled_queries(spec.local, projected, angles), call)
+        keys = cache[store]
+        assert isinstance(keys, LayerCache)
+        cache[store], out = attention(keys, scaled_queries(spec.local, projected, angles), call)
         return out
 
     return attend

@@ -143,9 +143,11 @@ def verify_rows(
     goes_on = jnp.cumprod((right & ~last[:, :-1]).astype(jnp.int32), axis=1)
     emitted = jnp.where(live, 1 + jnp.sum(goes_on, axis=1), 0)
     for store, brought in (pending or {}).items():
-        layer = updated[store]
-        assert isinstance(layer, RecurrentState)
-        updated[store] = recurrent_commit(layer, brought, slot=slot, count=emitted, native=spec.native_state)
+        layer, recurrent = updated[store], spec.local.recurrent
+        assert isinstance(layer, RecurrentState) and recurrent is not None
+        updated[store] = recurrent_commit(
+            recurrent, layer, brought, slot=slot, count=emitted, native=spec.native_state
+        )
     final = jnp.maximum(emitted - 1, 0)[:, None]
     advanced = advance(
         own,

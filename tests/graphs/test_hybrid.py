@@ -22,7 +22,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.graphs.recurrent.layer import RecurrentState
-from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner import dispatch
 from xla_engine.runner.kv_moves import StateMoves
@@ -68,9 +68,21 @@ CONVOLUTIONS = replace(
 )
 
 
+MAMBAS = replace(
+    MODEL,
+    layer_types=("hybrid", "mlp", "mamba", "full_attention"),
+    num_hidden_layers=4,
+    one_sublayer=True,
+    delta=None,
+    experts=None,
+    mlp_only_layers=(),
+    mamba=MambaForm(value_heads=4, value_dim=32, key_heads=2, key_dim=16, kernel=4, norm_eps=1e-6),
+)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("model", [CONVOLUTIONS], ids=["conv"])
+@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS], ids=["conv", "mamba"])
 def test_other_recurrent_layers_keep_the_law(model: ModelConfig, attention: str) -> None:
     """Among peers, after preemption, behind a prefix with a saved state, and with drafts."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3} if attention == "native" else None

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.instruction_sets import HERE
 from tests.support.tiers import default
-from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights
+from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights, MambaWeights
 from xla_engine.graphs.recurrent.layer import RecurrentState, make_state, recurrent_decode, recurrent_prefill
-from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.native_library.build import register
 from xla_engine.runner.native_library.recipe import NativeBuildError
@@ -80,6 +80,46 @@ def short_convolution(projected: np.ndarray) -> tuple[np.ndarray, None]:
     return behind * convolved(before * x, CONVOLUTION_WEIGHTS), None
 
 
+MAMBA = MambaForm(
+    value_heads=6,
+    value_dim=80,
+    key_heads=2,
+    key_dim=16,
+    kernel=4,
+    norm_eps=1e-6,
+    step_limits=(0.01, 2.0),
+    multipliers=(0.5, 0.75, 1.5, 1.25, 0.25),
+)
+MAMBA_WEIGHTS = MambaWeights(
+    *drawn((MAMBA.mixed_features, MAMBA.kernel), 6, 6, 6, MAMBA.inner_features, MAMBA.mixed_features)
+)
+
+
+def mamba(projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    form, weights = MAMBA, MAMBA_WEIGHTS
+    decay, step_bias, skip, norm = (np.asarray(x, np.float64) for x in weights[1:5])
+    inner, keys = form.inner_features, form.key_heads * form.key_dim
+    sizes = (inner, inner, keys, keys, form.value_heads)
+    parts = np.split(projected * np.repeat(form.multipliers, sizes), np.cumsum(sizes)[:-1], axis=1)
+    gates, mixed, steps = parts[0], np.concatenate(parts[1:4], axis=1), parts[4]
+    every = convolved(mixed, weights)
+    memory = np.zeros((form.value_heads, form.key_dim, form.value_dim))
+    outputs = []
+    for t in range(len(mixed)):
+        each = every[t] * sigmoid(every[t])
+        x, b, c = np.split(each, [inner, inner + keys])
+        b, c = (np.repeat(y.reshape(form.key_heads, -1), 3, axis=0) for y in (b, c))
+        x = x.reshape(form.value_heads, -1)
+        step = np.clip(np.log1p(np.exp(steps[t] + step_bias)), *form.step_limits)
+        memory = memory * np.exp(-np.exp(decay) * step)[:, None, None]
+        memory = memory + b[:, :, None] * (step[:, None] * x)[:, None]
+        out = np.einsum("hkv,hk->hv", memory, c) + skip[:, None] * x
+        out = (out.reshape(-1) * gates[t] * sigmoid(gates[t])).reshape(form.key_heads, -1)
+        out = out / np.sqrt((out * out).mean(axis=1, keepdims=True) + form.norm_eps)
+        outputs.append(out.reshape(-1) * norm)
+    return np.array(outputs), memory
+
+
 class Case(NamedTuple):
     """A kind of layers: its form, weights, and the outputs of all positions and the memory after the last, computed in
     float64 position by position."""
@@ -91,6 +131,7 @@ class Case(NamedTuple):
 
 CASES = {
     "DeltaNet": Case(DELTA, DELTA_WEIGHTS, delta_net),
+    "Mamba-2": Case(MAMBA, MAMBA_WEIGHTS, mamba),
     "short convolution": Case(CONVOLUTION, CONVOLUTION_WEIGHTS, short_convolution),
 }
 

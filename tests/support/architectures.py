@@ -93,11 +93,21 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     | {"use_bidirectional_attention": True, "sliding_window": 512, "query_pre_attn_scalar": 256},
     "granite-4.0-h-tiny": config(
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", 1536, 512, 40, 12, 4, 100352, 131072
-    ),
-    "Nemotron-3-Nano": config("NemotronHForCausalLM", "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144),
-    "Falcon-H1-1.5B": config("FalconH1ForCausalLM", "falcon_h1", 2048, 4096, 24, 8, 2, 65537, 131072),
-    "LFM2.5-1.2B": config("Lfm2ForCausalLM", "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000),
-    "LFM2-8B-A1B": config("Lfm2MoeForCausalLM", "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, 128000),
+    )
+    | {"layer_types": ["attention" if index % 10 == 5 else "mamba" for index in range(40)]}
+    | {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
+    | {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024}
+    | {"residual_multiplier": 0.22, "embedding_multiplier": 12, "logits_scaling": 6}
+    | {"attention_multiplier": 0.0078125, "position_embedding_type": "nope"},
+    "Nemotron-3-Nano": config("NemotronHForCausalLM", "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144)
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+    "Falcon-H1-1.5B": config("FalconH1ForCausalLM", "falcon_h1", 2048, 4096, 24, 8, 2, 65537, 131072)
+    | {"mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256}
+    | {"mlp_multipliers": [0.7, 0.3], "ssm_multipliers": [0.3, 0.2, 0.1, 0.5, 0.4], "mamba_n_groups": 1},
+    "LFM2.5-1.2B": config("Lfm2ForCausalLM", "lfm2", 2048, 12288, 16, 32, 8, 65536, 128000)
+    | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "LFM2-8B-A1B": config("Lfm2MoeForCausalLM", "lfm2_moe", 2048, 7168, 24, 32, 8, 65536, 128000)
+    | {"full_attn_idxs": [2, 6, 10, 14, 18, 21]},
     "DeepSeek-V2-Lite": config(
         "DeepseekV2ForCausalLM", "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840
     )
@@ -194,5 +204,17 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "stablelm-2-1_6b": config("StableLmForCausalLM", "stablelm", 2048, 5632, 24, 32, 32, 100352, 4096)
     | {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5, "use_qkv_bias": True, "rope_theta": 10000}
     | {"use_parallel_residual": False, "qk_layernorm": False, "tie_word_embeddings": False},
-    "mamba2-2.7b": config("Mamba2ForCausalLM", "mamba2", 2560, 0, 64, 80, 80, 50288, 2048),
+    "mamba2-2.7b": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "vocab_size": 50288,
+        "expand": 2,
+        "num_heads": 80,
+        "head_dim": 64,
+        "n_groups": 1,
+        "state_size": 128,
+        "conv_kernel": 4,
+    },
 }

@@ -19,13 +19,15 @@ Layer = tuple[np.ndarray, np.ndarray]
 
 def to_host(spec: ModelSpec, cache: KVCache) -> list[Layer]:
     """Copies of every layer's state: keys and values `[B, KV, S, Dh]`, or the two arrays of a `RecurrentState`."""
-    found = []
-    for store, layer_in_store in places(spec):
-        kept = cache[store]
-        if isinstance(kept, RecurrentState):
+    found, where = [], places(spec)
+    for index in range(spec.config.num_hidden_layers):
+        if index in where.states:
+            kept = cache[where.states[index]]
+            assert isinstance(kept, RecurrentState)
             first, second = kept.inputs, kept.memory
         else:
-            first, second = layer_to_host(spec.attention, kept, spec.config.head_dim, layer_in_store)
+            store, layer_in_store = where.keys[index]
+            first, second = layer_to_host(spec.attention, cache[store], spec.config.head_dim, layer_in_store)
         found.append((np.array(first), np.array(second)))
     return found
 
@@ -33,8 +35,8 @@ def to_host(spec: ModelSpec, cache: KVCache) -> list[Layer]:
 def from_host(spec: ModelSpec, layers: Sequence[Layer]) -> KVCache:
     """The inverse of `to_host`, bit for bit."""
     cache: KVCache = []
-    for members in stores(spec):
-        if spec.config.is_recurrent(members[0]):
+    for members, is_state in stores(spec):
+        if is_state:
             cache.append(RecurrentState(*jax.device_put(layers[members[0]])))
             continue
         alone = [layer_from_host(spec.attention, *layers[index]) for index in members]

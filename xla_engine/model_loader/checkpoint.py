@@ -103,6 +103,8 @@ def load_weights(model: ModelDescription) -> Checkpoint:
 # Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
 _LATER: dict[str, Any] = {"encoder": None, "llama_4_scaling_beta": None, "norm_bias": False}
 _LATER |= {"gated_mlp": True, "head_bias": False, "bidirectional": False, "convolution": None}
+_LATER |= {"mamba": None, "one_sublayer": False, "attention_output_multiplier": 1.0}
+_LATER |= {"mlp_multipliers": (1.0, 1.0)}
 _LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
 _LATER_OF_ENCODERS = {"pre_norm": False, "norm_bias": True, "gated": False, "up_bias": True}
 

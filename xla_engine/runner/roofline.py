@@ -48,7 +48,7 @@ def _work(spec: ModelSpec, rows: int, head_rows: int, slots: int, keys: int) -> 
         if leaf.role in ("linear", "head") or share < 1:
             multiplied = head_rows if leaf.role == "head" else rows
             ops += 2 * share * multiplied * prod(leaf.on_devices().shape)
-    attending = (index for index in range(model.num_hidden_layers) if not model.is_recurrent(index))
+    attending = (index for index in range(model.num_hidden_layers) if model.attends(index))
     heads = sum(model.num_attention_heads * model.layer(index).head_dim for index in attending)
     return Work(size + cache_bytes(spec, slots, keys), ops + 4.0 * rows * keys * heads)
 

@@ -13,6 +13,19 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 _LFM2 = {**_SIZES, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+_BLOCKS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+_GRANITE = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 1.5,
+    "shared_intermediate_size": 36,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+}
 
 # name -> (architecture, weights' deviation, configuration)
 HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
@@ -32,5 +45,45 @@ HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
         0.3,
         {**_LFM2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"num_dense_layers": 1, "routed_scaling_factor": 1.3},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        0.3,
+        {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+        | {"mamba_n_heads": 10, "mamba_d_head": 8, "mamba_n_groups": 2},
+    ),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybridForCausalLM",
+        0.3,
+        {**_GRANITE, "num_local_experts": 0, "mamba_n_heads": 4, "mamba_d_head": 20, "mamba_n_groups": 1}
+        | {"position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_proj_bias": True},
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        0.3,
+        {**_SIZES, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2}
+        | {"mamba_d_state": 12, "lm_head_multiplier": 0.7, "embedding_multiplier": 1.5, "key_multiplier": 0.8}
+        | {"mlp_multipliers": [0.7, 1.2], "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.3}
+        | {"ssm_multipliers": [0.6, 1.1, 0.9, 1.2, 0.8], "ssm_in_multiplier": 1.25}
+        | {"ssm_out_multiplier": 0.75},
+    ),
+    "falcon_h1_norm": (
+        "FalconH1ForCausalLM",
+        0.3,
+        {**_SIZES, "mamba_d_ssm": 48, "mamba_n_heads": 3, "mamba_d_head": 16, "mamba_n_groups": 1}
+        | {"num_hidden_layers": 2, "mamba_d_state": 16, "mamba_rms_norm": True, "tie_word_embeddings": True},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        0.3,
+        {**_SIZES, "num_hidden_layers": 5, "layer_types": _BLOCKS, "head_dim": 16, "n_groups": 2}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 12, "intermediate_size": 44}
+        | {"expand": 2, "time_step_min": 1e-9, "use_conv_bias": True},
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        0.3,
+        {"hidden_size": 40, "num_hidden_layers": 3, "num_heads": 5, "head_dim": 16, "state_size": 12}
+        | {"expand": 2, "n_groups": 1, "tie_word_embeddings": True},
     ),
 }

@@ -590,7 +590,14 @@ def random_model(name: str, seed: int) -> Any:
                 parameter -= 3  # slow decay: what lies far behind still counts
             if (
                 parameter_name
-                in ("model.norm.weight", "model.language_model.norm.weight", "model.embedding_norm.weight")
+                in (
+                    *("model.norm.weight", "model.language_model.norm.weight"),
+                    *(
+                        "model.embedding_norm.weight",
+                        "model.final_layernorm.weight",
+                        "backbone.norm_f.weight",
+                    ),
+                )
                 and config.tie_word_embeddings
             ):
                 # Random signs: a tied head likes the token it was just given too well.

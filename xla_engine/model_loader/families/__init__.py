@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xla_engine.model_loader.families import dense, experts, gemma4, hybrids, latent, variants
+from xla_engine.model_loader.families import dense, experts, gemma4, hybrids, latent, mamba, variants
 from xla_engine.model_loader.families.dense import LLAMA, QWEN2, QWEN3
 from xla_engine.model_loader.families.encoders import ENCODERS, encoder_fields, encoder_of
 from xla_engine.model_loader.families.family import Family, Source, tensor_sources
@@ -43,6 +43,7 @@ _ALL = (
     *(hybrids.LFM2, hybrids.LFM2_MOE),
     *(gemma4.GEMMA4, gemma4.GEMMA4_VISION),
     *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3, latent.GLM4_MOE_LITE),
+    *(mamba.GRANITE_HYBRID, mamba.FALCON_H1, mamba.NEMOTRON_H, mamba.MAMBA2),
     *(variants.STABLELM, variants.STARCODER2, variants.PHI),
 )
 OTHER_DECODERS: dict[tuple[str, Any], Family] = {  # of the same vision model, by the type of text_config

@@ -1,14 +1,9 @@
 """Architectures that are known and not supported: what each would need, and what runs instead."""
 
-_SSD = "Mamba-2 layers, whose state is another recurrent one than DeltaNet's"
 _MLA = "latent attention (MLA)"
 REFUSED = {
     "Gemma3nForCausalLM": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
-    "GraniteMoeHybridForCausalLM": (_SSD, "Granite 3"),
-    "NemotronHForCausalLM": (_SSD, "Qwen3.5 or Qwen3-Next"),
-    "FalconH1ForCausalLM": (_SSD, "Qwen3.5"),
-    "Mamba2ForCausalLM": (_SSD, "Qwen3.5"),
     "OlmoHybridForCausalLM": ("DeltaNet layers with other norms and projections", "OLMo 3"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
