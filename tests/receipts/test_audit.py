@@ -19,6 +19,7 @@ from tests.support.tiers import default
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.equivalence.cases import draw_cases
+from xla_engine.errors import ConfigError
 from xla_engine.openai.requests import line_of
 from xla_engine.receipts.recompute import DRAFTS, audit_files
 
@@ -226,6 +227,21 @@ def test_another_model_is_rejected_if_it_was_demanded(
     assert report.exit_status == 2 and "--model" in report.unchecked[0].why
     report = audited(auditor, job, demanded=("model",))
     assert report.exit_status == 1 and len(report.rejected) == 3
+
+
+def test_a_model_that_cannot_run_as_that_of_the_receipts_is_not_checked(
+    engine: XlaBatchEngine, tmp_path: Path
+) -> None:
+    """Such as the default model, whose weights are in no GGUF file. A model that was given has its own error."""
+    job = run(engine, [{"custom_id": "a", "prompt": [7], "max_tokens": 3}], tmp_path)
+
+    def load(fields: dict[str, Any]) -> Any:
+        raise ConfigError("quantization 'gguf-int8' is for GGUF files")
+
+    report = audit_files(job.results, job.receipts, load)
+    assert report.exit_status == 2 and "of the model 'tiny'" in report.unchecked[0].why
+    with pytest.raises(ConfigError, match="GGUF"):
+        audit_files(job.results, job.receipts, load, demanded=("model",))
 
 
 def test_another_arithmetic_is_not_checked_and_names_the_remedy(

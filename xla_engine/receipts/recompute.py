@@ -53,6 +53,7 @@ ANSWER_OPTIONS = (
     *("generation_config", "runner", "pooler_config", "hf_overrides", "mm_processor_kwargs", "enable_lora"),
     "max_lora_rank",
 )
+_GIVE = "give it, with --model on the command line"
 FORM = ("dtype", "quantization", "kv_cache_dtype")  # those by which another model may be run
 # Errors that depend on more than the request: on time, hosts, files and other lines.
 _CHANCE = frozenset(
@@ -182,9 +183,15 @@ def audit_files(
         try:
             engine = stack.enter_context(_loaded(load, fields))
         except ConfigError as error:
-            if not report.rejected:
+            if not report.rejected and "model" in demanded:
                 raise
-            report.notes.append(f"no answer was computed again: {error}")
+            note = f"no answer was computed again: {error}"
+            if "model" not in demanded:  # the form of one model may be none of another
+                note = f"the receipts are of the model {report.model!r}, and this one cannot run as theirs; {_GIVE}"
+            if report.rejected:
+                report.notes.append(note)
+            else:
+                report.unchecked.append(Objection(None, note))
             return report
         other, why = other_model(engine, header), why_not_here(engine, header)
         if other is not None and not {"model", *FORM}.isdisjoint(demanded):
@@ -192,8 +199,9 @@ def audit_files(
                 Objection(claim.custom_id, f"made with another model: {other}") for claim in claims
             ]
         elif other is not None:
-            remedy = f"give the model that the receipts call {report.model!r}"
-            report.unchecked.append(Objection(None, f"{other}: {remedy}, with --model on the command line"))
+            report.unchecked.append(
+                Objection(None, f"{other}: the receipts call the model {report.model!r}; {_GIVE}")
+            )
         elif why is not None:
             report.unchecked.append(Objection(None, why))
         else:
