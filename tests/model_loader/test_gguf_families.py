@@ -21,6 +21,29 @@ from xla_engine.model_loader.families.gguf_tensors import log_decay
 from xla_engine.runner.drafting.proposers import load_mtp
 
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
+GEMMA4 = {
+    "attention.key_length": 24,
+    "attention.key_length_swa": 16,
+    "attention.value_length": 24,
+    "attention.value_length_swa": 16,
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False, False],
+    "embedding_length_per_layer_input": 12,
+    "feed_forward_length": [40, 40, 40, 80, 80],
+    "rope.freq_base_swa": 1000.0,
+}
+GEMMA4_KEYS = {
+    **GEMMA4,
+    "attention.key_length": 16,
+    "attention.key_length_swa": 10,
+    "attention.value_length": 16,
+    "attention.value_length_swa": 10,
+    "attention.head_count_kv": [3, 2, 2],
+    "attention.shared_kv_layers": 0,
+    "attention.sliding_window_pattern": [True, False, False],
+    "embedding_length_per_layer_input": 0,
+    "feed_forward_length": 40,
+}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
 THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 WIDE = {
@@ -51,6 +74,8 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("exaone4", "exaone4", EXAONE),
         ("exaone4_full", "exaone4", {}),
         ("glm4", "glm4", {}),
+        ("gemma4", "gemma4", GEMMA4),
+        ("gemma4_keys", "gemma4", GEMMA4_KEYS),
         ("qwen3", "qwen3vl", PICTURES),
         ("qwen3_5", "qwen35", {}),
         ("qwen3_next", "qwen3next", {}),

@@ -123,6 +123,10 @@ def write_gguf(
         writer.add_tokenizer_model("no_vocab")
     else:
         tokenizer(writer)
+    if rope.get("rope_type") == "proportional":
+        pairs = (extra or {})["attention.key_length"] // 2
+        turning = np.arange(pairs) < int(rotated * pairs)
+        writer.add_tensor("rope_freqs.weight", np.where(turning, 1, 1e30).astype(np.float32))
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(rope, base, width))
     kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -155,11 +159,12 @@ def write_gguf(
         ):
             values = _side_by_side(values, heads if "q_proj" in name else keys)
         less_one = arch.startswith(("gemma", "qwen3next", "qwen35")) and "linear_attn" not in name
+        less_one &= arch != "gemma4"
         if less_one and name.endswith("norm.weight"):
             values = values + np.float32(1)
         target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert target is not None, name
-        target += ".weight" * target.endswith("sinks")
+        target += ".weight" * target.endswith(("sinks", "layer_output_scale"))
         kind = kind_of(target)
         if values.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(target, values)

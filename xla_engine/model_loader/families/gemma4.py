@@ -154,7 +154,7 @@ GEMMA4 = Family(
     rope_theta=1e6,
     rope_local=True,
     # Layers that attend to the keys of others have such tensors in some files, and do not use them.
-    ignores=r".*\.self_attn\.[kv]_(proj|norm)\.weight",
+    ignores=r".*\.(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.weight",
 )
 # Its decoder: pictures and sound are not read.
 GEMMA4_VISION = replace(

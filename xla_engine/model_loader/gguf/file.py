@@ -84,6 +84,16 @@ _KINDS = (
     _Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
     _Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
     _Architecture(
+        name="gemma4",
+        architecture="Gemma4ForCausalLM",
+        keys={
+            "{arch}.attention.key_length": "global_head_dim",
+            "{arch}.attention.key_length_swa": "head_dim",
+            "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
+            "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+    ),
+    _Architecture(
         name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}
     ),
     _Architecture(
@@ -177,12 +187,15 @@ _HANDLED = {  # below, or of no account in text
     "{arch}.n_deepstack_layers",
     _PREDICTS,
     _SLIDES,
+    "{arch}.attention.value_length_swa",
+    "{arch}.rope.dimension_count_swa",
     "{arch}.attention.value_length",
     "{arch}.rope.dimension_count",
     *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
+_GEMMA4_BY_LAYER = ("{arch}.attention.head_count_kv", "{arch}.feed_forward_length")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -223,8 +236,9 @@ def config_fields(file: GgufReader) -> Fields:
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    uneven = _GEMMA4_BY_LAYER if kind.name == "gemma4" else ()
     for key, word in words.items():
-        value = _number(file, key)
+        value = None if key in uneven and isinstance(file.get(key), list) else _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
     # ends of text, turn and message
@@ -232,6 +246,9 @@ def config_fields(file: GgufReader) -> Fields:
     values["eos_token_id"] = [number for number in ends if number is not None]
     values |= {word: tensor in file.tensors for word, tensor in kind.biases.items()}
     _read_layers(file, values)
+    if kind.name == "gemma4":
+        _read_gemma4(file, values)
+        return Fields(file.path, values)
     if (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
         if scaling["rope_type"] == "longrope":  # Phi's files repeat it in the outer object
@@ -299,6 +316,40 @@ def _read_layers(file: GgufReader, values: dict[str, Any]) -> None:
     features, heads = values.pop("linear_value_features", None), values.get("linear_num_value_heads")
     if features and heads:
         values["linear_value_head_dim"] = features // heads
+
+
+def _read_gemma4(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read what llama.cpp writes for Gemma 4: sizes of each layer, and divisors of frequencies, which are 1 or so
+    large that a pair does not turn. That keys are the values as well is seen from the tensors."""
+    types = values.get("layer_types") or []
+    full = [index for index, kind in enumerate(types) if kind == FULL]
+    heads, widths = (file.get(key) for key in _GEMMA4_BY_LAYER)
+    if isinstance(heads, list) and len(heads) == len(types) and full:
+        slides = [index for index in range(len(types)) if index not in full]
+        values["num_global_key_value_heads"] = heads[full[0]]
+        values["num_key_value_heads"] = heads[slides[0] if slides else full[0]]
+    if isinstance(widths, list) and widths:
+        values["intermediate_size"] = widths[0]
+        values["use_double_wide_mlp"] = widths[-1] == 2 * widths[0]
+    names = file.tensors
+    values["attention_k_eq_v"] = any(
+        f"blk.{index}.attn_k.weight" in names and f"blk.{index}.attn_v.weight" not in names for index in full
+    )
+    if "per_layer_token_embd.weight" in names:
+        values["vocab_size_per_layer_input"] = names["per_layer_token_embd.weight"].shape[0]
+    else:
+        values["hidden_size_per_layer_input"] = 0
+    divisors = _vector(file, "rope_freqs.weight") if "rope_freqs.weight" in names else [1.0]
+    turning = sum(each == 1 for each in divisors) / max(1, len(divisors))
+    local = values.pop("rope_local_base_freq", None)
+    values["rope_parameters"] = {
+        FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": turning,
+            "rope_theta": values.pop("rope_theta", None),
+        },
+        SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
 
 
 def _vocabulary(file: GgufReader) -> int | None:
