@@ -27,6 +27,7 @@ from xla_engine.equivalence.reference_arrays import (
     unit,
 )
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
+from xla_engine.equivalence.reference_mamba import MAMBA, Parts, layer_count, mamba_layer
 from xla_engine.equivalence.reference_rotary import Config, UnknownArchitectureError, frequencies
 
 ARCHITECTURES = (
@@ -35,6 +36,7 @@ ARCHITECTURES = (
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *MAMBA,
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -42,6 +44,7 @@ _ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neig
 _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
 _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
+_FINAL_NORM |= {"falcon_h1": "final_layernorm", "nemotron_h": "norm_f", "mamba2": "norm_f"}
 _ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _BY_SIGMOIDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # experts are chosen so
@@ -83,7 +86,7 @@ class Reference:
         x = np.concatenate(streams)  # [N, D], the residual stream of all sequences
         self._stored = {}
         self._inputs = self._layer_inputs(np.concatenate([list(each) for each in sequences]), x)
-        for index in range(c["num_hidden_layers"]):
+        for index in range(layer_count(c)):
             x = self._layer(x, ends, index)
             progress()
         x = self._norm(x, _FINAL_NORM.get(c["model_type"], "norm"))
@@ -102,6 +105,9 @@ class Reference:
         mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
         if c["model_type"] in _LATENT:
             mixer = self._latent_attention
+        if c["model_type"] in MAMBA:
+            parts = Parts(self._files, self._linear, self._norm, self._attention, epsilon(c))
+            return mamba_layer(c, parts, x, ends, index)
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
         if c["model_type"] in _LFM2:
             mixer = self._attention if self._files.has(f"{name}self_attn.q_proj") else self._convolution
@@ -187,6 +193,7 @@ class Reference:
 
     def _attention(self, x: Array, ends: Array, index: int) -> Array:
         c, name, read, has = self._config, f"layers.{index}.self_attn.", self._files.read, self._files.has
+        name = f"layers.{index}.mixer." if c["model_type"] == "nemotron_h" else name
         heads, kv_heads, width = c["num_attention_heads"], key_heads(c), head_dim(c, index)
         source = keys_of(c, index)
         if has(f"{name}qkv_proj"):  # Phi 3: one weight
@@ -215,6 +222,7 @@ class Reference:
             k, v = self._stored[source]
         elif c.get("num_kv_shared_layers"):
             self._stored[index] = k, v
+        k = k * np.float32(c.get("key_multiplier") or 1)  # Falcon-H1
         angles, factor = rotary(c, index, self._context_length)
         sinks = read(f"{name}sinks") if has(f"{name}sinks") else None
         adjacent = self._files.rotary_pairs_adjacent or c["model_type"] in _ADJACENT
@@ -402,6 +410,8 @@ def epsilon(c: Config) -> float:
     usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
     if c["model_type"] in _LFM2:
         return float(c.get("norm_eps") or 1e-5)
+    if c["model_type"] in ("nemotron_h", "mamba2"):
+        return float(c.get("layer_norm_epsilon") or 1e-5)
     return float(c.get("rms_norm_eps") or usual.get(c["model_type"], 1e-6))
 
 
@@ -413,7 +423,7 @@ def activation(c: Config) -> Callable[[Array], Array]:
 
 def keys_of(c: Config, index: int) -> int:
     """The layer whose keys and values a layer attends to: the last of its type that has its own (Gemma 4)."""
-    first = c["num_hidden_layers"] - (c.get("num_kv_shared_layers") or 0)
+    first = layer_count(c) - (c.get("num_kv_shared_layers") or 0)
     if index < first:
         return index
     return max(at for at in range(first) if slides(c, at) == slides(c, index))
@@ -442,6 +452,8 @@ def embedding_factor(c: Config) -> float:
 def logit_factor(c: Config) -> float:
     if c["model_type"] in ("cohere", "cohere2"):
         return float(c.get("logit_scale") or 0.0625)
+    if c["model_type"] == "falcon_h1":
+        return float(c.get("lm_head_multiplier") or 1)
     return 1 / float(c.get("logits_scaling") or 1)
 
 
@@ -515,6 +527,8 @@ def window(c: Config, index: int) -> int | None:
 
 def rotates(c: Config, index: int) -> bool:
     """Whether a layer has rotary embedding."""
+    if c["model_type"] in ("nemotron_h", "granitemoehybrid"):
+        return c.get("position_embedding_type") == "rope"
     if c["model_type"] == "smollm3":
         flags = c.get("no_rope_layers")
         interval = c.get("no_rope_layer_interval") or 4

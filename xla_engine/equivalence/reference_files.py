@@ -31,6 +31,7 @@ _DTYPES = {
     "U8": np.uint8,
 }
 _EMBEDDING = "embed_tokens.weight"
+_BACKBONE = "backbone.embeddings.weight"  # of Mamba-2 and Nemotron-H
 _AWQ_COLUMNS = (
     0,
     2,
@@ -84,8 +85,8 @@ class SafetensorsFiles:
         self._stored: dict[str, Array] = {}
         for file in _weight_files(folder):
             self._stored |= _mapped(file)
-        (name,) = (name for name in self._stored if name.endswith(_EMBEDDING))
-        self._prefix = name.removesuffix(_EMBEDDING)
+        (name,) = (name for name in self._stored if name.endswith((_EMBEDDING, _BACKBONE)))
+        self._prefix = name.removesuffix(_EMBEDDING).removesuffix("embeddings.weight")
 
     def has(self, name: str) -> bool:
         return self._full(name) is not None
@@ -99,6 +100,8 @@ class SafetensorsFiles:
     def _full(self, name: str) -> str | None:
         """The stored name, without the end that tells how a weight is quantised."""
         full = self._prefix + name
+        if name == "embed_tokens" and self._prefix + _BACKBONE.partition(".")[2] in self._stored:
+            full = self._prefix + "embeddings"
         if name.startswith("lm_head"):  # beside the decoder
             heads = (each for each in self._stored if "lm_head." in each)
             full = next((each.partition("lm_head")[0] + name for each in heads), full)
