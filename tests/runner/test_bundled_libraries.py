@@ -44,6 +44,7 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     loaded: list[Path] = []
     monkeypatch.setattr(build, "BUNDLE", tmp_path / "libraries")
     monkeypatch.setattr(build, "_bind", lambda isa, parts, path: loaded.append(path))
+    monkeypatch.setattr(build, "_choose", lambda isa, libraries: None)
     monkeypatch.setattr(build, "build", lambda isa, parts: {part: Path("compiled", part) for part in parts})
     for name in ("_origins", "_digests"):
         monkeypatch.setattr(build, name, {})
