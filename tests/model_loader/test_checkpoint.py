@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 import xla_engine.model_loader.tensor_files as tensor_files
 from tests.support.checkpoints import BF16, CONFIG, MakeModel, assert_refused, read_config_of, tensors_of
+from xla_engine.environment import embedded_model_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.model_loader.checkpoint import load_checkpoint, random_weights
@@ -20,6 +22,14 @@ from xla_engine.model_loader.config_json import read_config
 from xla_engine.model_loader.families import LLAMA, tensor_sources
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_a_model_has_the_fingerprint_that_earlier_versions_gave_it() -> None:
+    """Receipts, resumed runs and records name it, so a new field of a shape must not change it."""
+    with (GOLDEN / "receipts" / "out.receipts.jsonl").open(encoding="utf-8") as lines:
+        header = json.loads(lines.readline())
+    found = load_checkpoint(embedded_model_directory()).fingerprint
+    assert found == header["model"]["weights_sha256"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

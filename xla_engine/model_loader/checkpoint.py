@@ -8,7 +8,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 from xla_engine.config import AUTO, KEPT, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
 from xla_engine.graphs.config import ModelConfig
+from xla_engine.graphs.encoder_form import EncoderForm
+from xla_engine.graphs.forms import RopeScaling, RoutedExperts
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.coded import KINDS
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
@@ -100,23 +102,25 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     )
 
 
-# Fields that models without them leave out, so that fingerprints are those of versions that did not have them.
-_LATER: dict[str, Any] = {"encoder": None, "llama_4_scaling_beta": None, "norm_bias": False}
-_LATER |= {"gated_mlp": True, "head_bias": False, "bidirectional": False, "convolution": None}
-_LATER |= {"mamba": None, "one_sublayer": False, "attention_output_multiplier": 1.0}
-_LATER |= {"mlp_multipliers": (1.0, 1.0)}
-_LATER_OF_EXPERTS = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_gate": True}
-_LATER_OF_ENCODERS = {"pre_norm": False, "norm_bias": True, "gated": False, "up_bias": True}
+# From these fields on, a part of the shape leaves out those with their defaults, so that fingerprints of models that
+# do not have them are those of earlier versions. New fields are appended with such a default.
+_LATER = {
+    ModelConfig: "encoder",
+    RoutedExperts: "scoring_func",
+    RopeScaling: "turning",
+    EncoderForm: "pre_norm",
+}
 
 
 def _told(config: ModelConfig) -> dict[str, Any]:
     """The shape as fingerprints have it."""
     shape = asdict(config)
-    parts = (shape["experts"] or {}, _LATER_OF_EXPERTS), (shape["encoder"] or {}, _LATER_OF_ENCODERS)
-    for values, later in (*parts, (shape, _LATER)):
-        for name, neutral in later.items():
-            if values and values[name] == neutral:
-                del values[name]
+    parts = ((getattr(config, name), values) for name, values in shape.items() if isinstance(values, dict))
+    for part, values in [*parts, (config, shape)]:
+        names = [each.name for each in fields(part)]
+        for each in fields(part)[names.index(_LATER[type(part)]) if type(part) in _LATER else len(names) :]:
+            if values[each.name] == each.default:
+                del values[each.name]
     return shape
 
 
