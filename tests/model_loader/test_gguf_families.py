@@ -15,35 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.gguf_checks import GOLDEN
-from tests.support.gguf_files import Kind, write_gguf, write_random
+from tests.support.gguf_files import GEMMA4, GEMMA4_KEYS, Kind, write_gguf, write_random
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.families.gguf_tensors import log_decay
 from xla_engine.runner.drafting.proposers import load_mtp
 
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
-GEMMA4 = {
-    "attention.key_length": 24,
-    "attention.key_length_swa": 16,
-    "attention.value_length": 24,
-    "attention.value_length_swa": 16,
-    "attention.shared_kv_layers": 2,
-    "attention.sliding_window_pattern": [True, False, True, False, False],
-    "embedding_length_per_layer_input": 12,
-    "feed_forward_length": [40, 40, 40, 80, 80],
-    "rope.freq_base_swa": 1000.0,
-}
-GEMMA4_KEYS = {
-    **GEMMA4,
-    "attention.key_length": 16,
-    "attention.key_length_swa": 10,
-    "attention.value_length": 16,
-    "attention.value_length_swa": 10,
-    "attention.head_count_kv": [3, 2, 2],
-    "attention.shared_kv_layers": 0,
-    "attention.sliding_window_pattern": [True, False, False],
-    "embedding_length_per_layer_input": 0,
-    "feed_forward_length": 40,
-}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
 THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
 WIDE = {

@@ -21,6 +21,31 @@ from xla_engine.model_loader.model_files import open_model
 Kind = gguf.GGMLQuantizationType
 INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pairs llama.cpp puts side by side
 
+# What llama.cpp writes of the golden models `gemma4` and `gemma4_keys`, beside the names of others.
+GEMMA4 = {
+    "attention.key_length": 24,
+    "attention.key_length_swa": 16,
+    "attention.value_length": 24,
+    "attention.value_length_swa": 16,
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False, False],
+    "embedding_length_per_layer_input": 12,
+    "feed_forward_length": [40, 40, 40, 80, 80],
+    "rope.freq_base_swa": 1000.0,
+}
+GEMMA4_KEYS = {
+    **GEMMA4,
+    "attention.key_length": 16,
+    "attention.key_length_swa": 10,
+    "attention.value_length": 16,
+    "attention.value_length_swa": 10,
+    "attention.head_count_kv": [3, 2, 2],
+    "attention.shared_kv_layers": 0,
+    "attention.sliding_window_pattern": [True, False, False],
+    "embedding_length_per_layer_input": 0,
+    "feed_forward_length": 40,
+}
+
 
 def write_qwen3_moe(directory: Path, *, scale: float = 1, **fields: Any) -> Path:
     """A random float32 Qwen3-MoE with experts in every layer, as llama.cpp has it. fields: of config.json."""

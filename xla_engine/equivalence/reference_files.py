@@ -254,6 +254,7 @@ _MODEL_TYPES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "command-r": "cohere",
     "gpt-oss": "gpt_oss",
 }
@@ -420,8 +421,29 @@ class GgufFiles:
             largest = values["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[kind]
             even = values["hidden_size"] // values["num_attention_heads"]
             values["query_pre_attn_scalar"] = even if largest else width
+        if kind == "gemma4_text":
+            return values | self._gemma4(values)
         values["rope_scaling"] = self._scaling(kind, values)
         return values
+
+    def _gemma4(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What Gemma 4's metadata say of two kinds of layers."""
+        slides = self._fields[f"{self._kind}.attention.sliding_window_pattern"]
+        divisors = self.divisors("rope_freqs.weight")  # 1, or so large that a pair does not turn
+        full = {"rope_type": "proportional", "rope_theta": values["rope_theta"]}
+        full["partial_rotary_factor"] = divisors.count(1.0) / len(divisors)
+        return {
+            "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+            "global_head_dim": values["head_dim"],
+            "head_dim": self._get("attention.key_length_swa"),
+            "num_kv_shared_layers": self._get("attention.shared_kv_layers"),
+            "hidden_size_per_layer_input": self._get("embedding_length_per_layer_input"),
+            "partial_rotary_factor": None,
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": {"rope_theta": values["rope_local_base_freq"]},
+            },
+        }
 
     def _scaling(self, kind: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
         if "rope_freqs.weight" in self._tensors:  # divisors of the frequencies, which Llama 3 has
