@@ -148,3 +148,12 @@ def test_drafts_of_a_model_are_not_even_tried_where_the_best_would_lose() -> Non
     while not chooser.looks:
         pass
     assert chooser.choose(1, [(7, 0)]) > 1  # one row gains at once
+
+
+def test_more_rows_end_no_trial() -> None:
+    chooser = WidthChooser(DEVICE, tries=True)
+    _drafting(chooser, 0.95, 100)
+    for _ in range(40):
+        assert not chooser.looks or chooser.choose(8, [(7, 0)] * 8) in (0, 1)
+    gain, _ = _drafting(chooser, 0.95, 100)
+    assert gain > 1.4

@@ -134,7 +134,7 @@ class WidthChooser:
 
     def choose(self, rows: int, proposals: Sequence[tuple[int, int]]) -> int:
         """The width for `rows` rows. proposals: (tokens, match) of those rows that have one."""
-        best, width = self._best(rows, proposals)
+        best, width = self._best(rows, proposals, self.acceptance)
         if best >= GAIN:
             self.is_on, self._idle, self._pause = True, 0, 1
             self._tried += 1
@@ -146,7 +146,8 @@ class WidthChooser:
             return 1
         self._wait = self._pause
         self._pause = min(2 * self._pause, PROBE - 1)
-        if self._tries and self._tried:
+        # Where even an unknown acceptance would gain nothing, there are too many rows: that says nothing about drafts.
+        if self._tries and self._tried and self._best(rows, proposals, self._unknown())[0] >= GAIN:
             self._end_trial()
         return 0
 
@@ -159,7 +160,9 @@ class WidthChooser:
     def _unknown(self) -> Acceptance:
         return Acceptance(TRIAL, memory=(1 + _MEMORY) / 2) if self._tries else Acceptance()
 
-    def _best(self, rows: int, proposals: Sequence[tuple[int, int]]) -> tuple[float, int]:
+    def _best(
+        self, rows: int, proposals: Sequence[tuple[int, int]], acceptance: Acceptance
+    ) -> tuple[float, int]:
         plain = rows / self._costs.decode_of(rows) if rows else 0.0
         best, width = 0.0, 1
         if not proposals or not rows:
@@ -169,16 +172,20 @@ class WidthChooser:
                 fewer >= rows and fewer < lanes and other == wide for fewer, other in self._costs.verify
             ):
                 continue
-            tokens = rows - len(proposals) + sum(self._expected(wide, *each) for each in proposals)
+            tokens = (
+                rows
+                - len(proposals)
+                + sum(_expected(wide, tokens, acceptance.of(match)) for tokens, match in proposals)
+            )
             if tokens / seconds / plain > best:
                 best, width = tokens / seconds / plain, wide
         return best, width
 
-    def _expected(self, width: int, tokens: int, match: int) -> float:
-        """The expected tokens of a row in a verify step."""
-        chance = min(self.acceptance.of(match), 0.99)
-        drafts = min(width - 1, tokens)
-        return (1 - chance ** (drafts + 1)) / (1 - chance)
+
+def _expected(width: int, tokens: int, acceptance: float) -> float:
+    """The expected tokens of a row in a verify step."""
+    chance, drafts = min(acceptance, 0.99), min(width - 1, tokens)
+    return (1 - chance ** (drafts + 1)) / (1 - chance)
 
 
 class ReplayControl(Protocol):
