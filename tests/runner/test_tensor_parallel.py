@@ -83,11 +83,13 @@ BOTH = (None, "int8")
         # The others differ in what the tests of one device cover; recurrent layers are the same in int8.
         ("routed", BOTH, (1, 4)),
         ("recurrent", (None,), (1, 4)),
+        ("mamba", (None,), (1, 2)),
+        ("convolution", (None,), (1, 2)),
         *(
             pytest.param(name, BOTH, sizes, marks=pytest.mark.release)
             for name in sorted(MODELS)
             for sizes in ((1, 2), (1, 4))
-            if (name, sizes) != ("routed", (1, 4))
+            if (name, sizes) not in (("routed", (1, 4)), ("mamba", (1, 2)), ("convolution", (1, 2)))
         ),
     ],
     ids=str,
@@ -97,10 +99,10 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(
 ) -> None:
     """The C++ operations run: routed experts, recurrent layers, and norms over all heads, in bf16 and int8."""
     model = MODELS[name]
-    saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.delta is not None else {}
+    saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.recurrent is not None else {}
     jobs = [{"model": name, "engine": {"quantization": each} | saves} for each in quantizations]
     for quantization, results in zip(quantizations, run(*jobs, sizes=sizes), strict=True):
-        assert model.delta is None or results[1]["cached"] > 0, "from saved states"
+        assert model.recurrent is None or results[1]["cached"] > 0, "from saved states"
         fitting = quantization is None or fits(model, jnp.dtype(jnp.int8), "avx2")
         assert results[1]["products"] == ("native" if fitting else "xla")
         check(results)

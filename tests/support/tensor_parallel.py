@@ -19,7 +19,7 @@ from unittest import mock
 from tests.support.models import TINY
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
-from xla_engine.graphs.recurrent_forms import DeltaForm
+from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 
@@ -43,11 +43,29 @@ def _models(
     }
 
 
+_HYBRID = replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+_MAMBA = MambaForm(
+    value_heads=6, value_dim=32, key_heads=2, key_dim=16, kernel=4, norm_eps=1e-6, output_multiplier=0.75
+)
 # Whose layers are C++ operations; what devices share comes out even, or not.
 MODELS = {
     "tiny": TINY,
+    "convolution": replace(
+        _HYBRID,
+        layer_types=("conv", "full_attention"),
+        convolution=ConvolutionForm(features=64, kernel=3, bias=True),
+    ),
+    "mamba": replace(
+        _HYBRID,
+        num_hidden_layers=4,
+        layer_types=("hybrid", "mlp", "mamba", "full_attention"),
+        one_sublayer=True,
+        attention_output_multiplier=1.5,
+        mlp_multipliers=(0.5, 0.75),
+        mamba=_MAMBA,
+    ),
     **_models(
-        replace(TINY, hidden_size=64, num_attention_heads=8, num_key_value_heads=2),
+        _HYBRID,
         RoutedExperts(
             num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96, shared_expert_intermediate_size=64
         ),
