@@ -52,7 +52,8 @@ class ModelConfig:
         original context length of the rope scaling; None: they are not.
     attn_logit_softcapping: soft cap of the scores, by tanh; None: none.
     final_logit_softcapping: soft cap of the logits, by tanh; None: none.
-    qk_norm: "head" normalises each query and key head; "all" normalises all heads of a token together.
+    qk_norm: "head" normalises each query and key head, "rotated" behind the rotation; "all" normalises all heads of a
+        token together.
     attention_sinks: every query head has an additional logit in its softmax, without a value.
     attn_output_gate: the attention output is multiplied by a sigmoid of the layer's input.
     delta: sizes of the gated DeltaNet layers.
@@ -259,6 +260,7 @@ class ModelConfig:
             norm_eps=self.rms_norm_eps,
             stored_parts=own.stored_parts,
             value_norm=self.value_norm,
+            norm_last=self.qk_norm == "rotated",
         )
 
     def rope(self, index: int) -> Rope | None:

@@ -60,8 +60,8 @@ class AttentionForm:
     """The static parameters of a layer's attention.
 
     scale: factor of the scores. window: the most keys that a query attends to, including its own; None: no limit.
-    softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms.
-    stored_parts: see `ModelConfig.stored_parts`. value_norm: each value head is normalised, without a weight.
+    softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms. norm_last: these come
+    behind the rotation. stored_parts: see `ModelConfig.stored_parts`. value_norm: each value head is normalised, without a weight.
     """
 
     scale: float
@@ -70,6 +70,7 @@ class AttentionForm:
     norm_eps: float
     stored_parts: int = 2
     value_norm: bool = False
+    norm_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,13 +27,16 @@ class LayerCache(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Parameters of attention itself, all float32, None if a model has none.
 
-    q_norm, k_norm `[Dh]`: RMS norm of every query and key head, before rotation. sinks `[H]`: one more logit per query
-    head in the softmax's denominator, which carries no value (gpt-oss).
+    q_norm, k_norm `[Dh]`: RMS norm of every query and key head, before the rotation or behind it
+    (`AttentionForm.norm_last`). sinks `[H]`: one more logit per query head in the softmax's denominator, which carries
+    no value (gpt-oss). distances `[H, 2 S]`: what a key's distance adds to its score; that of a key `d` positions
+    behind a query stands in column `S + d`. S is at least the `key_length` and a tile more. Prefill only, not on GPUs.
     """
 
     q_norm: jax.Array | None = None
     k_norm: jax.Array | None = None
     sinks: jax.Array | None = None
+    distances: jax.Array | None = None
 
 
 class AttentionCall(NamedTuple):

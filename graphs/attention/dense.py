@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.ops.norms import apply_rope, norm_heads, scaled_queries, split_heads
+from xla_engine.graphs.ops.norms import normed_and_rotated, scaled_queries, split_heads
 
 Stored = tuple[jax.Array, jax.Array]  # keys, normed and rotated, and values, `[N, KV, Dh]`
 
@@ -29,9 +29,9 @@ def attend_densely(
     table = rope[config.rope_index(index), ..., : sizes.head_dim // 2]
     key = jnp.arange(count)
     q, k, v = split_heads(qkv, sizes.num_key_value_heads, sizes.head_dim, form)
-    q = apply_rope(norm_heads(q, form, own.q_norm), table)
+    q = normed_and_rotated(q, form, own.q_norm, table)
     if form.stored_parts:
-        stored[index] = apply_rope(norm_heads(k, form, own.k_norm), table), v
+        stored[index] = normed_and_rotated(k, form, own.k_norm, table), v
     k, v = stored[config.keys_of(index)]
     groups = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))  # [N, H, Dh]

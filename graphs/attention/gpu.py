@@ -137,6 +137,7 @@ class GpuAttention:
         keys, values, q = kernel_call(
             write_kernel,
             eps=call.form.norm_eps,
+            norm_last=call.form.norm_last,
             interpret=self.interpret,
             grid=(tokens,),
             out_shape=(*shapes, jax.ShapeDtypeStruct((tokens, kv_heads, groups, head_dim), layer.keys.dtype)),

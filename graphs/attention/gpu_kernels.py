@@ -35,8 +35,12 @@ def write_kernel(
     q_ref: Ref,  # [N, KV, G, Dh]
     *,
     eps: float,
+    norm_last: bool,
 ) -> None:
-    """Norm and rotate q and k of a token, and write its k and v unless its position is negative."""
+    """Norm and rotate q and k of a token, and write its k and v unless its position is negative.
+
+    norm_last: rotate first.
+    """
     row = pl.program_id(0)
     kv_heads, groups = q_ref.shape[1:3]
     heads, half = kv_heads * groups, qkv_ref.shape[2] // 2
@@ -59,16 +63,19 @@ def write_kernel(
     def rotate(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
         return first * cos - second * sin, second * cos + first * sin
 
+    def ready(norm_ref: Ref | None, parts: list[jax.Array]) -> list[jax.Array]:
+        return normed(norm_ref, list(rotate(*parts))) if norm_last else list(rotate(*normed(norm_ref, parts)))
+
     head = jnp.arange(_power_of_two(heads))[:, None]
     inside = (head < heads) & (column < half)
-    for part, values in enumerate(rotate(*normed(q_norm_ref, halves(0, head, inside)))):
+    for part, values in enumerate(ready(q_norm_ref, halves(0, head, inside))):
         store(q_ref, (row, head // groups, head % groups, part * half + column), values, inside)
 
     @pl.when(position >= 0)
     def _() -> None:
         head = jnp.arange(_power_of_two(kv_heads))[:, None]
         inside = (head < kv_heads) & (column < half)
-        new_keys = rotate(*normed(k_norm_ref, halves(heads, head, inside)))
+        new_keys = ready(k_norm_ref, halves(heads, head, inside))
         new_values = halves(heads + kv_heads, head, inside)
         block, offset = _locate(tables_ref, slot_ref[row], position, keys_ref.shape[2])
         for part in range(2):

@@ -116,7 +116,7 @@ class NativeAttention:
                 jax.ShapeDtypeStruct((rope.shape[0], features), _result(layer.keys.dtype)),
                 *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer),
             ),
-            input_output_aliases={9 + len(reach): 1, 10 + len(reach): 2},
+            input_output_aliases={10 + len(reach): 1, 11 + len(reach): 2},
         )
         out, keys, values = operation(
             qkv,
@@ -133,6 +133,7 @@ class NativeAttention:
             eps=np.float32(form.norm_eps),
             stored_parts=np.int64(form.stored_parts),
             value_norm=np.bool_(form.value_norm),
+            norm_last=np.bool_(form.norm_last),
         )
         return LayerCache(keys, values), out
 

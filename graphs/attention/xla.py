@@ -29,7 +29,7 @@ from xla_engine.graphs.attention.backend import (
 from xla_engine.graphs.config import KEY_SPAN, ModelConfig
 from xla_engine.graphs.forms import AttentionForm
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
-from xla_engine.graphs.ops.norms import apply_rope, norm_heads, split_heads
+from xla_engine.graphs.ops.norms import normed_and_rotated, split_heads
 from xla_engine.graphs.row_state.rows import Extents, targets
 
 
@@ -124,6 +124,7 @@ class XlaAttention:
             call.form,
             sinks,
             keys_left=False,
+            added=_added(call, position, spans.positions, kv_heads),
         )
         by_token = out.reshape(number, kv_heads, width, -1, head_dim).swapaxes(1, 2)
         return layer, by_token.reshape(number * width, -1)
@@ -208,8 +209,20 @@ class _Blocks(NamedTuple):
 def _normed_and_rotated(q: jax.Array, k: jax.Array, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     """Query and key heads `[..., heads, Dh]` as attention takes them."""
     norms = call.weights.q_norm, call.weights.k_norm
-    q, k = (norm_heads(x, call.form, own) for x, own in zip((q, k), norms, strict=True))
-    return apply_rope(q, call.rope), apply_rope(k, call.rope)
+    q, k = (normed_and_rotated(x, call.form, own, call.rope) for x, own in zip((q, k), norms, strict=True))
+    return q, k
+
+
+def _added(call: AttentionCall, position: jax.Array, keys: int, kv_heads: int) -> jax.Array | None:
+    """What distances add to the scores of queries at `position [P, T]`: `[J, P, KV, T * G, span]`."""
+    table = call.weights.distances
+    if table is None:
+        return None
+    column = table.shape[1] // 2 + jnp.arange(keys, dtype=jnp.int32) - position[:, :, None]  # [P, T, S]
+    found = jnp.take(table, column, axis=1, mode="clip")  # [H, P, T, S]
+    found = found.reshape(kv_heads, -1, *position.shape, keys // KEY_SPAN, KEY_SPAN)
+    found = found.transpose(4, 2, 0, 3, 1, 5)  # [J, P, KV, T, G, span]
+    return found.reshape(*found.shape[:3], -1, KEY_SPAN)
 
 
 def _capacity(layer: LayerCache, call: AttentionCall) -> int | None:
@@ -243,14 +256,16 @@ def _attention(
     sinks: jax.Array | None,
     *,
     keys_left: bool,
+    added: jax.Array | None = None,
 ) -> jax.Array:
-    """Masked softmax attention: q `[N, KV, R, Dh]`, visible `[N, R|1, S]`, sinks `[KV, R]`.
+    """Masked softmax attention: q `[N, KV, R, Dh]`, visible `[N, R|1, S]`, sinks `[KV, R]`, added as in `_added`.
 
     `keys_left` makes the keys the left operand of the first product, which XLA:CPU does not re-pack: for few rows R.
     """
     scores = spans.scores(q, keys_left=keys_left) * form.scale  # [J, N, KV, R, span]
     if form.softcap is not None:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
+    scores = scores if added is None else scores + added
     seen = visible.reshape(*visible.shape[:2], -1, KEY_SPAN)
     scores = jnp.where(jnp.moveaxis(seen, 2, 0)[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=(0, 4), keepdims=True)

@@ -7,8 +7,11 @@ types, and no output head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from xla_engine.graphs.attention.backend import AttentionWeights
@@ -110,6 +113,8 @@ class Encoder(nnx.Module):
         self.embed = plain.matrix((c.vocab_size, d))
         self.positions = plain.matrix((self.form.positions, d)) if self.form.positions else None
         self.token_types = plain.matrix((self.form.token_types, d)) if self.form.token_types else None
+        buckets = self.form.relative_buckets
+        self.relative_bias = plain.matrix((buckets, c.num_attention_heads)) if buckets else None
         self.embed_norm = LayerNorm(make, c)
         self.layers = nnx.List([EncoderLayer(make, c, index) for index in range(c.num_hidden_layers)])
         self.final_norm = LayerNorm(make, c) if self.form.pre_norm else None
@@ -129,6 +134,31 @@ class Encoder(nnx.Module):
         for layer in self.layers:
             x = layer(x, call)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def distances(self, span: int) -> jax.Array | None:
+        """What the distance of a key adds to its score in each head, as `AttentionWeights` has it: `[H, 2 span]`."""
+        if self.relative_bias is None:
+            return None
+        buckets = distance_buckets(self.form.relative_buckets, span)
+        return self.relative_bias[...].astype(jnp.float32)[buckets].T
+
+
+def distance_buckets(count: int, span: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The bucket of each distance from `-span` to `span - 1` (T5, Raffel et al. 2020, section 2.1; MPNet's constants).
+
+    The first half is for keys before a query. Of each half, the first half is for distances of their own, and the rest
+    for distances whose logarithms are equally far apart, up to 128 and beyond.
+    """
+    half, exact, furthest = count // 2, count // 4, 128
+    distance = np.arange(-span, span)
+    size = np.abs(distance)
+    # bucket b of the rest begins at exact * (furthest / exact) ** (b / exact): in whole numbers, without a logarithm
+    begins = [
+        next(at for at in range(exact, furthest + 1) if at**exact >= exact ** (exact - b) * furthest**b)
+        for b in range(half - exact)
+    ]
+    found = np.where(size < exact, size, exact - 1 + np.searchsorted(begins, size, side="right"))
+    return (np.minimum(found, half - 1) + half * (distance > 0)).astype(np.int32)
 
 
 def _product(linear: Linear, x: jax.Array, norm: LayerNorm | None, products: Products) -> jax.Array:

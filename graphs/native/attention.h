@@ -24,6 +24,8 @@ struct Arguments {
   const int32_t* tables;                // [B, pages]
   const float *q_norm, *k_norm;         // [Dh] or null
   const float* sinks;                   // [heads] or null
+  const float* distances;               // [heads, 2 * span] or null: what a key d behind a query adds to its score, at span + d
+  int64_t span;
   int64_t lanes, width, heads, kv_heads;
   int64_t rows, pages, page;  // of the tables; positions of a page
   int64_t window;             // keys a query sees, itself included; 0: all
@@ -133,6 +135,7 @@ void Run(ffi::ThreadPool& pool, const Arguments& a, bool tiles, T* keys, T* valu
         seen.first[r] = a.First(a.start[lane] + t) - begin;
         seen.last[r] = a.Last(lane, t) - begin;
         seen.sink[r] = a.sinks ? a.sinks[head] : kLowest;
+        seen.added[r] = a.distances ? a.distances + (2 * head + 1) * a.span + begin - (a.start[lane] + t) : nullptr;
       }
 #ifdef XLA_ENGINE_AMX
       if constexpr (std::is_same_v<T, BFloat16>) {
@@ -197,10 +200,10 @@ const char* Misplaced(const Arguments& a, int64_t pool_pages) {
 template <typename T, typename... Reach>
 struct Attention {
   static ffi::Error Attend(ffi::ThreadPool pool, Floats qkv, Floats rope, Integers slot, Integers start, Integers count,
-                           Reach... reach, Integers tables, Floats q_norm, Floats k_norm, Floats sinks, ffi::AnyBuffer keys,
-                           ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                           Reach... reach, Integers tables, Floats q_norm, Floats k_norm, Floats sinks, Floats distances,
+                           ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                            ffi::Result<ffi::AnyBuffer> new_values, int64_t layer, int64_t window, float scale, float softcap,
-                           float eps, int64_t stored_parts, bool value_norm) {
+                           float eps, int64_t stored_parts, bool value_norm, bool norm_last) {
     const auto shape = keys.dimensions();  // [layers, pages, KV, S / 16, D / W, 16, W], in int8 D / W + 2
     Arguments a;
     Projection& projection = a.projection;
@@ -208,6 +211,7 @@ struct Attention {
     projection.rope = rope.typed_data();
     projection.eps = eps;
     projection.value_norm = value_norm;
+    projection.norm_last = norm_last;
     a.slot = slot.typed_data();
     a.start = start.typed_data();
     a.count = count.typed_data();
@@ -217,6 +221,7 @@ struct Attention {
     a.q_norm = OrNull(q_norm);
     a.k_norm = OrNull(k_norm);
     a.sinks = OrNull(sinks);
+    a.distances = OrNull(distances);
     a.window = window;
     a.stored_parts = stored_parts;
     a.form = {scale, softcap};
@@ -234,11 +239,15 @@ struct Attention {
     a.pages = tables.dimensions()[1];
     a.page = shape[3] * kVector;
     projection.width = (a.heads + stored_parts * a.kv_heads) * projection.head_dim;
+    a.span = static_cast<int64_t>(distances.element_count()) / (2 * a.heads);
+    if (a.distances && distances.dimensions()[0] != a.heads) return ffi::Error::InvalidArgument("distances of other heads");
     if (projection.padded > kMaxWidth) return ffi::Error::InvalidArgument("the head dimension is above 512");
     if (keys.untyped_data() != new_keys->untyped_data() || values.untyped_data() != new_values->untyped_data())
       return ffi::Error::Internal("the cache was copied: donate it and do not use it afterwards");
     if (layer < 0 || layer >= shape[0]) return ffi::Error::InvalidArgument("the store has no such layer");
     const int64_t before = layer * shape[1] * a.kv_heads * a.page;  // positions
+    for (int64_t lane = 0; a.distances && lane < a.lanes; ++lane)
+      if (a.start[lane] + a.count[lane] + 2 * kVector > a.span) return ffi::Error::InvalidArgument("distances are too short");
     if (const char* complaint = Misplaced(a, shape[1])) return ffi::Error::InvalidArgument(complaint);
     bool tiles = false;
 #ifdef XLA_ENGINE_AMX
@@ -253,7 +262,7 @@ struct Attention {
 
 }  // namespace
 
-#define XLA_ENGINE_ATTENTION_NAMES "layer", "window", "scale", "softcap", "eps", "stored_parts", "value_norm"
+#define XLA_ENGINE_ATTENTION_NAMES "layer", "window", "scale", "softcap", "eps", "stored_parts", "value_norm", "norm_last"
 // The handlers of a library of stores of one type.
 #define XLA_ENGINE_ATTENTION(Name, T)                                                                                   \
   using Causal##Name = Attention<T>;                                                                                    \

@@ -14,6 +14,7 @@ struct Projection {
   int64_t head_dim, padded;
   float eps;  // of the norms
   bool value_norm;
+  bool norm_last;  // norms of queries and keys come behind the rotation
 
   // Head `head` of row `row` as it is, or normed without a weight.
   template <typename T>
@@ -30,12 +31,18 @@ struct Projection {
     for (int64_t d = head_dim; d < padded; ++d) to[d] = T{};
   }
 
-  // The same normed by the weight `norm`, if there is one, and rotated.
+  // The same normed by the weight `norm`, if there is one, and rotated, or in the other order.
   template <typename T>
   void Rotated(int64_t row, int64_t head, const float* norm, T* to) const {
     const float* from = At(row, head);
     if (norm == nullptr) return Rotate(row, from, to);
-    alignas(64) float normed[kMaxWidth];
+    alignas(64) float normed[kMaxWidth], turned[kMaxWidth];
+    if (norm_last) {
+      Rotate(row, from, turned);
+      Norm(turned, norm, normed);
+      for (int64_t d = 0; d < padded; d += kVector) Storage<T>::Round(Load(normed + d), to + d);
+      return;
+    }
     Norm(from, norm, normed);
     Rotate(row, normed, to);
   }

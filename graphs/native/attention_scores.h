@@ -21,6 +21,7 @@ struct Seen {
   int64_t rows;
   int64_t first[kQueries], last[kQueries];
   float sink[kQueries];  // a logit without a value, which takes its share of the weights; kLowest: none
+  const float* added[kQueries];  // to the scores of all keys, if any is
 };
 
 // tanh from one exponential. The absolute error is 1e-7, which is what a capped score needs.
@@ -31,8 +32,8 @@ inline Vec Tanh(Vec x) {
 }
 
 // Softmax numerators of `scores[first, last)` in place, zero elsewhere up to `end`; returns their sum and the sink's.
-template <bool kCapped>
-float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm form, float sink) {
+template <bool kCapped, bool kAdded>
+float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm form, float sink, const float* added) {
   const int64_t begin = first / kVector * kVector;
   const int32_t lane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Words lanes = LoadAs<Words>(lane);
@@ -41,6 +42,7 @@ float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm
   for (int64_t at = begin; at < last; at += kVector) {
     Vec score = Load(scores + at) * inward;
     if constexpr (kCapped) score = Tanh(score) * form.softcap;
+    if constexpr (kAdded) score += Load(added + at);
     if (at < first || at + kVector > last) {
       const Words place = lanes + static_cast<int32_t>(at);
       score = Select((place < static_cast<int32_t>(first)) | (place >= static_cast<int32_t>(last)), All(kLowest), score);
@@ -64,8 +66,11 @@ float Softmax(float* scores, int64_t first, int64_t last, int64_t end, ScoreForm
 }
 
 inline float Softmax(float* scores, const Seen& seen, int64_t row, int64_t end, ScoreForm form) {
-  return form.softcap > 0 ? Softmax<true>(scores, seen.first[row], seen.last[row], end, form, seen.sink[row])
-                          : Softmax<false>(scores, seen.first[row], seen.last[row], end, form, seen.sink[row]);
+  const auto softmax = [&](auto capped, auto added) {
+    return Softmax<capped, added>(scores, seen.first[row], seen.last[row], end, form, seen.sink[row], seen.added[row]);
+  };
+  if (seen.added[row]) return form.softcap > 0 ? softmax(std::true_type(), std::true_type()) : softmax(std::false_type(), std::true_type());
+  return form.softcap > 0 ? softmax(std::true_type(), std::false_type()) : softmax(std::false_type(), std::false_type());
 }
 
 }  // namespace xla_engine

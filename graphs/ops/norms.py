@@ -79,6 +79,15 @@ def scaled_queries(config: ModelConfig, projected: jax.Array, angles: jax.Array)
     return jnp.concatenate([queries * factor, rest], axis=1)
 
 
+def normed_and_rotated(
+    heads: jax.Array, form: AttentionForm, weight: jax.Array | None, rope: jax.Array
+) -> jax.Array:
+    """Query or key heads `[..., heads, Dh]` as attention takes them. rope: as in `apply_rope`."""
+    if form.norm_last:
+        return norm_heads(apply_rope(heads, rope), form, weight)
+    return apply_rope(norm_heads(heads, form, weight), rope)
+
+
 def apply_rope(x: jax.Array, rope: jax.Array) -> jax.Array:
     """Rotate `x [..., heads, Dh]` by `rope [..., 2, Dh/2]` (cosines, sines); half-split pairs as in Hugging Face."""
     cos, sin = rope[..., None, 0, :], rope[..., None, 1, :]  # [..., 1, Dh/2]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from xla_engine.graphs.attention.backend import AttentionCall, AttentionWeights, LayerCache
+from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.linear.products import ROWS_LEFT
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.spec import ModelSpec
@@ -67,6 +68,8 @@ def encode(
     length = numbers[:, LENGTH, None]
     types = (positions >= numbers[:, SECOND, None]).astype(jnp.int32)
     angles = jnp.take(rope, positions, axis=1, mode="clip")  # [K, P, T, 2, Dh/2]
+    encoder = None if config.encoder is None else spec.merge_encoder(weights)
+    distances = None if encoder is None else encoder.distances(shape.keys + KEY_SPAN)
     if shape.block is None:
         store = spec.attention.clear_values(store, lanes.slot, lanes.size > 0)
 
@@ -78,7 +81,7 @@ def encode(
         reach = jnp.where(live, furthest, positions + 1)
         call = AttentionCall(
             form=form,
-            weights=own,
+            weights=own._replace(distances=distances),
             rope=angles[config.rope_index(index)],
             key_length=shape.keys,
             compute_dtype=spec.dtype,
@@ -90,12 +93,11 @@ def encode(
 
     call = Call(attend=attend, products=(spec.products or ROWS_LEFT).for_rows(live.reshape(-1)))
     types = jnp.where(live, types, 0)
-    if config.encoder is None:
+    if encoder is None:
         decoder = spec.merge(weights)
         *_, hidden = decoder.hidden(tokens.reshape(-1), call)
         hidden = decoder.normed(hidden)
     else:
-        encoder = spec.merge_encoder(weights)
         hidden = encoder(tokens.reshape(-1), positions.reshape(-1), types.reshape(-1), call)
     return store, hidden  # `attend` has replaced the store
 

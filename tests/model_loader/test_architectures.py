@@ -25,7 +25,6 @@ REFUSALS = {
     "Nemotron-3-Nano": "experts without a gate",
     "DeepSeek-V3": "experts chosen by group",
     "Kimi-Linear-48B-A3B": "latent attention",
-    "Hunyuan-7B-Instruct": "behind the rotation",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "Olmo-Hybrid-7B": "Use OLMo 3",
     "GLM-OCR": "Use Qwen3-VL",

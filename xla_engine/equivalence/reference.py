@@ -8,7 +8,6 @@ transformers' configurations.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -226,12 +225,17 @@ class Reference:
         angles, factor = rotary(c, index, self._context_length)
         sinks = read(f"{name}sinks") if has(f"{name}sinks") else None
         adjacent = self._files.rotary_pairs_adjacent or c["model_type"] in _ADJACENT
-        turn = partial(rotated, angles=angles, factor=factor, adjacent=adjacent)
+
+        def turn(x: Array, part: str) -> Array:
+            x = rotated(x, angles=angles, factor=factor, adjacent=adjacent)
+            late = f"{name}{part}_layernorm"  # Hunyuan's norms come behind the rotation
+            return self._norm(x, late) if c["model_type"] == "hunyuan_v1_dense" else x
+
         out = np.concatenate(
             [
                 attend(
-                    turn(q) * query_factors(c, len(q)),
-                    turn(k),
+                    turn(q, "query") * query_factors(c, len(q)),
+                    turn(k, "key"),
                     v,
                     attention_scale(c),
                     window(c, index),

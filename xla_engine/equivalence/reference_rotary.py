@@ -24,7 +24,9 @@ def frequencies(c: Config, rope: Config, theta: float, dims: int, context: int) 
     )
     factor = float(rope.get("factor") or 1)
     exponents = np.arange(0, dims, 2) / dims
-    if scaling == "dynamic":  # a larger base, so that the longest request fits (NTK)
+    if scaling == "dynamic" and rope.get("alpha"):  # Hunyuan's base is larger by a fixed factor
+        theta *= rope["alpha"] ** (dims / (dims - 2))
+    elif scaling == "dynamic":  # a larger base, so that the longest request fits (NTK)
         reach = max(context / original, 1.0)
         theta *= (factor * reach - (factor - 1)) ** (dims / (dims - 2))
     plain = theta**-exponents

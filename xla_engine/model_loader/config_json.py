@@ -13,7 +13,7 @@ from typing import Any
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
 from xla_engine.graphs.forms import RopeScaling
-from xla_engine.graphs.ops.rope import natural_log
+from xla_engine.graphs.ops.rope import natural_log, power
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, OTHER_DECODERS, Family
 from xla_engine.model_loader.families.family import sees_later_tokens
 from xla_engine.model_loader.families.refused import why_refused
@@ -138,6 +138,7 @@ def transformers_model(fields: Fields) -> tuple[ModelConfig, Family]:
         fields.fail(
             "hidden_size", f"not a multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
+    fields = _with_base(fields, hidden_size // heads)
     rope, rope_limit = read_rope(fields, family)
     longest = _size(fields, "max_position_embeddings", default=2048)
     sizes = {
@@ -304,6 +305,23 @@ def read_rope(fields: Fields, family: Family) -> tuple[dict[str, Any], int]:
         "partial_rotary_factor": part or 1.0,
         "llama_4_scaling_beta": beta,
     }, limit
+
+
+def _with_base(fields: Fields, head_dim: int) -> Fields:
+    """The fields without Hunyuan's scaling, which is called dynamic, but stretches the base alike for all texts.
+
+    The base is multiplied by `alpha ** (d / (d - 2))` for heads of d features (NTK-aware scaling).
+    """
+    for rope in fields.objects("rope_parameters", "rope_scaling"):
+        kind = rope.values.get("rope_type", rope.values.get("type"))
+        if kind != "dynamic" or not rope.given("alpha"):
+            continue
+        size = fields.integer("head_dim", high=2**14, low=4, default=head_dim)
+        theta = _agreed([fields, *fields.objects("rope_parameters", "rope_scaling")], "rope_theta", 1e15)
+        base = (theta or 10000.0) * power(rope.number("alpha", high=1e9), size / (size - 2))
+        values = {"rope_theta": base, "rope_scaling": None, "rope_parameters": None}
+        return Fields(fields.file, {**fields.values, **values})
+    return fields
 
 
 def _of_layers(objects: list[Fields], kind: str) -> list[Fields]:

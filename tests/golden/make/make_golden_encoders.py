@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert_reranker": ("ModernBertForSequenceClassification", MODERN | {"num_labels": 1}),
     "distilbert": ("DistilBertModel", DISTIL),
     "distilbert_classifier": ("DistilBertForSequenceClassification", DISTIL | {"num_labels": 2}),
+    "mpnet": ("MPNetModel", SIZES | {"max_position_embeddings": 322, "pad_token_id": 1}),
     "embeddinggemma": ("Gemma3TextModel", GEMMA | {"use_bidirectional_attention": True}),
     "nomic": ("NomicBertModel", SIZES),
     "nomic_published": ("NomicBertModel", SIZES),
@@ -153,9 +154,12 @@ def make(name: str) -> None:
     publish(name, directory)
     if name == "new_published":
         scaled(model)
-    prompts = np.full((len(PROMPT_LENGTHS), max(PROMPT_LENGTHS)), -1, np.int32)
+    lengths = (
+        (*PROMPT_LENGTHS, 300) if name == "mpnet" else PROMPT_LENGTHS
+    )  # distances beyond the last bucket
+    prompts = np.full((len(lengths), max(lengths)), -1, np.int32)
     found: dict[str, list[Any]] = {"first": [], "mean": [], "logits": []}
-    for row, length in zip(prompts, PROMPT_LENGTHS, strict=True):
+    for row, length in zip(prompts, lengths, strict=True):
         row[:length] = draw.integers(3, VOCABULARY, length)
         ids = torch.tensor(row[None, :length].astype(np.int64))
         with torch.no_grad():

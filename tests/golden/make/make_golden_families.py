@@ -341,6 +341,13 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         0.4,
         shape(40, 5, 1) | rope("default", 1e4, partial_rotary_factor=0.5),
     ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", 0.4, shape(40, 5, 1, head_dim=16, eos_token_id=[7, 9])),
+    "hunyuan_alpha": (
+        "HunYuanDenseV1ForCausalLM",
+        0.4,
+        shape(36, 6, 3, head_dim=10, tie_word_embeddings=True, attention_bias=True)
+        | rope("dynamic", alpha=1000.0, factor=1.0),
+    ),
     "stablelm": (
         "StableLmForCausalLM",
         0.4,

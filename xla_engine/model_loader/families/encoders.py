@@ -46,6 +46,7 @@ _TENSORS: Tensors = {
 PREFIXES = (
     "bert.",
     "roberta.",
+    "mpnet.",
     "distilbert.",
     "nomic_bert.",
     "gte.",
@@ -127,6 +128,31 @@ DISTILBERT = replace(
     },
     ignores=r"(pre_classifier|classifier|vocab_\w+)\..*|embeddings\.position_ids",
     layer="transformer.layer.{index}.",
+)
+
+
+def _mpnet(fields: Fields) -> dict[str, Any]:
+    """A RoBERTa without token types. A key's distance adds to its score; transformers always takes 32 buckets."""
+    if fields.integer("relative_attention_num_buckets", high=_LARGEST, default=32) != _BUCKETS:
+        fields.fail("relative_attention_num_buckets", f"not supported. Use a checkpoint with {_BUCKETS}")
+    flags = _roberta(fields)
+    return {**flags, "encoder": replace(flags["encoder"], relative_buckets=_BUCKETS)}
+
+
+_BUCKETS = 32
+MPNET = replace(
+    BERT,
+    architecture="MPNetModel",
+    model_type="mpnet",
+    tensors={
+        **_TENSORS,
+        "relative_bias": ("encoder.relative_attention_bias.weight",),
+        **with_bias("qkv", *(f"attention.attn.{part}" for part in "qkv")),
+        **with_bias("output", "attention.attn.o"),
+        **with_bias("attention_norm", "attention.LayerNorm"),
+    },
+    flags=_mpnet,
+    defaults=_NO_TYPES,
 )
 
 
@@ -245,7 +271,7 @@ GTE = replace(
 _NEW = replace(GTE, architecture="NewModel", model_type="new")
 _ALL = (
     *(BERT, _like_roberta("Roberta", "roberta"), _like_roberta("XLMRoberta", "xlm-roberta")),
-    *(_like_roberta("Camembert", "camembert"), DISTILBERT, MODERNBERT, NOMIC, GTE, _NEW),
+    *(_like_roberta("Camembert", "camembert"), DISTILBERT, MPNET, MODERNBERT, NOMIC, GTE, _NEW),
 )
 ENCODERS = {family.architecture: family for family in _ALL}
 
@@ -310,7 +336,7 @@ _POOLER = ClassifierHead("pooler.dense", "tanh", "classifier")
 _ROBERTA_HEAD = ClassifierHead("classifier.dense", "tanh", "classifier.out_proj")
 HEADS = {
     **dict.fromkeys(("BertModel", "NomicBertModel", "GteModel", "NewModel"), _POOLER),
-    **dict.fromkeys(("RobertaModel", "XLMRobertaModel", "CamembertModel"), _ROBERTA_HEAD),
+    **dict.fromkeys(("RobertaModel", "XLMRobertaModel", "CamembertModel", "MPNetModel"), _ROBERTA_HEAD),
     "DistilBertModel": ClassifierHead("pre_classifier", "relu", "classifier"),
     "ModernBertModel": ClassifierHead("head.dense", "gelu", "classifier", "head.norm"),
 }

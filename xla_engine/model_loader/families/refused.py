@@ -6,7 +6,6 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "OlmoHybridForCausalLM": ("DeltaNet layers with other norms and projections", "OLMo 3"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
-    "HunYuanDenseV1ForCausalLM": ("norms of query and key heads behind the rotation", "Qwen3"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     "GlmOcrForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "PaddleOCRVLForConditionalGeneration": ("another vision tower", "Qwen3-VL"),

@@ -1,5 +1,5 @@
 """More families of decoders without experts, made of the parts of `dense`: Seed-OSS, ERNIE 4.5, Helium, EXAONE 4,
-GLM, StableLM, Starcoder2 and Phi."""
+GLM, Hunyuan, StableLM, Starcoder2 and Phi."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ from xla_engine.model_loader.families.dense import (
     OLMO,
     TENSORS,
     all_but_each,
+    attention_bias,
     layer_count,
     sliding,
 )
@@ -35,6 +36,29 @@ SEED_OSS = Family(
     reads=("attention_bias", "mlp_bias", "pretraining_tp"),  # this architecture ignores the last
     flags=_seed_oss,
     defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+)
+
+
+def _hunyuan(fields: Fields) -> dict[str, Any]:
+    if not fields.flag("use_qk_norm", default=True):
+        fields.fail(
+            "use_qk_norm", "not supported: transformers always has these norms. Use a checkpoint with true"
+        )
+    return {"qk_norm": "rotated", **attention_bias(fields)}
+
+
+# A Llama whose query and key heads are normalised behind the rotation.
+HUNYUAN = Family(
+    architecture="HunYuanDenseV1ForCausalLM",
+    model_type="hunyuan_v1_dense",
+    tensors={
+        **TENSORS,
+        "q_norm": ("self_attn.query_layernorm.weight",),
+        "k_norm": ("self_attn.key_layernorm.weight",),
+    },
+    reads=("attention_bias", "use_qk_norm"),
+    flags=_hunyuan,
+    defaults={"rms_norm_eps": 1e-5},
 )
 
 
