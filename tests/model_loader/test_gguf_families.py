@@ -20,6 +20,13 @@ from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.families.gguf_tensors import log_decay
 from xla_engine.runner.drafting.proposers import load_mtp
 
+GLM4_MOE = {  # metadata of mixtures whose experts are chosen by sigmoids
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+}
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
 THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
@@ -53,6 +60,12 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("glm4", "glm4", {}),
         ("gemma4", "gemma4", GEMMA4),
         ("gemma4_keys", "gemma4", GEMMA4_KEYS),
+        ("glm4_moe", "glm4moe", GLM4_MOE),
+        ("hunyuan", "hunyuan-dense", {}),
+        ("ministral3", "mistral3", {}),
+        ("stablelm", "stablelm", {"use_parallel_residual": True}),  # as files say that do not have it
+        ("stablelm_parallel", "stablelm", {"use_parallel_residual": True}),
+        ("phi", "phi2", {}),
         ("qwen3", "qwen3vl", PICTURES),
         ("qwen3_5", "qwen35", {}),
         ("qwen3_next", "qwen3next", {}),
@@ -79,6 +92,9 @@ def test_a_float32_file_has_the_bits_of_its_source(
         ("qwen3_5_moe", "qwen35moe", THIRD),  # as many key heads as value heads
         ("lfm2_moe", "lfm2moe", {"routed_scaling_factor": 1.0}),  # which no file has
         ("glm4", "glm4", {"attention_bias": False}),
+        ("cohere2", "cohere2", {"sliding_window_pattern": 4, "layer_types": None, "num_hidden_layers": 5}),
+        ("starcoder2", "starcoder2", {"sliding_window": None}),  # llama.cpp has no window here
+        ("glm4_moe", "glm4moe", {"n_shared_experts": 1, "use_qk_norm": False, "routed_scaling_factor": 1.0}),
         ("seed_oss", "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
         ("ernie4_5", "ernie4_5", {"use_bias": True}),
     ],

@@ -19,7 +19,12 @@ from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import open_model
 
 Kind = gguf.GGMLQuantizationType
-INTERLEAVED = ("llama", "granite", "smollm3")  # architectures whose rotary pairs llama.cpp puts side by side
+INTERLEAVED = (
+    "llama",
+    "granite",
+    "smollm3",
+    "mistral3",
+)  # architectures whose rotary pairs llama.cpp puts side by side
 
 # What llama.cpp writes of the golden models `gemma4` and `gemma4_keys`, beside the names of others.
 GEMMA4 = {
@@ -117,6 +122,7 @@ def write_gguf(
         "conv_L_cache": writer.add_shortconv_l_cache,
         "num_dense_layers": writer.add_leading_dense_block_count,
         "layer_norm_eps": writer.add_layer_norm_eps,
+        "norm_epsilon": writer.add_layer_norm_eps,
         "sliding_window": writer.add_sliding_window,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
@@ -133,6 +139,9 @@ def write_gguf(
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = config["max_position_embeddings"] / original
@@ -142,7 +151,9 @@ def write_gguf(
             factors = np.array(rope[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
     for name, value in {**_recurrent(config), **(extra or {})}.items():
-        add = {float: writer.add_float32, list: writer.add_array}.get(type(value), writer.add_uint32)
+        add = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}.get(
+            type(value), writer.add_uint32
+        )
         add(f"{arch}.{name}", value)
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
@@ -156,7 +167,7 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", _divisors(rope, base, width))
     kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], layers)
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -168,6 +179,7 @@ def write_gguf(
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
     tensors = {_predicting(name, config["num_hidden_layers"]): t for name, t in tensors.items()}
+    tensors = {name.replace("correction_bias", "correction.bias"): t for name, t in tensors.items()}
     for name in [name for name in tensors if ".experts.0." in name]:
         layer, part = name.split(".")[2], name.split(".")[-2]
         stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]

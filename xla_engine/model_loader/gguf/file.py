@@ -18,6 +18,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import CONV, FULL, SLIDING, ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
 from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.families.dense import MINISTRAL3
 from xla_engine.model_loader.families.experts import GPT_OSS
 from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS
 from xla_engine.model_loader.gguf.parts import parts_of
@@ -49,6 +50,8 @@ class _Architecture:
     keys: keys that only this architecture has, and their fields.
     keyless: the type of layers that have no key heads, if these are told by layer.
     biases: flags of config.json by the tensor that shows them.
+    lacks: flags of config.json by the tensor that files without it have.
+    keys: fields of config.json by further keys of the metadata. only: keys that may have this value alone.
     """
 
     name: str
@@ -61,6 +64,9 @@ class _Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     keyless: str = ""
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, int] = field(default_factory=dict)
 
 
 _LFM2 = _Architecture(
@@ -104,6 +110,43 @@ _KINDS = (
     _Architecture(name="ernie4_5", architecture="Ernie4_5ForCausalLM", biases={"use_bias": _QUERY_BIAS}),
     _Architecture(name="exaone4", architecture="Exaone4ForCausalLM", fields={"sliding_window": None}),
     _Architecture(name="glm4", architecture="Glm4ForCausalLM", biases={"attention_bias": _QUERY_BIAS}),
+    _Architecture(name="cohere2", architecture="Cohere2ForCausalLM", words={"logits_scaling": "logit_scale"}),
+    _Architecture(name="hunyuan-dense", architecture="HunYuanDenseV1ForCausalLM"),
+    _Architecture(
+        name="mistral3",
+        architecture="Ministral3ForCausalLM",
+        interleaved=True,
+        fields={"sliding_window": None},
+    ),
+    _Architecture(
+        name="stablelm",
+        architecture="StableLmForCausalLM",
+        biases={"use_qkv_bias": _QUERY_BIAS, "qk_layernorm": "blk.0.attn_q_norm.weight"},
+        lacks={"use_parallel_residual": "blk.0.ffn_norm.weight"},  # which the metadata do not always say
+    ),
+    _Architecture(
+        name="starcoder2",
+        architecture="Starcoder2ForCausalLM",
+        words={"layer_norm_eps": "norm_epsilon"},
+        biases={"use_bias": _QUERY_BIAS},
+    ),
+    _Architecture(
+        name="phi2", architecture="PhiForCausalLM", biases={"qk_layernorm": "blk.0.attn_q_norm.weight"}
+    ),
+    _Architecture(
+        name="glm4moe",
+        architecture="Glm4MoeForCausalLM",
+        words={"num_experts": "n_routed_experts"},
+        experts=True,
+        biases={"attention_bias": _QUERY_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        keys={
+            "{arch}.expert_shared_count": "n_shared_experts",
+            "{arch}.leading_dense_block_count": "first_k_dense_replace",
+            "{arch}.expert_weights_scale": "routed_scaling_factor",
+        },
+        only={"{arch}.expert_gating_func": 2, "{arch}.expert_group_count": 1}  # sigmoids, in one group
+        | {"{arch}.expert_group_used_count": 1},
+    ),
     _Architecture(name="qwen3vl", architecture="Qwen3ForCausalLM"),  # pictures are in a file of their own
     _Architecture(name="qwen35", architecture="Qwen3_5ForCausalLM", recurrent=True),
     _Architecture(name="qwen3next", architecture="Qwen3NextForCausalLM", experts=True, recurrent=True),
@@ -169,6 +212,7 @@ _EXPERT_FIELDS = {
     "{arch}.expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "{arch}.expert_weights_norm": "norm_topk_prob",
 }
+_FLAGS = ("norm_topk_prob",)
 _RECURRENT_FIELDS = {
     "{arch}.full_attention_interval": "full_attention_interval",
     "{arch}.ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -178,6 +222,7 @@ _RECURRENT_FIELDS = {
     "{arch}.ssm.inner_size": "linear_value_features",
 }
 _ROPE = "{arch}.rope.scaling."
+_TEMPERATURE = "{arch}.attention.temperature_scale"
 _PREDICTS = "{arch}.nextn_predict_layers"
 _KEY_HEADS = "{arch}.attention.head_count_kv"
 _SLIDES = "{arch}.attention.sliding_window_pattern"
@@ -192,6 +237,8 @@ _HANDLED = {  # below, or of no account in text
     "{arch}.attention.value_length",
     "{arch}.rope.dimension_count",
     *(_ROPE + name for name in ("type", "factor", "original_context_length", "finetuned", "attn_factor")),
+    _TEMPERATURE,
+    "{arch}.use_parallel_residual",  # as the tensors say
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
@@ -224,8 +271,9 @@ def config_fields(file: GgufReader) -> Fields:
         **kind.keys,
     }
     known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
+    only = {key.replace("{arch}.", prefix): value for key, value in kind.only.items()}
     for key, value in file.metadata.items():
-        if key.startswith(prefix) and key not in known and value not in (0, False, [], ""):
+        if key.startswith(prefix) and key not in known and value not in (0, False, [], "", only.get(key, 0)):
             raise CheckpointError(
                 f"{file.path}: {key} = {value!r}: not supported. Use another file of the model"
             )
@@ -238,13 +286,15 @@ def config_fields(file: GgufReader) -> Fields:
     }
     uneven = _GEMMA4_BY_LAYER if kind.name == "gemma4" else ()
     for key, word in words.items():
-        value = None if key in uneven and isinstance(file.get(key), list) else _number(file, key)
+        told_by_layer = key in uneven and isinstance(file.get(key), list)
+        value = file.get(key) if word in _FLAGS else None if told_by_layer else _number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
     # ends of text, turn and message
     ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     values["eos_token_id"] = [number for number in ends if number is not None]
     values |= {word: tensor in file.tensors for word, tensor in kind.biases.items()}
+    values |= {word: tensor not in file.tensors for word, tensor in kind.lacks.items()}
     _read_layers(file, values)
     if kind.name == "gemma4":
         _read_gemma4(file, values)
@@ -272,6 +322,7 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
         if expert is not None:
             layer, place, part, suffix = expert.groups()
             known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
+        known = known.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = (
             known if known.startswith("blk.") else names.get_name(known, try_suffixes=(".weight", ".bias"))
         )
@@ -387,7 +438,10 @@ def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
             "model"
         )
     rotated = _number(file, "{arch}.rope.dimension_count")
-    if rotated is not None and 0 < rotated < width:
+    defaults = FAMILIES[values["architectures"][0]].defaults
+    if rotated == width and "partial_rotary_factor" in defaults:
+        values["partial_rotary_factor"] = 1.0
+    elif rotated is not None and 0 < rotated < width:
         values["partial_rotary_factor"] = rotated / width
     elif rotated not in (None, width):
         raise CheckpointError(
@@ -429,6 +483,9 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
             "attention_factor": "attn_factor",
         }
         scaling |= {ours: file.get(_ROPE + theirs) for ours, theirs in names.items()}
+        if values["model_type"] == MINISTRAL3.model_type:
+            scaling["llama_4_scaling_beta"] = file.get(_TEMPERATURE)
+            scaling["attention_factor"] = 1.0  # of these models, `mscale` and `mscale_all_dim` are equal
         if values["model_type"] == GPT_OSS.model_type:
             scaling["truncate"] = False  # as the model was trained
     elif kind == "linear":
