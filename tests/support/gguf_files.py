@@ -151,9 +151,8 @@ def write_gguf(
             factors = np.array(rope[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
     for name, value in {**_recurrent(config), **(extra or {})}.items():
-        add = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}.get(
-            type(value), writer.add_uint32
-        )
+        adders = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}
+        add = adders.get(type(value), writer.add_uint32)
         add(f"{arch}.{name}", value)
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
