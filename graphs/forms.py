@@ -61,8 +61,8 @@ class AttentionForm:
 
     scale: factor of the scores. window: the most keys that a query attends to, including its own; None: no limit.
     softcap: scores become `softcap * tanh(score / softcap)`. norm_eps: of query and key norms. norm_last: these come
-    behind the rotation. stored_parts: see `ModelConfig.stored_parts`. value_norm: each value head is normalised, without
-    a weight.
+    behind the rotation. stored_parts: see `ModelConfig.stored_parts`. value_norm: each value head is normalised,
+    without a weight.
     """
 
     scale: float

@@ -111,11 +111,16 @@ class Case:
         """Attention of one token over a cache that holds the keys it sees, in float64: `[H Dh]`."""
         cos, sin = np.asarray(self.rope, np.float64)[position]
         heads = qkv.reshape(-1, self.head_dim)[: self.heads].astype(np.float64)
-        q_norm, _, sinks = self.weights
-        if q_norm is not None:
-            heads = heads / np.sqrt((heads**2).mean(axis=1, keepdims=True) + self.form.norm_eps) * q_norm
-        first, second = np.split(heads, 2, axis=1)
+        q_norm, sinks = self.weights.q_norm, self.weights.sinks
+
+        def normed(heads: np.ndarray) -> np.ndarray:
+            if q_norm is None:
+                return heads
+            return heads / np.sqrt((heads**2).mean(axis=1, keepdims=True) + self.form.norm_eps) * q_norm
+
+        first, second = np.split(heads if self.form.norm_last else normed(heads), 2, axis=1)
         q = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+        q = normed(q) if self.form.norm_last else q
         seen = slice(max(0, position + 1 - (self.form.window or POSITIONS)), reach or position + 1)
         keys, values = (x[slot, :, seen].astype(np.float64) for x in cache)
         out = []
@@ -152,6 +157,7 @@ class Features:
     scale: float | None = None
     norms: bool = False
     sinks: bool = False
+    norm_last: bool = False
 
     def form(self, head_dim: int) -> AttentionForm:
         return AttentionForm(
@@ -159,6 +165,7 @@ class Features:
             window=self.window,
             softcap=self.softcap,
             norm_eps=1e-3,
+            norm_last=self.norm_last,
         )
 
     def weights(self, heads: int, head_dim: int, draw: np.random.Generator) -> AttentionWeights:

@@ -31,6 +31,7 @@ from xla_engine.batch.submit import reads_pictures
 from xla_engine.cli._common import NotStarted, check_tokenizer
 from xla_engine.cli._table_options import TableOptions
 from xla_engine.errors import OutputError
+from xla_engine.model_loader.pooling import default_task
 from xla_engine.openai.fields import SUBMIT_FIELDS
 from xla_engine.openai.requests import LineRequest, parse_line
 from xla_engine.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ from xla_engine.text.parsers.chats import Chat
 
 if TYPE_CHECKING:
     from xla_engine.batch.lines import Line
+    from xla_engine.model_loader.describe import ModelDescription
     from xla_engine.open_engine import EngineClient
 
 
@@ -62,14 +64,16 @@ def open_lines(
     count: bool = False,
     keep: bool = False,
     encoding: str | None = None,
+    pooled: Pooled | None = None,
 ) -> Iterator[Input]:
     """Read lines from a file of requests or from a table. Raises ConfigError and OSError.
 
-    count: whether to count the lines. keep: whether the output keeps columns. encoding: by default UTF-8.
+    count: whether to count the lines. keep: whether the output keeps columns. encoding: by default UTF-8. pooled: of a
+    model that pools.
     """
     if is_table(source) or options.asks_for_columns:
         table = Table(source, encoding)
-        yield _table_lines(table, options, max_line_bytes, count=count, keep=keep)
+        yield _table_lines(table, options, max_line_bytes, count=count, keep=keep, pooled=pooled)
     elif is_url(source):
         system, path = file_system(source)
         compression = "gzip" if is_packed(source) else None
@@ -93,14 +97,25 @@ def _text(file: BinaryIO, name: str, encoding: str | None) -> BinaryIO:
 
 
 def _table_lines(
-    table: Table, options: TableOptions, max_line_bytes: int, *, count: bool, keep: bool
+    table: Table,
+    options: TableOptions,
+    max_line_bytes: int,
+    *,
+    count: bool,
+    keep: bool,
+    pooled: Pooled | None,
 ) -> Input:
+    if pooled is None and (options.task or options.query_column):
+        raise NotStarted("--task and --query-column are for models that pool; this one generates")
     columns = RowColumns(
         prompt=options.prompt_column,
         template=options.prompt_template,
         id=options.id_column,
         image=options.image_column,
         sampling=tuple(_names(options.sampling_columns) or ()),
+        query=options.query_column,
+        task=None if pooled is None else pooled.task,
+        defaults={} if pooled is None else pooled.defaults,
     ).of(table.names)
     wanted = _names(options.keep_columns)
     if keep and wanted is None and columns.image is not None and table.holds_bytes(columns.image):
@@ -109,6 +124,7 @@ def _table_lines(
         columns.prompt,
         columns.id,
         columns.image,
+        columns.query,
         "sampling_params",
         *columns.sampling,
         *template_columns(columns.template),
@@ -129,6 +145,23 @@ def _table_lines(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """How rows of a table become requests to a model that pools; as in `RowColumns`."""
+
+    task: str
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: ModelDescription, options: TableOptions, sampling: Mapping[str, Any]) -> Pooled | None:
+        """None for a model that generates. sampling: the defaults of requests."""
+        if not model.options.pools:
+            return None
+        task = options.task or ("score" if options.query_column else default_task(model.fields))
+        cut = sampling.get("truncate_prompt_tokens")
+        return cls(task, {} if cut is None else {"truncate_prompt_tokens": cut})
+
+
 def _names(given: str | None) -> list[str] | None:
     return None if given is None else [name for name in given.split(",") if name]
 
@@ -139,8 +172,11 @@ class TableOutput:
     journal: the file of result lines that the run writes and resumes.
     """
 
-    def __init__(self, out: str, options: TableOptions, answers: AnswerColumns | None) -> None:
+    def __init__(
+        self, out: str, options: TableOptions, answers: AnswerColumns | None, task: str | None
+    ) -> None:
         self.out = out
+        self._task = task
         self._answers = answers
         name = out.rstrip("/").rpartition("/")[2] if is_url(out) else out
         self.journal = Path(options.journal or f"{name}.journal.jsonl")
@@ -148,9 +184,12 @@ class TableOutput:
         self._claims_to_be_whole = False
 
     @classmethod
-    def wanted(cls, out: str, options: TableOptions, answers: AnswerColumns | None) -> TableOutput | None:
-        """A `TableOutput` if the output needs one; None if it can grow line by line. answers: as in `publish`."""
-        return cls(out, options, answers) if is_url(out) or kind_of(out) in OUTPUTS else None
+    def wanted(
+        cls, out: str, options: TableOptions, answers: AnswerColumns | None, task: str | None = None
+    ) -> TableOutput | None:
+        """A `TableOutput` if the output needs one; None if it can grow line by line. answers, task: as in
+        `publish`."""
+        return cls(out, options, answers, task) if is_url(out) or kind_of(out) in OUTPUTS else None
 
     def check(self, source: str, mode: Mode) -> None:
         """Raise OutputError if the output exists and must not be overwritten. Raises OSError."""
@@ -212,6 +251,7 @@ class TableOutput:
             source.columns,
             pictures=self._pictures,
             answers=self._answers,
+            task=self._task,
         )
         if receipts is not None:  # before the journal is deleted, so that a killed run can be resumed
             receipts.finish(digest_of(self.out, "sha256") if self.has_rows else None)
@@ -280,7 +320,8 @@ def check_template(request: LineRequest | None, engine: EngineClient, model: str
         )
     if chat is not None and reads_pictures(chat) and engine.validator.pictures is None:
         raise NotStarted(f"no_pictures: the first request has pictures, and {engine.validator.no_pictures}")
-    if isinstance(chat, str) and engine.chat_template is not None and model is not None:
+    pools = request is not None and request.pooling is not None
+    if isinstance(chat, str) and not pools and engine.chat_template is not None and model is not None:
         click.echo(
             "the model has a chat template, but prompts are completed as they are; use --chat to send each as a "
             "message",

@@ -19,6 +19,7 @@ import click
 
 import xla_engine
 from xla_engine.batch.datasets.answers import AnswerColumns
+from xla_engine.batch.datasets.files import is_table
 from xla_engine.batch.datasets.output import answer_cell
 from xla_engine.batch.earlier_runs import LastRun, elsewhere, recall, remember
 from xla_engine.batch.output_file import Mode, OutputFile, same_file
@@ -31,6 +32,7 @@ from xla_engine.batch.stream import EventStream
 from xla_engine.batch.totals import RunTotals, summary_lines
 from xla_engine.cli import _common
 from xla_engine.cli._input import (
+    Pooled,
     TableOutput,
     check_first_line,
     check_template,
@@ -176,7 +178,11 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
     times, shows = StartTimes(_process_start()), not settings.no_progress
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
-            table = TableOutput.wanted(files.output, settings.tables, settings.answers)
+            pooled = _pooled(files.source, settings, engine_options)
+            task = None if pooled is None else pooled.task
+            table = TableOutput.wanted(files.output, settings.tables, settings.answers, task)
+            if table is not None and pooled is not None and files.receipts is not None:
+                raise OutputError("a table of vectors or scores has no receipts; leave out --receipts")
             if table is None and (
                 (settings.tables.keep_columns, settings.tables.journal) != (None, None) or settings.answers
             ):
@@ -200,6 +206,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
                     count=shows and settings.shard is None,
                     keep=table is not None,
                     encoding=settings.encoding,
+                    pooled=pooled,
                 )
             )
             lines = source.lines if table is None else table.begin(source, settings.defaults)
@@ -292,6 +299,14 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
         cold_start = totals.first_token_at - _process_start()
         times.next("", totals.first_token_at)
     return totals, summary_lines(totals, stats, wall=ended - began, cold_start=cold_start, parts=str(times))
+
+
+def _pooled(source: str, settings: Settings, options: dict[str, Any]) -> Pooled | None:
+    """How rows of the input become requests, if it is a table and the model pools."""
+    if not is_table(source) and not settings.tables.asks_for_columns:
+        return None
+    model = _common.check_model(options, EngineConfig(**_common.config_fields(options)))
+    return Pooled.of(model, settings.tables, settings.defaults)
 
 
 def _check_distinct(opened: list[Any], files: Files) -> None:
@@ -459,7 +474,11 @@ def dry_run(source: str, settings: Settings, options: dict[str, Any]) -> None:
         checks = DryRun(model, EngineConfig(**fields), options.get("files"))
         _common.resume_collections()
         with open_lines(
-            source, settings.tables, settings.max_line_bytes, encoding=settings.encoding
+            source,
+            settings.tables,
+            settings.max_line_bytes,
+            encoding=settings.encoding,
+            pooled=_pooled(source, settings, options),
         ) as opened:
             _, lines = check_first_line(opened.lines, source, options["model"], settings.defaults)
             report = checks.run(

@@ -20,11 +20,14 @@ class TableOptions:
     sampling_columns: str | None = None
     keep_columns: str | None = None
     json_columns: bool = False
+    query_column: str | None = None
+    task: str | None = None
     journal: str | None = None
 
     @property
     def asks_for_columns(self) -> bool:
-        return any((self.prompt_column, self.prompt_template, self.image_column, self.id_column))
+        columns = (self.prompt_column, self.prompt_template, self.image_column, self.id_column)
+        return any((*columns, self.query_column, self.task))
 
 
 # Options that become `TableOptions`.
@@ -39,6 +42,17 @@ table_options = together(
         "--image-column",
         metavar="NAME",
         help="The column of a table that holds pictures: bytes, paths or lists of them.",
+    ),
+    click.option(
+        "--task",
+        type=click.Choice(["embed", "classify", "score"]),
+        help="What a model that pools computes of each row of a table.  [default: score with --query-column, else "
+        "classify if the model has a classifier, else embed]",
+    ),
+    click.option(
+        "--query-column",
+        metavar="NAME",
+        help="The column of a table that holds the queries for which a cross-encoder scores the prompts.",
     ),
     click.option("--id-column", metavar="NAME", help="The column of a table that holds ids."),
     click.option(

@@ -101,6 +101,11 @@ def choose_runner(files: ModelFiles, fields: Fields, options: EngineConfig) -> E
     return options
 
 
+def default_task(fields: Fields) -> str:
+    """What a model that pools computes of a text if nobody says: "classify" or "embed"."""
+    return "classify" if _architecture(fields).endswith(_CLASSIFIES) else "embed"
+
+
 def encoder_options(options: EngineConfig, config: ModelConfig) -> EngineConfig:
     """The options, in which `max_model_len` None became the limit of an encoder, whose texts need no memory."""
     if not config.encodes or options.max_model_len is not None:

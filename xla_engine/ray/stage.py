@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xla_engine.batch.datasets.pooled import TASKS, pooled_record
 from xla_engine.batch.datasets.rows import without_nulls
 from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
@@ -21,17 +22,19 @@ from xla_engine.open_engine import engine_config
 from xla_engine.openai.requests import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.openai.results import output_error
 from xla_engine.ray.receipts import RECEIPT, RowReceipts, receipt_column
-from xla_engine.ray.results import ERROR, columns_of, error_of, result_of
+from xla_engine.ray.results import ERROR, columns_of, error_of, pooled_of, result_of
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
 
 PROMPTS = (("messages", "messages"), ("tokenized_prompt", "prompt"), ("prompt", "prompt"))  # column, field
-SAMPLING = "sampling_params"
+SAMPLING, POOLING, QUERY = "sampling_params", "pooling_params", "query"
 
 
 def columns_read(id_column: str | None) -> set[str]:
     """The columns that form a request."""
-    return {*(column for column, _ in PROMPTS), SAMPLING} | ({id_column} if id_column is not None else set())
+    return {*(column for column, _ in PROMPTS), SAMPLING, POOLING, QUERY} | (
+        {id_column} if id_column is not None else set()
+    )
 
 
 def record_of(
@@ -66,6 +69,24 @@ def request_of(record: Mapping[str, Any] | None, defaults: Mapping[str, Any]) ->
     return request
 
 
+def pooled_record_of(row: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The request line of a row for a model that pools. Raises ValueError for what the row lacks.
+
+    row: has `prompt` or `tokenized_prompt`, for scores also `query`, and optionally fields of the request in
+    `pooling_params`.
+    """
+    given = row.get(POOLING)
+    fields: dict[str, Any] = dict(without_nulls(given)) if isinstance(given, Mapping) else {}
+    text = next((row[name] for name, _ in PROMPTS[1:] if row.get(name) is not None), None)
+    if text is None or (task == "score" and row.get(QUERY) is None):
+        needed = "query and prompt" if task == "score" else "prompt or tokenized_prompt"
+        raise ValueError(f"invalid_request: the row has no {needed}")
+    record, problem = pooled_record({**fields, "prompt": _plain(text)}, task, row.get(QUERY), {})
+    if problem is not None:
+        raise ValueError(f"invalid_request: {problem}")
+    return record
+
+
 def _name(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -98,6 +119,8 @@ class ModelStage:
     should_continue_on_error: a failed row has its error in `__inference_error__`; otherwise it ends the job.
     ray_remote_args: further arguments of the actors, such as `runtime_env`.
     receipts: adds a column `receipt`, which `write_receipts` reads. It stays in the rows that `postprocess` makes.
+    task_type: of a model that pools, "embed", "classify" or "score"; None is "classify" if the model has a classifier,
+        else "embed".
     """
 
     model: str | Path | None = None
@@ -112,9 +135,12 @@ class ModelStage:
     should_continue_on_error: bool = True
     ray_remote_args: Mapping[str, Any] = field(default_factory=dict)
     receipts: bool = False
+    task_type: str | None = None
 
     def __post_init__(self) -> None:
         SamplingParams.from_mapping(self.sampling)
+        if self.task_type not in (None, *TASKS):
+            raise ConfigError(f"task_type must be one of {', '.join(TASKS)}, not {self.task_type!r}")
         _ = self.config  # raises for an invalid option
         for name in ("batch_size", "max_concurrent_batches"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -186,8 +212,9 @@ def build_processor(
         `sampling_params`. Without it the rows have them.
     postprocess: from a row with all columns so far and `generated_text`, `generated_tokens`, `num_input_tokens`,
         `num_generated_tokens`, `finish_reason`, `logprobs`, `prompt_logprobs`, `images_sha256` to the row that the
-        dataset gets. It also makes the columns of a row with an error, whose text is "", so that all rows have the
-        same; if it raises, such a row has `id_column` and `__inference_error__` only.
+        dataset gets. Of a model that pools, `embeddings`, `probs` or `score`, and `num_input_tokens`. It also makes
+        the columns of a row with an error, whose text is "", so that all rows have the same; if it raises, such a row
+        has `id_column` and `__inference_error__` only.
     preprocess_map_kwargs, postprocess_map_kwargs: for `Dataset.map`.
 
     Raises ConfigError where Ray Data is not installed.
@@ -266,6 +293,7 @@ class EngineActor:
         self._engine = XlaBatchEngine.from_pretrained(stage.model, stage.config)
         self._columns = columns_read(stage.id_column)
         self._receipts = RowReceipts(self._engine, stage.sampling) if stage.receipts else None
+        self._task = self._pooled_task()
         self._count = 0
         self._has_work = threading.Event()
         threading.Thread(target=self._drive, name="xla-engine", daemon=True).start()
@@ -287,7 +315,8 @@ class EngineActor:
         read = [name for name in batch.column_names if name in self._columns]
         rows = batch.select(read).to_pylist() if read else [{}] * batch.num_rows
         results = await self._results(rows)
-        columns = columns_of(results) | ({} if self._receipts is None else receipt_column(results))
+        columns = columns_of(results, self._task)
+        columns |= {} if self._receipts is None else receipt_column(results)
         table = batch.select([name for name in batch.column_names if name not in columns])
         for name, column in columns.items():
             table = table.append_column(name, column)
@@ -333,13 +362,15 @@ class EngineActor:
                 wrong = ValueError(failed.message)
                 results[place] = self._failed(wrong, asked, (failed.code, failed.message))
                 continue
-            results[place] = result_of(output)
+            results[place] = result_of(output) if self._task is None else pooled_of(output, self._task)
             if self._receipts is not None:
                 results[place] |= _receipt(self._receipts.answered, asked, request, output)
         return [results[place] for place in range(len(rows))]
 
     def _record_of(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """The request line of a row; with receipts also its id."""
+        if self._task is not None:
+            return pooled_record_of(row, self._task)
         name = self._stage.id_column
         record = record_of(row, self._stage.sampling, name, self._seed_of)
         if self._receipts is None or record is None or name is None:
@@ -352,6 +383,16 @@ class EngineActor:
         name = f"row-{self._count}"
         submit_prompt(self._engine, request, request.prompts[0], name, collector=collector)
         return name
+
+    def _pooled_task(self) -> str | None:
+        """What a model that pools computes of each row; None for a model that generates."""
+        form = self._engine.validator.pooler
+        if form is None and self._stage.task_type is not None:
+            raise ConfigError("task_type is for models that pool; this one generates")
+        if form is not None and self._stage.receipts:
+            raise ConfigError("a model that pools writes no receipts: leave receipts out")
+        default = "embed" if form is None or form.classifier is None else "classify"
+        return None if form is None else self._stage.task_type or default
 
     def _seed_of(self, name: str) -> int:
         return self._engine.seed_of(name, _NO_SEED)
@@ -367,7 +408,7 @@ class EngineActor:
             os._exit(1)
         if not self._stage.should_continue_on_error:
             raise error
-        found = error_of(str(error))
+        found = error_of(str(error), self._task)
         if self._receipts is not None:
             found |= _receipt(self._receipts.failed, record or {}, *(why or explain(error)))
         return found

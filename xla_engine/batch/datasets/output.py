@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from xla_engine.batch.datasets.answers import AnswerColumns
 from xla_engine.batch.datasets.files import OUTPUTS, exists, is_url, kind_of, opened, put
+from xla_engine.batch.datasets.pooled import TASKS, pooled_values
 from xla_engine.batch.datasets.rows import RowColumns
 from xla_engine.batch.datasets.tables import Table, arrow
 from xla_engine.batch.resume import ResultsInOrder
@@ -31,8 +32,10 @@ RESULT_COLUMNS = (*TEXTS[:3], *COUNTS, *TEXTS[3:])
 IMAGES = "images_sha256"
 
 
-def result_columns(*, pictures: bool) -> tuple[str, ...]:
-    """The result columns of a run. pictures: whether its rows have a column of pictures."""
+def result_columns(*, pictures: bool, task: str | None = None) -> tuple[str, ...]:
+    """The result columns of a run. pictures: whether its rows have a column of pictures. task: as in `RowColumns`."""
+    if task is not None:
+        return ("custom_id", *TASKS[task][1], COUNTS[0], "error")
     return (*RESULT_COLUMNS, IMAGES) if pictures else RESULT_COLUMNS
 
 
@@ -47,7 +50,7 @@ def kept_columns(names: Sequence[str], wanted: Sequence[str] | None, columns: Ro
     kept = [name for name in names if wanted is None or name in wanted]
     # The input's own custom_id stands for the result's, with its type.
     own = ("custom_id",) if columns.id == "custom_id" else ()
-    results = result_columns(pictures=columns.image is not None)
+    results = result_columns(pictures=columns.image is not None, task=columns.task)
     if taken := [name for name in kept if name in results and name not in own]:
         raise ConfigError(
             f"column {taken[0]!r} of the input has the name of a result column; use --keep-columns NAME,NAME to "
@@ -61,6 +64,7 @@ def result_row(line: bytes) -> dict[str, Any]:
 
     generated_text, finish_reason: of the first choice. error: "code: message", or None for a result.
     response: the whole body as JSON, or None for an error. images_sha256: None without pictures.
+    Results of a model that pools have `pooled_values` in place of text and body.
     """
     record = json.loads(line)
     row: dict[str, Any] = dict.fromkeys(result_columns(pictures=True))
@@ -69,6 +73,8 @@ def result_row(line: bytes) -> dict[str, Any]:
         row["error"] = f"{record['error']['code']}: {record['error']['message']}"
         return row
     body = record["response"]["body"]
+    if "data" in body:
+        return row | pooled_values(body) | {COUNTS[0]: body["usage"]["prompt_tokens"]}
     if "output" in body:
         parts = [part for item in body["output"] for part in item.get("content") or ()]
         row["generated_text"] = "".join(part["text"] for part in parts if part["type"] == "output_text")
@@ -99,19 +105,20 @@ def publish(
     *,
     pictures: bool = False,
     answers: AnswerColumns | None = None,
+    task: str | None = None,
 ) -> None:
     """Write a run's file of result lines to its output, which gets its final name only when it is complete.
 
     out: path or URL of a table or of a file of result lines. table: the input, or None if it was not a table.
     columns: the input columns to copy. pictures: whether rows have a column of pictures. answers: columns to make of
-    answers in JSON.
+    answers in JSON. task: as in `RowColumns`.
 
     The bytes depend only on the results, not on how often the run was resumed. Raises OutputError, ConfigError and
     OSError.
     """
     with contextlib.closing(ResultsInOrder(journal)) as results, _published(journal, out) as file:
         if (kind := kind_of(out)) in OUTPUTS:
-            names = [name for name in result_columns(pictures=pictures) if name not in columns]
+            names = [name for name in result_columns(pictures=pictures, task=task) if name not in columns]
             named = _Named(tuple(names), answers or AnswerColumns({}))
             rows = _joined(results, table, columns, named, typed=kind == "parquet")
             _write(rows, file, kind, named, packed=out.endswith(".gz"))
@@ -169,7 +176,7 @@ class _Named:
         """The columns of some result lines."""
         rows = [result_row(line) for line in lines]
         rows = [{**row, **self.answers.values(row["generated_text"])} for row in rows]
-        return [arrow().array([row[name] for row in rows], kind) for name, kind in self.types.items()]
+        return [arrow().array([row.get(name) for row in rows], kind) for name, kind in self.types.items()]
 
 
 def _joined(
@@ -206,6 +213,10 @@ def _result_type(name: str) -> Any:
     pa = arrow()
     if name == IMAGES:
         return pa.list_(pa.string())
+    if name in ("embedding", "probs"):
+        return pa.list_(pa.float32())
+    if name == "score":
+        return pa.float32()
     return pa.int64() if name in COUNTS else pa.string()
 
 

@@ -6,9 +6,10 @@ import hashlib
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xla_engine.batch.datasets.pooled import pooled_record
 from xla_engine.batch.encodings import MAX_LINE_BYTES
 from xla_engine.batch.lines import Line
 from xla_engine.errors import ConfigError
@@ -25,6 +26,8 @@ class RowColumns:
 
     prompt: holds text, token ids, or the messages of a chat. template: text with {column} in it, used instead of
     `prompt`; {{ is a literal brace. id: becomes the custom_id, as text. sampling: sampling fields; nulls are ignored.
+    task: of a model that pools, "embed", "classify" or "score"; None for a model that generates. query: of "score",
+    the first text of a pair. defaults: fields of a request to such a model for rows without them.
     image: holds a picture or a list of pictures: bytes of a file, a path, an address, or {"bytes", "path"}.
 
     A column `sampling_params` (an object, or JSON text of one) holds further fields of the row's request.
@@ -35,6 +38,9 @@ class RowColumns:
     id: str | None = None
     sampling: tuple[str, ...] = ()
     image: str | None = None
+    task: str | None = None
+    query: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, names: Sequence[str]) -> RowColumns:
         """Resolve the columns against the column `names` of a table.
@@ -43,7 +49,20 @@ class RowColumns:
         """
         if self.prompt is not None and self.template is not None:
             raise ConfigError("--prompt-column and --prompt-template exclude each other; give one")
-        for name in (self.prompt, self.id, self.image, *self.sampling, *template_columns(self.template)):
+        if (self.task == "score") != (self.query is not None):
+            raise ConfigError(
+                "scores are of a query and a text: give --query-column NAME, with a model that has a classifier"
+            )
+        if self.task is not None and self.image is not None:
+            raise ConfigError("a model that pools reads no pictures: leave out --image-column")
+        for name in (
+            self.prompt,
+            self.id,
+            self.image,
+            self.query,
+            *self.sampling,
+            *template_columns(self.template),
+        ):
             if name is not None and name not in names:
                 hint = did_you_mean(name, names) or f"; it has {', '.join(names)}"
                 raise ConfigError(f"the input has no column {name!r}{hint}")
@@ -134,7 +153,13 @@ def row_record(row: Mapping[str, Any], columns: RowColumns) -> tuple[dict[str, A
     given = without_nulls({name: _field(row.get(name)) for name in columns.sampling} | dict(more or {}))
     if twice := sorted(given.keys() & {"custom_id", "id", "prompt", "messages"}):
         return record, problem or f"column 'sampling_params' has {twice[0]!r}, which is not a sampling field"
-    return {**record, **given}, problem
+    record |= given
+    if columns.task is None or problem is not None:
+        return record, problem
+    query = None if columns.query is None else row.get(columns.query)
+    if columns.query is not None and is_missing(query):
+        return record, f"column {columns.query!r} is empty in this row"
+    return pooled_record(record, columns.task, query, columns.defaults)
 
 
 def row_images(value: Any) -> tuple[object, ...]:

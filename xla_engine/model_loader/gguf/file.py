@@ -51,7 +51,7 @@ class _Architecture:
     keyless: the type of layers that have no key heads, if these are told by layer.
     biases: flags of config.json by the tensor that shows them.
     lacks: flags of config.json by the tensor that files without it have.
-    keys: fields of config.json by further keys of the metadata. only: keys that may have this value alone.
+    only: keys that may have this value alone.
     """
 
     name: str
@@ -65,7 +65,6 @@ class _Architecture:
     keyless: str = ""
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
     lacks: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, int] = field(default_factory=dict)
 
 
