@@ -52,8 +52,7 @@ class ModelConfig:
         original context length of the rope scaling; None: they are not.
     attn_logit_softcapping: soft cap of the scores, by tanh; None: none.
     final_logit_softcapping: soft cap of the logits, by tanh; None: none.
-    qk_norm: "head" normalises each query and key head, "rotated" behind the rotation; "all" normalises all heads of a
-        token together.
+    qk_norm: "head" normalises each query and key head, "rotated" behind the rotation; "all" all heads of a token.
     attention_sinks: every query head has an additional logit in its softmax, without a value.
     attn_output_gate: the attention output is multiplied by a sigmoid of the layer's input.
     delta: sizes of the gated DeltaNet layers.

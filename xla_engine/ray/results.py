@@ -38,20 +38,8 @@ _NOTHING = RequestOutput(
 )
 
 
-POOLED = {"embed": "embeddings", "classify": "probs", "score": "score"}  # the column of a task's result
-
-
-def pooled_of(output: RequestOutput, task: str) -> dict[str, Any]:
-    """The columns of a row's result, of a model that pools."""
-    numbers = output.pooled or ()
-    value = numbers[0] if task == "score" else list(numbers)
-    return {POOLED[task]: value, "num_input_tokens": len(output.prompt_token_ids), ERROR: ""}
-
-
-def error_of(message: str, task: str | None = None) -> dict[str, Any]:
-    """The columns of a failed row: empty results, and the error. task: of a model that pools."""
-    if task is not None:
-        return {POOLED[task]: None, "num_input_tokens": 0, ERROR: message}
+def error_of(message: str) -> dict[str, Any]:
+    """The columns of a failed row: empty results, and the error."""
     return result_of(_NOTHING) | {ERROR: message}
 
 
@@ -68,8 +56,8 @@ def _logprobs(top: Mapping[int, Logprob]) -> list[dict[str, Any]]:
     ]
 
 
-def columns_of(results: Sequence[Mapping[str, Any]], task: str | None = None) -> dict[str, Any]:
-    """Arrow arrays from the values of `result_of`, `pooled_of` and `error_of`, with the same types in every batch."""
+def columns_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arrow arrays from the values of `result_of` and `error_of`, with the same types in every batch."""
     import pyarrow as pa
 
     logprob = pa.struct(
@@ -80,10 +68,6 @@ def columns_of(results: Sequence[Mapping[str, Any]], task: str | None = None) ->
             ("decoded_token", pa.string()),
         ]
     )
-    if task is not None:
-        kind = pa.float32() if task == "score" else pa.list_(pa.float32())
-        pooled = {POOLED[task]: kind, "num_input_tokens": pa.int64(), ERROR: pa.string()}
-        return {name: pa.array([each[name] for each in results], type) for name, type in pooled.items()}
     types = {
         "generated_text": pa.string(),
         "generated_tokens": pa.list_(pa.int32()),

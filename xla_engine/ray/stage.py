@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_engine.batch.datasets.pooled import TASKS, pooled_record
+from xla_engine.batch.datasets.pooled import TASKS
 from xla_engine.batch.datasets.rows import without_nulls
 from xla_engine.batch.submit import submit_prompt
 from xla_engine.config import EngineConfig
@@ -21,13 +21,14 @@ from xla_engine.errors import ConfigError, EngineClosedError
 from xla_engine.open_engine import engine_config
 from xla_engine.openai.requests import LineError, LineRequest, explain, line_error, parse_record
 from xla_engine.openai.results import output_error
+from xla_engine.ray.pooled import POOLING, QUERY, pooled_columns, pooled_error, pooled_of, pooled_record_of
 from xla_engine.ray.receipts import RECEIPT, RowReceipts, receipt_column
-from xla_engine.ray.results import ERROR, columns_of, error_of, pooled_of, result_of
+from xla_engine.ray.results import ERROR, columns_of, error_of, result_of
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.utils.extras import install
 
 PROMPTS = (("messages", "messages"), ("tokenized_prompt", "prompt"), ("prompt", "prompt"))  # column, field
-SAMPLING, POOLING, QUERY = "sampling_params", "pooling_params", "query"
+SAMPLING = "sampling_params"
 
 
 def columns_read(id_column: str | None) -> set[str]:
@@ -67,24 +68,6 @@ def request_of(record: Mapping[str, Any] | None, defaults: Mapping[str, Any]) ->
     if isinstance(request, LineRequest) and (len(request.prompts) > 1 or request.params.n > 1):
         return line_error(1, "invalid_row", "a row has one text: n must be 1")
     return request
-
-
-def pooled_record_of(row: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The request line of a row for a model that pools. Raises ValueError for what the row lacks.
-
-    row: has `prompt` or `tokenized_prompt`, for scores also `query`, and optionally fields of the request in
-    `pooling_params`.
-    """
-    given = row.get(POOLING)
-    fields: dict[str, Any] = dict(without_nulls(given)) if isinstance(given, Mapping) else {}
-    text = next((row[name] for name, _ in PROMPTS[1:] if row.get(name) is not None), None)
-    if text is None or (task == "score" and row.get(QUERY) is None):
-        needed = "query and prompt" if task == "score" else "prompt or tokenized_prompt"
-        raise ValueError(f"invalid_request: the row has no {needed}")
-    record, problem = pooled_record({**fields, "prompt": _plain(text)}, task, row.get(QUERY), {})
-    if problem is not None:
-        raise ValueError(f"invalid_request: {problem}")
-    return record
 
 
 def _name(record: Mapping[str, Any]) -> str:
@@ -315,7 +298,7 @@ class EngineActor:
         read = [name for name in batch.column_names if name in self._columns]
         rows = batch.select(read).to_pylist() if read else [{}] * batch.num_rows
         results = await self._results(rows)
-        columns = columns_of(results, self._task)
+        columns = columns_of(results) if self._task is None else pooled_columns(results, self._task)
         columns |= {} if self._receipts is None else receipt_column(results)
         table = batch.select([name for name in batch.column_names if name not in columns])
         for name, column in columns.items():
@@ -408,7 +391,8 @@ class EngineActor:
             os._exit(1)
         if not self._stage.should_continue_on_error:
             raise error
-        found = error_of(str(error), self._task)
+        text = str(error)
+        found = error_of(text) if self._task is None else pooled_error(text, self._task)
         if self._receipts is not None:
             found |= _receipt(self._receipts.failed, record or {}, *(why or explain(error)))
         return found
