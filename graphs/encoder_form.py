@@ -14,7 +14,7 @@ class EncoderForm:
     token_types: rows of the table of token types, which tell the two texts of a pair apart; 0: there is none.
     activation: of the MLP, or of its gate; "gelu" is exact, by the error function.
     pre_norm: norms stand before each sublayer, but before the first, and behind the last layer.
-    relative_buckets: rows of the table of what a key's distance adds to its score (`distances`); 0: there is none.
+    relative_buckets: rows of the table of what a key's distance adds to its score (32), or 0 without one.
     norm_bias: norms have a bias. gated: the MLP has a gate. up_bias: the first product of the MLP has a bias.
     """
 

@@ -139,26 +139,23 @@ class Encoder(nnx.Module):
         """What the distance of a key adds to its score in each head, as `AttentionWeights` has it: `[H, 2 span]`."""
         if self.relative_bias is None:
             return None
-        buckets = distance_buckets(self.form.relative_buckets, span)
-        return self.relative_bias[...].astype(jnp.float32)[buckets].T
+        return self.relative_bias[...].astype(jnp.float32)[distance_buckets(span)].T
 
 
-def distance_buckets(count: int, span: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The bucket of each distance from `-span` to `span - 1` (T5, Raffel et al. 2020, section 2.1; MPNet's constants).
+# From which distances on the buckets begin that share several, 8 times powers of the square root of 2, rounded up.
+_BUCKETS_BEGIN = (8, 12, 16, 23, 32, 46, 64, 91)
 
-    The first half is for keys before a query. Of each half, the first half is for distances of their own, and the rest
-    for distances whose logarithms are equally far apart, up to 128 and beyond.
+
+def distance_buckets(span: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The bucket of each distance from `-span` to `span - 1` (T5, Raffel et al. 2020, section 2.1; of MPNet's 32).
+
+    The first half is for a query's own key and those before it. Of each half, the first eight are for distances of
+    their own, and the rest for distances whose logarithms are equally far apart; the last has no end.
     """
-    half, exact, furthest = count // 2, count // 4, 128
     distance = np.arange(-span, span)
-    size = np.abs(distance)
-    # bucket b of the rest begins at exact * (furthest / exact) ** (b / exact): in whole numbers, without a logarithm
-    begins = [
-        next(at for at in range(exact, furthest + 1) if at**exact >= exact ** (exact - b) * furthest**b)
-        for b in range(half - exact)
-    ]
-    found = np.where(size < exact, size, exact - 1 + np.searchsorted(begins, size, side="right"))
-    return (np.minimum(found, half - 1) + half * (distance > 0)).astype(np.int32)
+    size, exact, half = np.abs(distance), _BUCKETS_BEGIN[0], 2 * len(_BUCKETS_BEGIN)
+    found = np.where(size < exact, size, exact - 1 + np.searchsorted(_BUCKETS_BEGIN, size, side="right"))
+    return (found + half * (distance > 0)).astype(np.int32)
 
 
 def _product(linear: Linear, x: jax.Array, norm: LayerNorm | None, products: Products) -> jax.Array:
