@@ -8,6 +8,7 @@ transformers' configurations.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
