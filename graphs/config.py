@@ -72,8 +72,7 @@ class ModelConfig:
     residual_multiplier: factor of the outputs of attention and MLP.
     logit_scale: factor of the logits.
     encoder: what makes the model an encoder; None: it has a decoder's layers.
-    bidirectional: every token of a decoder's layers attends to all others, too, and a window reaches as far forwards
-        as backwards: the model is an encoder.
+    bidirectional: a decoder's tokens see later ones as they see earlier ones: the model is an encoder.
     convolution: sizes of the short convolutions.
     global_head_dim: features of a head in full-attention layers; None: as in the others.
     num_global_key_value_heads: key and value heads of full-attention layers; None: as in the others.
