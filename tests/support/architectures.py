@@ -82,6 +82,48 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "bge-m3": XLM,
     "bge-reranker-v2-m3": XLM
     | {"architectures": ["XLMRobertaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
+    "all-mpnet-base-v2": config(
+        "MPNetForMaskedLM", "mpnet", 768, 3072, 12, 12, 12, 30527, 514, hidden_act="gelu", layer_norm_eps=1e-5
+    )
+    | {"relative_attention_num_buckets": 32, "pad_token_id": 1},
+    "distilbert-base-uncased-finetuned-sst-2-english": {
+        "architectures": ["DistilBertForSequenceClassification"],
+        "model_type": "distilbert",
+        "dim": 768,
+        "hidden_dim": 3072,
+        "n_layers": 6,
+        "n_heads": 12,
+        "vocab_size": 30522,
+        "activation": "gelu",
+        "max_position_embeddings": 512,
+        "sinusoidal_pos_embds": False,
+    },
+    "nomic-embed-text-v1.5": {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "n_embd": 768,
+        "n_inner": 3072,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 8192,
+        "vocab_size": 30528,
+        "type_vocab_size": 2,
+        "activation_function": "swiglu",
+        "prenorm": False,
+        "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_scaling_factor": None,
+        "qkv_proj_bias": False,
+        "mlp_fc1_bias": False,
+    },
+    "gte-multilingual-base": config("NewModel", "new", 768, 3072, 12, 12, 12, 250048, 8192, hidden_act="gelu")
+    | {"rope_theta": 20000, "rope_scaling": {"factor": 8.0, "type": "ntk"}, "type_vocab_size": 1}
+    | {"layer_norm_eps": 1e-12, "position_embedding_type": "rope", "pack_qkv": True},
+    "Qwen3-Embedding-0.6B": config(
+        "Qwen3ForCausalLM", "qwen3", 1024, 3072, 28, 16, 8, 151669, 32768, head_dim=128, rope_theta=1e6
+    )
+    | {"tie_word_embeddings": True, "rms_norm_eps": 1e-6},
     "gte-modernbert-base": config(
         "ModernBertModel", "modernbert", 768, 1152, 22, 12, 12, 50368, 8192, hidden_activation="gelu"
     )
