@@ -35,7 +35,7 @@ ARCHITECTURES = (
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
-    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense"),
     *MAMBA,
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
