@@ -114,6 +114,9 @@ class RoutedExperts:
             )
 
 
+LATENT_EPS = 1e-6  # of the norms within latent attention, whatever those of the layers have
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentForm:
     """Sizes of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads are

@@ -13,8 +13,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from xla_engine.graphs import config as layer_types  # no constant here: see `decoder`
+from xla_engine.graphs import forms
 from xla_engine.graphs.attention.backend import AttentionWeights
-from xla_engine.graphs.config import CONV, LINEAR, MAMBA, MLP, PARALLEL, ModelConfig
+from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.products import (
@@ -200,9 +202,6 @@ class ShortConvolution(nnx.Module):
         return call.attend(self.index, self.projected(call.products, x, norm=norm), weights)
 
 
-_LATENT_EPS = 1e-6  # of the norms within latent attention, whatever those of the layers have
-
-
 class LatentMixer(nnx.Module):
     """Latent attention (`LatentForm`) without its last product, `output`, as in `AttentionMixer`.
 
@@ -232,10 +231,10 @@ class LatentMixer(nnx.Module):
             q = self.q_b(products, x, norm=norm)
         else:
             short = self.q_a(products, x, norm=norm)
-            q = self.q_b(products, short, norm=Norm(self.q_a_norm[...], _LATENT_EPS))
+            q = self.q_b(products, short, norm=Norm(self.q_a_norm[...], forms.LATENT_EPS))
         both = self.kv_a(products, x, norm=norm)
         latent, turning = jnp.split(both, [form.kv_lora_rank], axis=1)
-        made = self.kv_b(products, latent, norm=Norm(self.kv_a_norm[...], _LATENT_EPS))
+        made = self.kv_b(products, latent, norm=Norm(self.kv_a_norm[...], forms.LATENT_EPS))
         still, v = jnp.split(made, [heads * form.qk_nope_head_dim], axis=1)
         # The halves of a head: half of the rotary part, then half of the other.
         shared = jnp.broadcast_to(
@@ -282,11 +281,15 @@ Mixer = AttentionMixer | LatentMixer | DeltaNet | ShortConvolution | Mamba
 
 def mixers_of(make: LeafMaker, c: ModelConfig, index: int) -> tuple[Mixer | None, Mixer | None]:
     """The token mixer of layer `index`, and one beside it, if it has them."""
-    if c.layer_type(index) == MLP:
+    if c.layer_type(index) == layer_types.MLP:
         return None, None
-    if c.layer_type(index) == PARALLEL:
+    if c.layer_type(index) == layer_types.PARALLEL:
         return AttentionMixer(make, c, index), Mamba(make, c, index)
-    kinds: dict[str, type[Mixer]] = {LINEAR: DeltaNet, CONV: ShortConvolution, MAMBA: Mamba}
+    kinds: dict[str, type[Mixer]] = {
+        layer_types.LINEAR: DeltaNet,
+        layer_types.CONV: ShortConvolution,
+        layer_types.MAMBA: Mamba,
+    }
     attention = AttentionMixer if c.latent is None else LatentMixer
     return kinds.get(c.layer_type(index), attention)(make, c, index), None
 
@@ -486,7 +489,7 @@ MlpWithExperts = RoutedMlp | MlpBesideExperts
 
 def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | MlpWithExperts | None:
     """The MLP of layer `index`, or its experts, or both; None if it has neither."""
-    if c.one_sublayer and c.layer_type(index) != MLP:
+    if c.one_sublayer and c.layer_type(index) != layer_types.MLP:
         return None
     if (experts := c.experts_of(index)) is not None:
         if experts.beside_mlp:

@@ -58,9 +58,18 @@ def test_every_family_is_told_from_its_files_alone(model: Path) -> None:
     assert report.memory is not None and report.layers is not None
     assert report.memory["weights"] == checkpoint.weights.nbytes  # type: ignore[attr-defined]
     assert sum(report.layers.values()) == checkpoint.config.num_hidden_layers
-    growing = report.layers.get("full_attention", 0)  # windows and recurrent states do not
-    width = checkpoint.config.num_key_value_heads * checkpoint.config.head_dim
-    least = growing * 2 * width * np.dtype(DTYPES[str(report.dtype)]).itemsize
+    config, least = checkpoint.config, 0
+    for index in range(
+        config.num_hidden_layers
+    ):  # windows, recurrent states and layers with others' keys do not grow
+        if (
+            config.attends(index)
+            and config.keys_of(index) == index
+            and config.attention(index).window is None
+        ):
+            sizes = config.layer(index)
+            least += config.attention(index).stored_parts * sizes.num_key_value_heads * sizes.head_dim
+    least *= np.dtype(DTYPES[str(report.dtype)]).itemsize
     assert least <= report.memory["kv_bytes_per_token"] <= 8 * least  # layouts may pad heads
 
 

@@ -475,14 +475,14 @@ def test_answers_that_are_not_read_are_not_held(server: Running, what: str, clos
     """Answers of 15 MB each for twenty clients, and many small answers of 1 MB in all."""
     kept = {"id": "resp_x", "text": "x" * (15 * MB)}
     responses = next(
-        route.endpoint
+        route.endpoint.__self__
         for route in server.server.config.loaded_app.app.routes
-        if getattr(route, "path", "") == "/v1/responses"
+        if getattr(route, "path", "") == "/v1/responses/{id}"
     )
     tenant = hashlib.sha256(b"alpha").hexdigest()[:16]
     path, times = b"/metrics", 4
     if what == "response":
-        responses._form.memory.keep(tenant, kept, [])
+        responses.memory.keep(tenant, kept, [])
         path, times = b"/v1/responses/resp_x", 1
     elif what == "file":
         answer = httpx.post(
