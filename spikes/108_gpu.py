@@ -298,7 +298,7 @@ def law() -> None:
         engine = embedded()
         tell(what="started", seconds=round(time.monotonic() - began, 1), check=told(engine), allowed=False)
         report = verify(engine, requests=count, schedules=2, seed=0, lags=(0, 1))
-        tell(what="alone and among others", ok=report.ok, tokens=report.tokens, requests=count,
+        tell(what="alone and among others", ok=report.ok, tokens=report.compared.tokens, requests=count,
              lines=[*map(str, report.divergences[:4])], cached=report.cached_tokens, compiled=report.compiled,
              reasons=dict(report.finish_reasons))  # fmt: skip
         engine.close()
@@ -312,7 +312,7 @@ def law() -> None:
         engine = embedded(chunk_size=64)
         tell(what="started", seconds=round(time.monotonic() - began, 1), check=told(engine), allowed=True)
         report = verify(engine, requests=count, schedules=2, seed=1, lags=(0, 1))
-        tell(what="alone and among others, answers reused, few rows", ok=report.ok, tokens=report.tokens,
+        tell(what="alone and among others, answers reused, few rows", ok=report.ok, tokens=report.compared.tokens,
              lines=[*map(str, report.divergences[:4])], cached=report.cached_tokens, compiled=report.compiled)  # fmt: skip
         cases = [each for each in draw_cases(engine, count, 7, every_field=True) if len(each.prompt_token_ids) < 400]
         sampled = {each.request_id: run_alone(engine, each) for each in cases}
@@ -368,7 +368,7 @@ def features() -> None:
         with step(f"blocks {allow}"), allowed() if allow else contextlib.nullcontext():
             engine = embedded(num_blocks=150, block_size=32, chunk_size=64)
             report = verify(engine, requests=10 if REHEARSAL else 100, schedules=2, seed=4)
-            tell(what="blocks", allowed=allow, ok=report.ok, tokens=report.tokens, cached=report.cached_tokens,
+            tell(what="blocks", allowed=allow, ok=report.ok, tokens=report.compared.tokens, cached=report.cached_tokens,
                  lines=[*map(str, report.divergences[:4])], check=told(engine))  # fmt: skip
             engine.close()
     with step("prefixes in files"), allowed():

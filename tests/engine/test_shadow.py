@@ -93,11 +93,11 @@ def _accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _forgets_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution's window stays where it was before a verify step."""
-    commit = verify_module.delta_commit
+    commit = verify_module.recurrent_commit
     monkeypatch.setattr(
         verify_module,
-        "delta_commit",
-        lambda state, *rest, **named: commit(state, *rest, **named)._replace(inputs=state.inputs),
+        "recurrent_commit",
+        lambda form, state, *rest, **named: commit(form, state, *rest, **named)._replace(inputs=state.inputs),
     )
 
 

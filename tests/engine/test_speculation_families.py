@@ -137,16 +137,16 @@ def poison_behind_rows(engine: XlaBatchEngine) -> None:
     state.rows = replace(state.rows, history=jax.device_put(history))
 
 
-def _forgets_to_roll_back(commit: Callable[..., Any], state: Any, pending: Any, **at: Any) -> Any:
-    return commit(state, pending, **{**at, "count": jnp.where(at["count"] > 0, WIDTH, 0)})
+def _forgets_to_roll_back(commit: Callable[..., Any], form: Any, state: Any, pending: Any, **at: Any) -> Any:
+    return commit(form, state, pending, **{**at, "count": jnp.where(at["count"] > 0, WIDTH, 0)})
 
 
-def _forgets_the_window(commit: Callable[..., Any], state: Any, pending: Any, **at: Any) -> Any:
-    return commit(state, pending, **at)._replace(inputs=state.inputs)
+def _forgets_the_window(commit: Callable[..., Any], form: Any, state: Any, pending: Any, **at: Any) -> Any:
+    return commit(form, state, pending, **at)._replace(inputs=state.inputs)
 
 
-def _forgets_the_memory(commit: Callable[..., Any], state: Any, pending: Any, **at: Any) -> Any:
-    return commit(state, pending, **at)._replace(memory=state.memory)
+def _forgets_the_memory(commit: Callable[..., Any], form: Any, state: Any, pending: Any, **at: Any) -> Any:
+    return commit(form, state, pending, **at)._replace(memory=state.memory)
 
 
 @pytest.mark.full
@@ -161,8 +161,10 @@ def _forgets_the_memory(commit: Callable[..., Any], state: Any, pending: Any, **
     ],
 )
 def test_recurrent_state_that_is_wrong_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = verify_module.delta_commit
-    monkeypatch.setattr(verify_module, "delta_commit", lambda *given, **named: fault(commit, *given, **named))
+    commit = verify_module.recurrent_commit
+    monkeypatch.setattr(
+        verify_module, "recurrent_commit", lambda *given, **named: fault(commit, *given, **named)
+    )
     checkpoint = tiny_checkpoint(model=HYBRID)
     config = replace(CONFIG, compile_cache=False, speculative_config=SPECULATING)
     with XlaBatchEngine(checkpoint, None, config) as other:
