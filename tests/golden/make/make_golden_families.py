@@ -25,6 +25,7 @@ in an engine with that `max_model_len`. It imports nothing of this package.
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from hybrid_cases import HYBRIDS
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -548,7 +548,7 @@ CASES |= {
     ),
 }
 
-CASES |= HYBRIDS
+CASES |= runpy.run_path(str(Path(__file__).with_name("hybrid_cases.py")))["HYBRIDS"]
 
 
 def main() -> None:
