@@ -19,8 +19,8 @@ import openai
 import pytest
 
 from tests.server.conftest import Running
+from tests.support.call_forms import FORMS, HARMONY
 from tests.support.format_models import FORMATS, format_model
-from tests.text.test_tool_calls import FORMS, HARMONY
 from xla_engine.async_llm import AsyncLLM
 from xla_engine.config import EngineConfig
 from xla_engine.engine.batch_engine import XlaBatchEngine

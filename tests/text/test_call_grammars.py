@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.call_forms import gemma
 from tests.support.format_models import end_ids, format_tokenizer
-from tests.text.test_tool_calls import gemma
 from xla_engine.errors import InvalidRequestError
 from xla_engine.sampling_params import SamplingParams
 from xla_engine.structured_outputs import StructuredOutputsParams

@@ -306,28 +306,24 @@ def _gemma4(tools: Offer, answer: str | None) -> str:
         f"({each} | {_quoted(each)})" for each in ("<|tool_call>", "<tool_call|>", "<|tool_response>")
     )
     more = f"WS? call WS? {end} (WS? {begin} WS? call WS? {end})* WS? {result}?"
+    start = _started_by("<|tool_call>", more, answer)
+    return start + "call: " + "\n  | ".join(calls) + "\n" + "".join(lines) + GEMMA + _COMMON_TEXT
+
+
+def _started_by(begin: str, calls: str, answer: str | None) -> str:
+    """The rule `start`: calls from a mark on, a token or text, that come after other text or in place of an answer."""
     if answer is not None:
-        start = f"start: answer | WS? {begin} {more}\n"
-    else:
-        text = re.escape("<|tool_call>")
-        start = rf"""start: REST? | (opened | REST? <|tool_call>) {more}
+        return f"start: answer | WS? ({begin} | {_quoted(begin)}) {calls}\n"
+    text = re.escape(begin).replace("/", r"\/")
+    return rf"""start: REST? | (opened | REST? {begin}) {calls}
 opened[lazy]: /(.|\n)*{text}/
 REST: /(.|\n)+/ & ~/(.|\n)*{text}(.|\n)*/
 """
-    return start + "call: " + "\n  | ".join(calls) + "\n" + "".join(lines) + GEMMA + _COMMON_TEXT
 
 
 def _marked(tools: Offer, answer: str | None, marks: _Marks, calls: list[str]) -> str:
     """Calls between marks. calls: from the name to the arguments of each tool."""
-    begin = marks.begin
-    if answer is not None:
-        start = f"start: answer | WS? ({begin} | {_quoted(begin)}) calls\n"
-    else:
-        text = re.escape(begin).replace("/", r"\/")
-        start = rf"""start: REST? | (opened | REST? {begin}) calls
-opened[lazy]: /(.|\n)*{text}/
-REST: /(.|\n)+/ & ~/(.|\n)*{text}(.|\n)*/
-"""
+    start = _started_by(marks.begin, "calls", answer)
     block = "calls: WS? (call_begin call call_end WS?)+ calls_end WS?\n" + marks.rules()
     return start + block + "call: " + "\n  | ".join(calls) + "\n" + _COMMON_TEXT + "".join(_arguments(tools))
 
