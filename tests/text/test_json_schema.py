@@ -247,6 +247,11 @@ AB = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
             [{"a": 1, "b": None}],
             [{"a": 1, "b": 2}],
         ),
+        # a schema without a type is meant for what its keywords are for
+        ({"items": {"type": "integer"}}, [[1, -3000], []], [False, 1, {}, ["x"]]),
+        ({"items": [{"type": "integer"}]}, [[1], []], [False, {}]),
+        ({"prefixItems": [{"type": "integer"}]}, [[1]], ["x", {"a": 1}]),
+        ({**AB, "items": {"type": "integer"}}, [{"a": 1}, [1], False], []),
         # in lists, maps and branches
         ({"type": "array", "items": AB}, [[{"a": 1}]], [[{"a": 1, "b": 1}]]),
         (

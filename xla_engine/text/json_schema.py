@@ -1,8 +1,8 @@
 """Rewrite a JSON schema into one that llguidance can hold a text to, and say what is left to whoever reads the text.
 
-The rewritten schema allows at least what the schema allows, with one exception that is meant: an object whose schema
+The rewritten schema allows at least what the schema allows, with two exceptions that are meant. An object whose schema
 lists properties has no others, unless the schema says so (`additionalProperties`, `patternProperties`,
-`unevaluatedProperties`). References are resolved here, so that the result stands wherever it is put.
+`unevaluatedProperties`). An answer whose schema has no type but `properties` or `items` is an object or an array. References are resolved here, so that the result stands wherever it is put.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _MAPS = ("properties", "patternProperties")
 _ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties")
+# What a schema without a type is written for, if it has the keyword.
+_MEANT = {"properties": "object", "items": "array", "prefixItems": "array"}
 # Keywords that no grammar here holds: with what their values are.
 _SCHEMAS_LEFT = (
     "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
@@ -69,12 +71,10 @@ def hold(schema: object, *, close: bool) -> HeldSchema:
     if made is False:
         raise SchemaError("no value fits `false`")
     root: dict[str, Any] = {} if made is True else made
-    if (
-        close
-        and "properties" in root
-        and root.keys().isdisjoint({"type", "enum", "const", "$ref", *_BRANCHES})
-    ):
-        root = {"type": "object", **root}  # without it, anything but an object would fit
+    if close and root.keys().isdisjoint({"type", "enum", "const", "$ref", *_BRANCHES}):
+        meant = [kind for key, kind in _MEANT.items() if key in root]
+        if len(set(meant)) == 1:  # without it, anything of another type would fit
+            root = {"type": meant[0], **root}
     if writer.definitions:
         root["$defs"] = writer.definitions
     return HeldSchema(root, tuple(writer.left))
