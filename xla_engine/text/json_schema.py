@@ -2,7 +2,8 @@
 
 The rewritten schema allows at least what the schema allows, with two exceptions that are meant. An object whose schema
 lists properties has no others, unless the schema says so (`additionalProperties`, `patternProperties`,
-`unevaluatedProperties`). An answer whose schema has no type but `properties` or `items` is an object or an array. References are resolved here, so that the result stands wherever it is put.
+`unevaluatedProperties`). An answer whose schema has no type but `properties` or `items` is an object or an array.
+References are resolved here, so that the result stands wherever it is put.
 """
 
 from __future__ import annotations
