@@ -252,6 +252,13 @@ AB = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
         ({"items": [{"type": "integer"}]}, [[1], []], [False, {}]),
         ({"prefixItems": [{"type": "integer"}]}, [[1]], ["x", {"a": 1}]),
         ({**AB, "items": {"type": "integer"}}, [{"a": 1}, [1], False], []),
+        ({"type": "array", "items": AB}, [[{"a": 1}]], [[5]]),
+        (
+            {"properties": {"to": {"items": {}}, "of": {**AB, "nullable": True}}},
+            [{"to": [], "of": None}],
+            [{"to": 1}, {"of": 1}],
+        ),
+        ({"$ref": "#/$defs/Of", "$defs": {"Of": AB}}, [{"a": 1}], ["text"]),
         # in lists, maps and branches
         ({"type": "array", "items": AB}, [[{"a": 1}]], [[{"a": 1, "b": 1}]]),
         (

@@ -2,7 +2,7 @@
 
 The rewritten schema allows at least what the schema allows, with two exceptions that are meant. An object whose schema
 lists properties has no others, unless the schema says so (`additionalProperties`, `patternProperties`,
-`unevaluatedProperties`). An answer whose schema has no type but `properties` or `items` is an object or an array.
+`unevaluatedProperties`). A value whose schema has no type but `properties` or `items` is an object or an array.
 References are resolved here, so that the result stands wherever it is put.
 """
 
@@ -72,10 +72,6 @@ def hold(schema: object, *, close: bool) -> HeldSchema:
     if made is False:
         raise SchemaError("no value fits `false`")
     root: dict[str, Any] = {} if made is True else made
-    if close and root.keys().isdisjoint({"type", "enum", "const", "$ref", *_BRANCHES}):
-        meant = [kind for key, kind in _MEANT.items() if key in root]
-        if len(set(meant)) == 1:  # without it, anything of another type would fit
-            root = {"type": meant[0], **root}
     if writer.definitions:
         root["$defs"] = writer.definitions
     return HeldSchema(root, tuple(writer.left))
@@ -176,6 +172,10 @@ class _Writer:
             }
             made["additionalProperties"] = False
         self._map_by_names(made, schema)
+        if closes and schema.keys().isdisjoint({"type", "enum", "const", "$ref", *_BRANCHES}):
+            meant = {kind for key, kind in _MEANT.items() if key in schema}
+            if len(meant) == 1:  # without it, any value of another type would fit
+                made = {"type": meant.pop(), **made}
         if schema.get("nullable") is True:  # OpenAPI 3.0
             made = {"anyOf": [made, {"type": "null"}]}
         return made
