@@ -197,7 +197,7 @@ def test_a_whole_tokenizer_json_in_the_metadata_goes_before_the_rest(tmp_path: P
     ("change", "words"),
     [
         ({"pre": "klingon"}, "'klingon'"),
-        ({"model": "bert"}, "'bert'"),
+        ({"model": "rwkv"}, "'rwkv'"),
         ({"tokens": ["a", "a"]}, "have the same text"),
         ({"tokens": ["a"]}, "another length"),
         ({"tokens": [1, 2]}, "not a list of str"),

@@ -10,10 +10,11 @@ import numpy as np
 
 from xla_engine.config import OF_EVERY_MODEL, EngineConfig
 from xla_engine.errors import CheckpointError, ConfigError
-from xla_engine.graphs.config import CLS, LAST, MEAN, ModelConfig
+from xla_engine.graphs.config import CLS, LAST, MEAN, POOLING_TYPES, ModelConfig
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, encoder_fields, encoder_of
 from xla_engine.model_loader.families.encoders import HEADS, PREFIXES
 from xla_engine.model_loader.families.family import sees_later_tokens
+from xla_engine.model_loader.gguf.architectures import GGUF_POOLING
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.model_loader.safetensors_files import open_weight_files
@@ -175,6 +176,8 @@ def read_pooling(
         form = replace(form, pooling_type=MEAN)
     if _has_modules(files):
         form = _with_modules(form, files.path, encodes=encodes)
+    if (told := fields.values.get(GGUF_POOLING)) in POOLING_TYPES:
+        form = replace(form, pooling_type=told)
     if encoder is not None and _architecture(fields).endswith(_CLASSIFIES):
         form = _with_encoder_head(form, files, fields, encoder)
     elif _architecture(fields).endswith(_CLASSIFIES):
@@ -199,7 +202,8 @@ def read_pooling(
 def _says_it_pools(files: ModelFiles, fields: Fields) -> bool:
     name = _architecture(fields)
     bare = name.endswith("Model") and not {name, name.removesuffix("Model") + _GENERATES}.isdisjoint(FAMILIES)
-    return _has_modules(files) or bare or name.endswith(_CLASSIFIES)
+    says = _has_modules(files) or fields.given(GGUF_POOLING)
+    return says or bare or name.endswith(_CLASSIFIES)
 
 
 def _has_modules(files: ModelFiles) -> bool:
@@ -334,7 +338,11 @@ def _tensor(found: TensorFiles, name: str) -> Array:
 def _with_encoder_head(form: PoolingForm, files: ModelFiles, fields: Fields, encoder: str) -> PoolingForm:
     """The pooling form of the sequence classifier of `encoder`: a token or the mean, a layer, and the classes."""
     head = HEADS[encoder]
-    found, width = without_head(files.tensors()), fields.integer("hidden_size", high=2**20)
+    names = [
+        f"{name}.{part}" for name in (head.layer, head.norm, head.classes) for part in ("weight", "bias")
+    ]
+    found = without_head(files.tensors(() if files.path.is_dir() else names))
+    width = fields.integer("hidden_size", high=2**20)
     hidden = _layer(found, head.layer, width, head.activation)
     if head.norm:
         shift = np.zeros(len(hidden.bias), np.float32)

@@ -6,7 +6,7 @@ an unsupported field of config.json.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,174 +15,25 @@ import numpy as np
 import tokenizers
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import CONV, FULL, SLIDING, ModelConfig
+from xla_engine.graphs.config import FULL, SLIDING, ModelConfig
 from xla_engine.model_loader.chat_templates import SPECIAL_TOKENS, ChatTemplate
-from xla_engine.model_loader.families import FAMILIES, Family
+from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
 from xla_engine.model_loader.families.dense import MINISTRAL3
+from xla_engine.model_loader.families.encoders import HEADS
 from xla_engine.model_loader.families.experts import GPT_OSS
 from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS
+from xla_engine.model_loader.gguf.architectures import architecture, read_pooling_type
+from xla_engine.model_loader.gguf.numbers import KEY_HEADS, number, vector
 from xla_engine.model_loader.gguf.parts import parts_of
 from xla_engine.model_loader.gguf.reader import GgufReader, library
 from xla_engine.model_loader.gguf.tokenizer import tokenizer_of
 from xla_engine.model_loader.json_fields import Fields
 from xla_engine.model_loader.tensor_files import TensorFiles
 from xla_engine.model_loader.tokenizer_json import raising, read_tokenizer
-from xla_engine.utils.shown import shown
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
-_QUERY_BIAS, _OUTPUT_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias"
-_BIASES = {"attention_bias": _OUTPUT_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
 _SAMPLING |= {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Architecture:
-    """The translation of a llama.cpp architecture to transformers.
-
-    name: llama.cpp's.
-    architecture: transformers' name of the class.
-    interleaved: its files store rotary pairs adjacently; transformers stores them half a head apart.
-    fields: fields of config.json that the metadata lack.
-    words: names of fields that differ from `_FIELDS`.
-    experts: whether some layers have experts.
-    recurrent: whether some layers are DeltaNet layers.
-    keys: keys that only this architecture has, and their fields.
-    keyless: the type of layers that have no key heads, if these are told by layer.
-    biases: flags of config.json by the tensor that shows them.
-    lacks: flags of config.json by the tensor that files without it have.
-    only: keys that may have this value alone.
-    """
-
-    name: str
-    architecture: str
-    interleaved: bool = False
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    words: Mapping[str, str] = field(default_factory=dict)
-    experts: bool = False
-    recurrent: bool = False
-    keys: Mapping[str, str] = field(default_factory=dict)
-    keyless: str = ""
-    biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    only: Mapping[str, int] = field(default_factory=dict)
-
-
-_LFM2 = _Architecture(
-    name="lfm2",
-    architecture="Lfm2ForCausalLM",
-    fields={"block_auto_adjust_ff_dim": False},
-    words={"rms_norm_eps": "norm_eps"},
-    keys={"{arch}.shortconv.l_cache": "conv_L_cache"},
-    keyless=CONV,
-    biases={"conv_bias": "blk.0.shortconv.conv.bias"},
-)
-_KINDS = (
-    _Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
-    _Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
-    _Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True),
-    _Architecture(name="qwen2", architecture="Qwen2ForCausalLM"),
-    _Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
-    _Architecture(name="phi3", architecture="Phi3ForCausalLM"),
-    _Architecture(name="olmo2", architecture="Olmo2ForCausalLM"),
-    _Architecture(name="gemma", architecture="GemmaForCausalLM"),
-    _Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
-    _Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
-    _Architecture(
-        name="gemma4",
-        architecture="Gemma4ForCausalLM",
-        keys={
-            "{arch}.attention.key_length": "global_head_dim",
-            "{arch}.attention.key_length_swa": "head_dim",
-            "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
-            "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        },
-    ),
-    _Architecture(
-        name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}
-    ),
-    _Architecture(
-        name="seed_oss",
-        architecture="SeedOssForCausalLM",
-        biases={**_BIASES, "attention_bias": _QUERY_BIAS, "attention_out_bias": _OUTPUT_BIAS},
-    ),
-    _Architecture(name="ernie4_5", architecture="Ernie4_5ForCausalLM", biases={"use_bias": _QUERY_BIAS}),
-    _Architecture(name="exaone4", architecture="Exaone4ForCausalLM", fields={"sliding_window": None}),
-    _Architecture(name="glm4", architecture="Glm4ForCausalLM", biases={"attention_bias": _QUERY_BIAS}),
-    _Architecture(name="cohere2", architecture="Cohere2ForCausalLM", words={"logits_scaling": "logit_scale"}),
-    _Architecture(name="hunyuan-dense", architecture="HunYuanDenseV1ForCausalLM"),
-    _Architecture(
-        name="mistral3",
-        architecture="Ministral3ForCausalLM",
-        interleaved=True,
-        fields={"sliding_window": None},
-    ),
-    _Architecture(
-        name="stablelm",
-        architecture="StableLmForCausalLM",
-        biases={"use_qkv_bias": _QUERY_BIAS, "qk_layernorm": "blk.0.attn_q_norm.weight"},
-        lacks={"use_parallel_residual": "blk.0.ffn_norm.weight"},  # which the metadata do not always say
-    ),
-    _Architecture(
-        name="starcoder2",
-        architecture="Starcoder2ForCausalLM",
-        words={"layer_norm_eps": "norm_epsilon"},
-        biases={"use_bias": _QUERY_BIAS},
-    ),
-    _Architecture(
-        name="phi2", architecture="PhiForCausalLM", biases={"qk_layernorm": "blk.0.attn_q_norm.weight"}
-    ),
-    _Architecture(
-        name="glm4moe",
-        architecture="Glm4MoeForCausalLM",
-        words={"num_experts": "n_routed_experts"},
-        experts=True,
-        biases={"attention_bias": _QUERY_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
-        keys={
-            "{arch}.expert_shared_count": "n_shared_experts",
-            "{arch}.leading_dense_block_count": "first_k_dense_replace",
-            "{arch}.expert_weights_scale": "routed_scaling_factor",
-        },
-        only={"{arch}.expert_gating_func": 2, "{arch}.expert_group_count": 1}  # sigmoids, in one group
-        | {"{arch}.expert_group_used_count": 1},
-    ),
-    _Architecture(name="qwen3vl", architecture="Qwen3ForCausalLM"),  # pictures are in a file of their own
-    _Architecture(name="qwen35", architecture="Qwen3_5ForCausalLM", recurrent=True),
-    _Architecture(name="qwen3next", architecture="Qwen3NextForCausalLM", experts=True, recurrent=True),
-    _Architecture(name="qwen35moe", architecture="Qwen3_5MoeForCausalLM", experts=True, recurrent=True),
-    _Architecture(
-        name="qwen3vlmoe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
-    ),
-    _Architecture(
-        name="llama",  # in GGUF, Mixtral is a llama with experts
-        architecture="MixtralForCausalLM",
-        interleaved=True,
-        words={"num_experts": "num_local_experts"},
-        experts=True,
-    ),
-    _Architecture(
-        name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
-    ),
-    _LFM2,
-    replace(
-        _LFM2,
-        name="lfm2moe",
-        architecture="Lfm2MoeForCausalLM",
-        experts=True,
-        keys={
-            **_LFM2.keys,
-            "{arch}.leading_dense_block_count": "num_dense_layers",
-            "{arch}.expert_gating_func": "expert_gating_func",
-        },
-    ),
-    _Architecture(
-        name="gpt-oss",
-        architecture="GptOssForCausalLM",
-        words={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
-        experts=True,
-    ),
-)
-_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in _KINDS}
 _FIELDS = {
     "{arch}.context_length": "max_position_embeddings",
     "{arch}.embedding_length": "hidden_size",
@@ -202,6 +53,7 @@ _FIELDS = {
     "{arch}.embedding_scale": "embedding_multiplier",
     "{arch}.residual_scale": "residual_multiplier",
     "{arch}.logit_scale": "logits_scaling",
+    "{arch}.attention.causal": "is_causal",
     "tokenizer.ggml.bos_token_id": "bos_token_id",
 }
 _EXPERT_FIELDS = {
@@ -211,7 +63,7 @@ _EXPERT_FIELDS = {
     "{arch}.expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "{arch}.expert_weights_norm": "norm_topk_prob",
 }
-_FLAGS = ("norm_topk_prob",)
+_PLAIN = ("norm_topk_prob", "is_causal", "hidden_act")  # fields that are no numbers
 _RECURRENT_FIELDS = {
     "{arch}.full_attention_interval": "full_attention_interval",
     "{arch}.ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -223,12 +75,13 @@ _RECURRENT_FIELDS = {
 _ROPE = "{arch}.rope.scaling."
 _TEMPERATURE = "{arch}.attention.temperature_scale"
 _PREDICTS = "{arch}.nextn_predict_layers"
-_KEY_HEADS = "{arch}.attention.head_count_kv"
 _SLIDES = "{arch}.attention.sliding_window_pattern"
 _HANDLED = {  # below, or of no account in text
     "{arch}.vocab_size",
     "{arch}.rope.dimension_sections",
     "{arch}.n_deepstack_layers",
+    "{arch}.pooling_type",
+    "{arch}.classifier.output_labels",
     _PREDICTS,
     _SLIDES,
     "{arch}.attention.value_length_swa",
@@ -241,22 +94,9 @@ _HANDLED = {  # below, or of no account in text
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
-_GEMMA4_BY_LAYER = ("{arch}.attention.head_count_kv", "{arch}.feed_forward_length")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def architecture(file: GgufReader) -> _Architecture:
-    """The architecture of a file. Raises CheckpointError for unsupported ones."""
-    name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
-    for known in ((name, experts), (name, False)):
-        if known in _ARCHITECTURES:
-            return _ARCHITECTURES[known]
-    names = ", ".join(dict.fromkeys(name for name, _ in _ARCHITECTURES))
-    raise CheckpointError(
-        f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {names}"
-    )
 
 
 def config_fields(file: GgufReader) -> Fields:
@@ -279,14 +119,13 @@ def config_fields(file: GgufReader) -> Fields:
     values: dict[str, Any] = {
         **kind.fields,
         "architectures": [kind.architecture],
-        "model_type": FAMILIES[kind.architecture].model_type,
+        "model_type": _family(kind.architecture).model_type,
         "vocab_size": _vocabulary(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    uneven = _GEMMA4_BY_LAYER if kind.name == "gemma4" else ()
     for key, word in words.items():
-        told_by_layer = key in uneven and isinstance(file.get(key), list)
-        value = file.get(key) if word in _FLAGS else None if told_by_layer else _number(file, key)
+        told_by_layer = key in kind.uneven and isinstance(file.get(key), list)
+        value = file.get(key) if word in _PLAIN else None if told_by_layer else number(file, key)
         if value is not None and (word, value) != ("sliding_window", 0):
             values[kind.words.get(word, word)] = value
     # ends of text, turn and message
@@ -295,8 +134,10 @@ def config_fields(file: GgufReader) -> Fields:
     values |= {word: tensor in file.tensors for word, tensor in kind.biases.items()}
     values |= {word: tensor not in file.tensors for word, tensor in kind.lacks.items()}
     _read_layers(file, values)
-    if kind.name == "gemma4":
-        _read_gemma4(file, values)
+    read_pooling_type(file, values)
+    if kind.finish is not None:
+        kind.finish(file, values)
+    if not kind.common:
         return Fields(file.path, values)
     if (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
@@ -312,24 +153,35 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
     """Map transformers' names in `wanted` to the file's; an expert's tensor maps to the stacked one and its index."""
     gguf = library()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    layers, predicts = _number(file, "{arch}.block_count"), _number(file, _PREDICTS) or 0
+    layers, predicts = number(file, "{arch}.block_count"), number(file, _PREDICTS) or 0
     names = gguf.get_tensor_name_map(kinds[file.get("general.architecture")], layers)
-    found = {}
+    head, found = _classifier(architecture(file).architecture), {}
     for name in wanted:
         known = _predicting(name, layers - predicts) if predicts else name
         expert = _EXPERT.fullmatch(known)
         if expert is not None:
             layer, place, part, suffix = expert.groups()
             known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
+        stem, _, suffix = known.rpartition(".")
+        known = f"{head[stem]}.{suffix}" if stem in head else known
         known = known.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = (
-            known if known.startswith("blk.") else names.get_name(known, try_suffixes=(".weight", ".bias"))
+            known
+            if known.startswith(("blk.", "cls."))
+            else names.get_name(known, try_suffixes=(".weight", ".bias"))
         )
         if theirs is not None and theirs not in file.tensors and f"{theirs}.weight" in file.tensors:
             theirs = f"{theirs}.weight"  # attention sinks
         if theirs is not None:
             found[name] = theirs, None if expert is None else int(place)
     return found
+
+
+def _classifier(architecture: str) -> dict[str, str]:
+    """The file's names of an encoder's classifier, whatever transformers calls its layers."""
+    if (head := HEADS.get(architecture)) is None:
+        return {}
+    return {head.layer: "cls", head.norm: "cls.norm", head.classes: "cls.output"}
 
 
 _PREDICTING = {  # what multi-token prediction has beside a layer
@@ -352,15 +204,16 @@ def _predicting(name: str, first: int) -> str:
 
 def _read_layers(file: GgufReader, values: dict[str, Any]) -> None:
     """Read what differs between layers: which of them predict further tokens, slide, or are recurrent."""
-    if predicts := _number(file, _PREDICTS):
+    kind = architecture(file)
+    if predicts := number(file, _PREDICTS):
         values["num_hidden_layers"] = (values.get("num_hidden_layers") or 0) - predicts
     slides = file.get(_SLIDES)
     if isinstance(slides, list) and values.get("sliding_window"):
         count = values.get("num_hidden_layers")
         values["layer_types"] = [SLIDING if each else FULL for each in slides[:count]]
     elif slides and not isinstance(slides, list):
-        values["sliding_window_pattern"] = _number(file, _SLIDES)
-    keys, keyless = file.get(_KEY_HEADS), architecture(file).keyless
+        values[kind.words.get("sliding_window_pattern", "sliding_window_pattern")] = number(file, _SLIDES)
+    keys, keyless = file.get(KEY_HEADS), kind.keyless
     if keyless and isinstance(keys, list):
         values["layer_types"] = [FULL if each else keyless for each in keys]
     features, heads = values.pop("linear_value_features", None), values.get("linear_num_value_heads")
@@ -368,61 +221,13 @@ def _read_layers(file: GgufReader, values: dict[str, Any]) -> None:
         values["linear_value_head_dim"] = features // heads
 
 
-def _read_gemma4(file: GgufReader, values: dict[str, Any]) -> None:
-    """Read what llama.cpp writes for Gemma 4: sizes of each layer, and divisors of frequencies, which are 1 or so
-    large that a pair does not turn. That keys are the values as well is seen from the tensors."""
-    types = values.get("layer_types") or []
-    full = [index for index, kind in enumerate(types) if kind == FULL]
-    heads, widths = (file.get(key) for key in _GEMMA4_BY_LAYER)
-    if isinstance(heads, list) and len(heads) == len(types) and full:
-        slides = [index for index in range(len(types)) if index not in full]
-        values["num_global_key_value_heads"] = heads[full[0]]
-        values["num_key_value_heads"] = heads[slides[0] if slides else full[0]]
-    if isinstance(widths, list) and widths:
-        values["intermediate_size"] = widths[0]
-        values["use_double_wide_mlp"] = widths[-1] == 2 * widths[0]
-    names = file.tensors
-    values["attention_k_eq_v"] = any(
-        f"blk.{index}.attn_k.weight" in names and f"blk.{index}.attn_v.weight" not in names for index in full
-    )
-    if "per_layer_token_embd.weight" in names:
-        values["vocab_size_per_layer_input"] = names["per_layer_token_embd.weight"].shape[0]
-    else:
-        values["hidden_size_per_layer_input"] = 0
-    divisors = _vector(file, "rope_freqs.weight") if "rope_freqs.weight" in names else [1.0]
-    turning = sum(each == 1 for each in divisors) / max(1, len(divisors))
-    local = values.pop("rope_local_base_freq", None)
-    values["rope_parameters"] = {
-        FULL: {
-            "rope_type": "proportional",
-            "partial_rotary_factor": turning,
-            "rope_theta": values.pop("rope_theta", None),
-        },
-        SLIDING: {"rope_type": "default", "rope_theta": local},
-    }
+def _family(architecture: str) -> Family:
+    return FAMILIES[architecture] if architecture in FAMILIES else ENCODERS[architecture]
 
 
 def _vocabulary(file: GgufReader) -> int | None:
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding is not None else file.get("{arch}.vocab_size")
-
-
-def _number(file: GgufReader, key: str) -> Any:
-    """A number, or None. If the file has a list with one number for each layer, they must be equal."""
-    value = file.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if isinstance(value, list) and key == _KEY_HEADS:
-        values = value = [each for each in values if each != 0] or [0]  # of layers that have any
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float):
-            raise CheckpointError(
-                f"{file.path}: {key} = {shown(value)}: not a number. Download the file again"
-            )
-    if isinstance(value, list) and len(set(values)) != 1:
-        raise CheckpointError(
-            f"{file.path}: {key} = {shown(value)}: layers that differ in it are not supported. Use another model"
-        )
-    return values[0] if values else None
 
 
 def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
@@ -436,8 +241,8 @@ def _read_widths(file: GgufReader, values: dict[str, Any]) -> None:
             f"{file.path}: attention.value_length = {valued}: not supported beside key heads of {width}. Use another "
             "model"
         )
-    rotated = _number(file, "{arch}.rope.dimension_count")
-    defaults = FAMILIES[values["architectures"][0]].defaults
+    rotated = number(file, "{arch}.rope.dimension_count")
+    defaults = _family(architecture(file).architecture).defaults
     if rotated == width and "partial_rotary_factor" in defaults:
         values["partial_rotary_factor"] = 1.0
     elif rotated is not None and 0 < rotated < width:
@@ -468,7 +273,7 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
             "rope_type": "longrope",
             "original_max_position_embeddings": file.get(_ROPE + "original_context_length"),
             "attention_factor": file.get(_ROPE + "attn_factor"),
-            **{word: _vector(file, name) for word, name in factors.items()},
+            **{word: vector(file, name) for word, name in factors.items()},
         }
     scaling = {
         "rope_type": kind,
@@ -498,7 +303,7 @@ def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any
     If Llama 3's usual parameters give the same divisors, use the parameters, so that the table has the bits of the
     original model; else use the divisors.
     """
-    divisors = np.array(_vector(file, "rope_freqs.weight"))
+    divisors = np.array(vector(file, "rope_freqs.weight"))
     scaling = {"factor": float(divisors.max(initial=0)), **_LLAMA3}
     base, count = float(values.get("rope_theta") or 10000.0), max(1, len(divisors))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -518,11 +323,6 @@ def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any
         "short_factor": factors,
         "long_factor": factors,
     }
-
-
-def _vector(file: GgufReader, name: str) -> list[float]:
-    vector: list[float] = file.weights({}).read(name).astype(np.float64).reshape(-1).tolist()
-    return vector
 
 
 class GgufFile:
@@ -561,7 +361,7 @@ class GgufFile:
         own = GGUF_TENSORS.get(family.architecture, {})
         interleaved = architecture(self.reader).interleaved or config.rope_interleaved
         layers = config.num_hidden_layers
-        further = "|".join(str(layers + each) for each in range(_number(self.reader, _PREDICTS) or 0))
+        further = "|".join(str(layers + each) for each in range(number(self.reader, _PREDICTS) or 0))
         return replace(config, rope_interleaved=interleaved), replace(
             family,
             norm_offset=0.0,

@@ -1,8 +1,8 @@
 """Rebuild the tokenizer in a GGUF file's metadata as a `tokenizers` object, if it can be exact.
 
-Four kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizers listed here, SentencePiece BPE
-("llama"), BPE over whole lines ("gemma4"), and unigram ("t5") without a normalisation table. Others need a
-tokenizer.json.
+Five kinds are supported: byte-level BPE ("gpt2") with one of the pre-tokenizers listed here, SentencePiece BPE
+("llama"), BPE over whole lines ("gemma4"), unigram ("t5"; with a normalisation table, that of XLM-RoBERTa), and
+WordPiece ("bert"). Others need a tokenizer.json.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from xla_engine.errors import CheckpointError
 from xla_engine.model_loader.gguf.reader import GgufReader
 from xla_engine.model_loader.tokenizer_json import check_growth
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # ggml's token types
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # ggml's token types
 _SPACE = "▁"
 
 # Pre-tokenizers by `tokenizer.ggml.pre`: the regular expressions of the models' own files.
@@ -62,8 +62,9 @@ _WORDS: dict[str, tuple[str, ...]] = {  # applied one after the other
     ),
     "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")),
 }
-_GPT2, _DIGITS = ("gpt-2", "phi-2", "mpt"), ("smollm", "refact", "starcoder", "command-r")
-_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "command-r")  # text is normalised (NFC)
+_GPT2 = ("gpt-2", "phi-2", "mpt", "roberta-bpe", "modern-bert")
+_DIGITS = ("smollm", "refact", "starcoder", "command-r")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "command-r", "modern-bert")  # text is normalised (NFC)
 # a word that is in the vocabulary becomes one token, whatever the merges
 _WHOLE_WORDS_FIRST = (
     *("llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "smaug-bpe", "glm4", "tekken", "minicpm5"),
@@ -80,7 +81,13 @@ def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     kind = file.get("tokenizer.ggml.model")
     if kind in (None, "no_vocab", "none"):
         return None
-    kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _lines, "t5": _unigram}
+    kinds = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "gemma4": _lines,
+        "t5": _unigram,
+        "bert": _word_piece,
+    }
     build = kinds.get(str(kind))
     if build is None:
         raise _inexact(file, f"its tokenizer is of kind {kind!r}")
@@ -92,8 +99,17 @@ def tokenizer_of(file: GgufReader) -> tokenizers.Tokenizer | None:
     except Exception as error:  # the library raises bare Exceptions
         raise _inexact(file, f"its tokenizer contradicts itself ({error})") from error
     backend.add_tokens(vocabulary.added)
-    _add_ends(file, vocabulary, backend, begins=kind == "llama" or file.get("tokenizer.ggml.pre") in _BEGINS)
+    if _encodes(file):
+        _add_ends_of_pairs(file, vocabulary, backend)
+    else:
+        begins = kind == "llama" or file.get("tokenizer.ggml.pre") in _BEGINS
+        _add_ends(file, vocabulary, backend, begins=begins)
     return backend
+
+
+def _encodes(file: GgufReader) -> bool:
+    """Whether the file is an encoder, which reads pairs of texts."""
+    return file.get("general.architecture") in ("bert", "nomic-bert", "modern-bert")
 
 
 class _Vocabulary:
@@ -101,6 +117,8 @@ class _Vocabulary:
 
     def __init__(self, file: GgufReader) -> None:
         self.tokens: list[str] = self._list(file, "tokens", str, None)
+        if file.get("tokenizer.ggml.model") == "bert":
+            self.tokens = _pieces(file, self.tokens)
         count = len(self.tokens)
         self.types: list[int] = self._list(file, "token_type", int, [_NORMAL] * count)
         self.ids = dict(zip(self.tokens, range(count), strict=True))
@@ -115,6 +133,12 @@ class _Vocabulary:
         self.unknown = next((token for token, kind in others if kind == _UNKNOWN), None)
         self.has_bytes = _BYTE in self.types
 
+    def token(self, number: Any, file: GgufReader) -> str:
+        """The text of a token by its id."""
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
+            raise _inexact(file, "one of its special tokens has no text")
+        return self.tokens[number]
+
     def scores(self, file: GgufReader) -> list[float]:
         return self._list(file, "scores", float, None)
 
@@ -122,9 +146,41 @@ class _Vocabulary:
         values = file.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(values, list) or not values or set(map(type, values)) != {kind}:
             raise _inexact(file, f"its tokenizer.ggml.{name} is not a list of {kind.__name__}")
-        if hasattr(self, "tokens") and len(values) != len(self.tokens):
+        if name != "tokens" and len(values) != len(self.tokens):
             raise _inexact(file, f"its tokenizer.ggml.{name} has another length than its tokens")
         return values
+
+
+def _pieces(file: GgufReader, tokens: list[str]) -> list[str]:
+    """WordPiece's tokens as in its own files. llama.cpp's converter marks the first piece of a word by a space, and
+    not the others by "##"."""
+    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+
+    def piece(token: str, kind: int) -> str:
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or (token.startswith("[") and token.endswith("]")):
+            return token
+        return token[1:] if token.startswith(_SPACE) and token != _SPACE else f"##{token}"
+
+    return [piece(token, kind) for token, kind in zip(tokens, types, strict=True)]
+
+
+def _word_piece(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """BERT's. The metadata do not say whether text becomes lower case, but a vocabulary of lower case tells it."""
+    if any(
+        token != token.lower()
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind == _NORMAL and token[0] != "["
+    ):
+        raise _inexact(
+            file, "its vocabulary has capital letters, and the metadata do not say whether text keeps its own"
+        )
+    unknown = file.get("tokenizer.ggml.unknown_token_id")
+    name = "[UNK]" if unknown is None else vocabulary.token(unknown, file)
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary.ids, unk_token=name))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
 
 
 def _byte_level(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -206,13 +262,22 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str,
 
 
 def _unigram(file: GgufReader, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    if file.get("tokenizer.ggml.precompiled_charsmap") or file.get("tokenizer.ggml.remove_extra_whitespaces"):
+    table = file.get("tokenizer.ggml.precompiled_charsmap")
+    spaces = file.get("tokenizer.ggml.remove_extra_whitespaces")
+    if (table or spaces) and not _encodes(file):
         raise _inexact(file, "its tokenizer normalises text by a table")
-    pieces = list(zip(vocabulary.tokens, vocabulary.scores(file), strict=True))
+    count = max((at + 1 for at, kind in enumerate(vocabulary.types) if kind != _UNUSED), default=0)
+    pieces = list(zip(vocabulary.tokens, vocabulary.scores(file), strict=True))[
+        :count
+    ]  # the rest only fills up
     unknown = None if vocabulary.unknown is None else vocabulary.ids[vocabulary.unknown]
     backend = tokenizers.Tokenizer(models.Unigram(pieces, unknown, vocabulary.has_bytes))
     prefix = file.get("tokenizer.ggml.add_space_prefix", True)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
+    words: Any = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
+    if table:  # XLM-RoBERTa: words that spaces divide, however many
+        backend.normalizer = normalizers.Precompiled(bytes(each & 255 for each in table))
+        words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
+    backend.pre_tokenizer = words
     backend.decoder = _text_decoder(prefix)
     return backend
 
@@ -243,6 +308,28 @@ def _add_ends(
         None,
         [(token, ids[name]) for name, token in named.items()],
     )
+
+
+def _add_ends_of_pairs(file: GgufReader, vocabulary: _Vocabulary, backend: tokenizers.Tokenizer) -> None:
+    """Add the tokens around a text of an encoder, and between two: as BERT does, or RoBERTa, with two between."""
+    pieces = "[CLS]" in vocabulary.ids
+    first = _special(file, vocabulary, ("cls", "bos"), "[CLS]" if pieces else "<s>")
+    last = _special(file, vocabulary, ("seperator", "eos"), "[SEP]" if pieces else "</s>")
+    second = f"$B:1 {last}:1" if pieces else f"{last} $B {last}"
+    backend.post_processor = processors.TemplateProcessing(
+        f"{first} $A {last}",
+        f"{first} $A {last} {second}",
+        [(token, vocabulary.ids[token]) for token in (first, last)],
+    )
+
+
+def _special(file: GgufReader, vocabulary: _Vocabulary, names: tuple[str, ...], usual: str) -> str:
+    """A token by the first of its ids that the file has, or its usual text."""
+    ids = (file.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    token = next((vocabulary.token(number, file) for number in ids if number is not None), usual)
+    if token not in vocabulary.ids:
+        raise _inexact(file, f"it has no token {token}")
+    return token
 
 
 def _inexact(file: GgufReader, reason: str) -> CheckpointError:

@@ -1,0 +1,279 @@
+"""llama.cpp's architectures, each translated to transformers: its class, the names of its fields, and how to tell what
+the metadata do not say."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_engine.errors import CheckpointError
+from xla_engine.graphs.config import CLS, CONV, FULL, LAST, MEAN, SLIDING
+from xla_engine.model_loader.families.encoders import BERT
+from xla_engine.model_loader.gguf.numbers import vector
+from xla_engine.model_loader.gguf.reader import GgufReader
+
+_QUERY_BIAS, _OUTPUT_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias"
+_BIASES = {"attention_bias": _OUTPUT_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The translation of a llama.cpp architecture to transformers.
+
+    name: llama.cpp's.
+    architecture: transformers' name of the class.
+    interleaved: its files store rotary pairs adjacently; transformers stores them half a head apart.
+    fields: fields of config.json that the metadata lack.
+    words: names of fields that differ from `_FIELDS`.
+    experts: whether some layers have experts.
+    recurrent: whether some layers are DeltaNet layers.
+    keys: keys that only this architecture has, and their fields.
+    keyless: the type of layers that have no key heads, if these are told by layer.
+    biases: flags of config.json by the tensor that shows them.
+    lacks: flags of config.json by the tensor that files without it have.
+    only: keys that may have this value alone.
+    uneven: keys whose values may differ between layers, which `finish` reads.
+    finish: fills in the fields that have no key of their own.
+    common: whether rotary scaling and widths of heads are read as for most; otherwise `finish` reads them.
+    """
+
+    name: str
+    architecture: str
+    interleaved: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    experts: bool = False
+    recurrent: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    keyless: str = ""
+    biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, int] = field(default_factory=dict)
+    uneven: tuple[str, ...] = ()
+    finish: Callable[[GgufReader, dict[str, Any]], None] | None = None
+    common: bool = True
+
+
+_BY_LAYER = ("{arch}.attention.head_count_kv", "{arch}.feed_forward_length")
+
+
+def _gemma4(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read what llama.cpp writes for Gemma 4: sizes of each layer, and divisors of frequencies, which are 1 or so
+    large that a pair does not turn. That keys are the values as well is seen from the tensors."""
+    types = values.get("layer_types") or []
+    full = [index for index, kind in enumerate(types) if kind == FULL]
+    heads, widths = (file.get(key) for key in _BY_LAYER)
+    if isinstance(heads, list) and len(heads) == len(types) and full:
+        slides = [index for index in range(len(types)) if index not in full]
+        values["num_global_key_value_heads"] = heads[full[0]]
+        values["num_key_value_heads"] = heads[slides[0] if slides else full[0]]
+    if isinstance(widths, list) and widths:
+        values["intermediate_size"] = widths[0]
+        values["use_double_wide_mlp"] = widths[-1] == 2 * widths[0]
+    names = file.tensors
+    values["attention_k_eq_v"] = any(
+        f"blk.{index}.attn_k.weight" in names and f"blk.{index}.attn_v.weight" not in names for index in full
+    )
+    if "per_layer_token_embd.weight" in names:
+        values["vocab_size_per_layer_input"] = names["per_layer_token_embd.weight"].shape[0]
+    else:
+        values["hidden_size_per_layer_input"] = 0
+    divisors = vector(file, "rope_freqs.weight") if "rope_freqs.weight" in names else [1.0]
+    turning = sum(each == 1 for each in divisors) / max(1, len(divisors))
+    local = values.pop("rope_local_base_freq", None)
+    values["rope_parameters"] = {
+        FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": turning,
+            "rope_theta": values.pop("rope_theta", None),
+        },
+        SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
+
+
+GGUF_POOLING = "gguf_pooling"  # a field beside those of config.json
+_POOLING = {1: MEAN, 2: CLS, 3: LAST}
+_RANK = 4  # a classifier over the first token
+
+
+def read_pooling_type(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read how a model pools, as `gguf_pooling`: in transformers' layout, files of sentence-transformers say it."""
+    kind = file.get("{arch}.pooling_type", 0)
+    if kind in _POOLING:
+        values[GGUF_POOLING] = _POOLING[kind]
+    elif kind == _RANK:
+        if values["architectures"] != [BERT.architecture]:
+            raise _unknown(file, "pooling_type", "a classifier of another model than BERT's and RoBERTa's")
+        values["architectures"] = ["BertForSequenceClassification"]
+        if {"cls.weight", "cls.output.weight"} - file.tensors.keys():
+            raise CheckpointError(
+                f"{file.path}: the classifier is not complete: llama.cpp's converter leaves out the first of "
+                "its two layers (cls.weight, cls.output.weight). Use the model's safetensors files"
+            )
+        labels = file.get("{arch}.classifier.output_labels")
+        if isinstance(labels, list):
+            values["id2label"] = {str(number): label for number, label in enumerate(labels)}
+    elif kind != 0:
+        raise _unknown(file, "pooling_type", "another kind of pooling")
+
+
+def _unknown(file: GgufReader, key: str, meaning: str) -> CheckpointError:
+    value = file.get(f"{{arch}}.{key}")
+    return CheckpointError(
+        f"{file.path}: {key} = {value!r}: not supported ({meaning}). Use another file of the model"
+    )
+
+
+def _bert(file: GgufReader, values: dict[str, Any]) -> None:
+    """Tables of positions begin at a text's first token, RoBERTa's too; the tensors tell their rows."""
+    names = file.tensors
+    if "position_embd.weight" in names:
+        values["max_position_embeddings"] = names["position_embd.weight"].shape[0]
+    values["type_vocab_size"] = names["token_types.weight"].shape[0] if "token_types.weight" in names else 0
+
+
+_LFM2 = Architecture(
+    name="lfm2",
+    architecture="Lfm2ForCausalLM",
+    fields={"block_auto_adjust_ff_dim": False},
+    words={"rms_norm_eps": "norm_eps"},
+    keys={"{arch}.shortconv.l_cache": "conv_L_cache"},
+    keyless=CONV,
+    biases={"conv_bias": "blk.0.shortconv.conv.bias"},
+)
+_KINDS = (
+    Architecture(name="bert", architecture="BertModel", biases={}, finish=_bert),
+    Architecture(name="nomic-bert", architecture="NomicBertModel", biases={}, finish=_bert),
+    Architecture(
+        name="modern-bert",
+        architecture="ModernBertModel",
+        words={
+            "rms_norm_eps": "layer_norm_eps",
+            "sliding_window": "local_attention",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        keys={"{arch}.hidden_act": "hidden_act", "{arch}.hidden_activation": "hidden_act"},
+        biases={
+            "attention_bias": "blk.0.attn_qkv.bias",
+            "mlp_bias": "blk.0.ffn_up.bias",
+            "norm_bias": "output_norm.bias",
+        },
+        finish=_bert,
+    ),
+    Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
+    Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
+    Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True),
+    Architecture(name="qwen2", architecture="Qwen2ForCausalLM"),
+    Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
+    Architecture(name="phi3", architecture="Phi3ForCausalLM"),
+    Architecture(name="olmo2", architecture="Olmo2ForCausalLM"),
+    Architecture(name="gemma", architecture="GemmaForCausalLM"),
+    Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
+    Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
+    Architecture(
+        name="gemma4",
+        architecture="Gemma4ForCausalLM",
+        keys={
+            "{arch}.attention.key_length": "global_head_dim",
+            "{arch}.attention.key_length_swa": "head_dim",
+            "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
+            "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        uneven=_BY_LAYER,
+        finish=_gemma4,
+        common=False,
+    ),
+    Architecture(name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}),
+    Architecture(
+        name="seed_oss",
+        architecture="SeedOssForCausalLM",
+        biases={**_BIASES, "attention_bias": _QUERY_BIAS, "attention_out_bias": _OUTPUT_BIAS},
+    ),
+    Architecture(name="ernie4_5", architecture="Ernie4_5ForCausalLM", biases={"use_bias": _QUERY_BIAS}),
+    Architecture(name="exaone4", architecture="Exaone4ForCausalLM", fields={"sliding_window": None}),
+    Architecture(name="glm4", architecture="Glm4ForCausalLM", biases={"attention_bias": _QUERY_BIAS}),
+    Architecture(name="cohere2", architecture="Cohere2ForCausalLM", words={"logits_scaling": "logit_scale"}),
+    Architecture(name="hunyuan-dense", architecture="HunYuanDenseV1ForCausalLM"),
+    Architecture(
+        name="mistral3",
+        architecture="Ministral3ForCausalLM",
+        interleaved=True,
+        fields={"sliding_window": None},
+    ),
+    Architecture(
+        name="stablelm",
+        architecture="StableLmForCausalLM",
+        biases={"use_qkv_bias": _QUERY_BIAS, "qk_layernorm": "blk.0.attn_q_norm.weight"},
+        lacks={"use_parallel_residual": "blk.0.ffn_norm.weight"},  # which the metadata do not always say
+    ),
+    Architecture(
+        name="starcoder2",
+        architecture="Starcoder2ForCausalLM",
+        words={"layer_norm_eps": "norm_epsilon"},
+        biases={"use_bias": _QUERY_BIAS},
+    ),
+    Architecture(
+        name="phi2", architecture="PhiForCausalLM", biases={"qk_layernorm": "blk.0.attn_q_norm.weight"}
+    ),
+    Architecture(
+        name="glm4moe",
+        architecture="Glm4MoeForCausalLM",
+        words={"num_experts": "n_routed_experts"},
+        experts=True,
+        biases={"attention_bias": _QUERY_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        keys={
+            "{arch}.expert_shared_count": "n_shared_experts",
+            "{arch}.leading_dense_block_count": "first_k_dense_replace",
+            "{arch}.expert_weights_scale": "routed_scaling_factor",
+        },
+        only={"{arch}.expert_gating_func": 2, "{arch}.expert_group_count": 1}  # sigmoids, in one group
+        | {"{arch}.expert_group_used_count": 1},
+    ),
+    Architecture(name="qwen3vl", architecture="Qwen3ForCausalLM"),  # pictures are in a file of their own
+    Architecture(name="qwen35", architecture="Qwen3_5ForCausalLM", recurrent=True),
+    Architecture(name="qwen3next", architecture="Qwen3NextForCausalLM", experts=True, recurrent=True),
+    Architecture(name="qwen35moe", architecture="Qwen3_5MoeForCausalLM", experts=True, recurrent=True),
+    Architecture(
+        name="qwen3vlmoe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
+    ),
+    Architecture(
+        name="llama",  # in GGUF, Mixtral is a llama with experts
+        architecture="MixtralForCausalLM",
+        interleaved=True,
+        words={"num_experts": "num_local_experts"},
+        experts=True,
+    ),
+    Architecture(
+        name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
+    ),
+    _LFM2,
+    replace(
+        _LFM2,
+        name="lfm2moe",
+        architecture="Lfm2MoeForCausalLM",
+        experts=True,
+        keys={
+            **_LFM2.keys,
+            "{arch}.leading_dense_block_count": "num_dense_layers",
+            "{arch}.expert_gating_func": "expert_gating_func",
+        },
+    ),
+    Architecture(
+        name="gpt-oss",
+        architecture="GptOssForCausalLM",
+        words={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        experts=True,
+    ),
+)
+_ARCHITECTURES = {(kind.name, kind.experts): kind for kind in _KINDS}
+
+
+def architecture(file: GgufReader) -> Architecture:
+    """The architecture of a file. Raises CheckpointError for unsupported ones."""
+    name, experts = str(file.get("general.architecture")), bool(file.get("{arch}.expert_count"))
+    for known in ((name, experts), (name, False)):
+        if known in _ARCHITECTURES:
+            return _ARCHITECTURES[known]
+    names = ", ".join(dict.fromkeys(name for name, _ in _ARCHITECTURES))
+    raise CheckpointError(
+        f"{file.path}: general.architecture = {name!r}: not supported. Use a file of: {names}"
+    )
