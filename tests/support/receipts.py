@@ -70,7 +70,12 @@ def run(
     with open(job.results, "wb") as sink:
         numbered = [Line(number, len(line), line) for number, line in enumerate(raw, 1)]
         BatchRun(
-            engine, numbered, sink, receipts=ReceiptLines(receipts.write), header=header, defaults=defaults
+            engine,
+            numbered,
+            sink,
+            receipts=ReceiptLines(receipts.write).add,
+            header=header,
+            defaults=defaults,
         ).run()
     receipts.finish()
     return job

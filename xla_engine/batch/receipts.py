@@ -138,20 +138,26 @@ def whole_line(answer: bytes) -> bytes:
     return answer.removesuffix(b"\n")
 
 
-def receipt_line(
-    raw: bytes | None,
-    line: int,
-    custom_id: str,
-    answer: bytes,
-    outputs: Sequence[RequestOutput],
-    error: str | None = None,
-) -> bytes:
-    """The receipt of one input line.
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An input line and its answer.
 
-    raw: the line; None if it was too long. answer: what its digest covers. outputs: one for each prompt; none with an
-    error. error: the code of the answer's error.
+    raw: the line; None if it was too long. answer: its output line. outputs: one for each prompt; none with an error.
+    error: the code of the answer's error.
     """
-    return receipt_of(raw, line, custom_id, answer, choices_of(outputs), error)
+
+    raw: bytes | None
+    line: int
+    custom_id: str
+    answer: bytes
+    outputs: Sequence[RequestOutput]
+    error: str | None = None
+
+
+def receipt_line(answered: Answered, covered: bytes) -> bytes:
+    """The receipt of one input line. covered: what the digest of its answer covers."""
+    line, error = answered.line, answered.error
+    return receipt_of(answered.raw, line, answered.custom_id, covered, choices_of(answered.outputs), error)
 
 
 def receipt_of(
@@ -162,7 +168,7 @@ def receipt_of(
     choices: Sequence[Mapping[str, Any]],
     error: str | None = None,
 ) -> bytes:
-    """As `receipt_line`. choices: as `choices_of` makes them."""
+    """As `receipt_line`, from its parts. answer: what its digest covers. choices: as `choices_of` makes them."""
     request = request_in(raw)
     return dump_line(
         {
@@ -206,17 +212,9 @@ class ReceiptLines:
     to: Callable[[bytes], object]
     covered: Callable[[bytes], bytes] = whole_line
 
-    def add(
-        self,
-        raw: bytes | None,
-        line: int,
-        custom_id: str,
-        answer: bytes,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-    ) -> None:
-        """Write the receipt of an answer. answer: its output line. The others as in `receipt_line`."""
-        self.to(receipt_line(raw, line, custom_id, self.covered(answer), outputs, error))
+    def add(self, answered: Answered) -> None:
+        """Write the receipt of an answer."""
+        self.to(receipt_line(answered, self.covered(answered.answer)))
 
 
 @dataclass(slots=True)

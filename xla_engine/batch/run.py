@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from xla_engine.batch.lines import Line, LineReader
+from xla_engine.batch.receipts import Answered
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.submit import reads_pictures, ready_prompt, submit_prompt, whole_request
@@ -40,20 +41,6 @@ class Writer(Protocol):
     """Takes whole lines and writes each at once, so that a killed run keeps every finished line."""
 
     def write(self, data: bytes, /) -> object: ...
-
-
-class Receipts(Protocol):
-    """Takes what a receipt needs to know of an answer. See `ReceiptFile.add`."""
-
-    def add(
-        self,
-        raw: bytes | None,
-        line: int,
-        custom_id: str,
-        answer: bytes,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -92,11 +79,11 @@ class BatchRun:
         *,
         header: ResultHeader,
         errors: Writer | None = None,
-        receipts: Receipts | None = None,
+        receipts: Callable[[Answered], object] | None = None,
         defaults: Mapping[str, Any] | None = None,
         ordered: bool = False,
         done: FinishedLines | None = None,
-        on_turn: Callable[[], None] | None = None,
+        on_turn: Callable[[], object] | None = None,
     ) -> None:
         self.totals = RunTotals()
         self._engine = engine
@@ -115,7 +102,7 @@ class BatchRun:
         self._jobs: dict[int, _Job] = {}  # by line
         self._order: deque[int] = deque()  # ordered output: lines read but not yet written
         # ordered output: results waiting for an earlier line
-        self._held: dict[int, tuple[Writer, bytes, Callable[[], None] | None]] = {}
+        self._held: dict[int, tuple[Writer, bytes, Callable[[], object] | None]] = {}
         self._pictures: dict[str, Future[Any]] = {}  # prompts whose pictures are being read
         self._readers = ThreadPoolExecutor(
             READERS, thread_name_prefix="pictures"
@@ -333,13 +320,13 @@ class BatchRun:
         answer: bytes,
         outputs: Sequence[RequestOutput],
         error: str | None = None,
-    ) -> Callable[[], None] | None:
+    ) -> Callable[[], object] | None:
         """Writes the receipt of an answer; None without receipts."""
         if self._receipts is None:
             return None
-        return partial(self._receipts.add, raw, of.line, of.custom_id, answer, outputs, error)
+        return partial(self._receipts, Answered(raw, of.line, of.custom_id, answer, outputs, error))
 
-    def _put(self, number: int, writer: Writer, data: bytes, receipt: Callable[[], None] | None) -> None:
+    def _put(self, number: int, writer: Writer, data: bytes, receipt: Callable[[], object] | None) -> None:
         if not self._ordered:
             self._write(writer, data, receipt)
             return
@@ -347,7 +334,7 @@ class BatchRun:
         while self._order and self._order[0] in self._held:
             self._write(*self._held.pop(self._order.popleft()))
 
-    def _write(self, writer: Writer, data: bytes, receipt: Callable[[], None] | None) -> None:
+    def _write(self, writer: Writer, data: bytes, receipt: Callable[[], object] | None) -> None:
         if receipt is not None:
             receipt()
         writer.write(data)

@@ -262,7 +262,7 @@ def _run(files: Files, settings: Settings, engine_options: dict[str, Any]) -> tu
             errors=sinks[-1],
             receipts=None
             if receipts is None
-            else ReceiptLines(receipts.write, answer_cell if rows else whole_line),
+            else ReceiptLines(receipts.write, answer_cell if rows else whole_line).add,
             header=header,
             defaults=settings.defaults,
             ordered=settings.ordered,

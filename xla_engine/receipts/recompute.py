@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_engine.batch.lines import Line
-from xla_engine.batch.receipts import arithmetic_class, receipts_header
+from xla_engine.batch.receipts import Answered, arithmetic_class, receipts_header
 from xla_engine.batch.run import BatchRun
 from xla_engine.batch.submit import whole_request
 from xla_engine.config import EngineConfig
@@ -241,8 +241,8 @@ def audit(
     run = BatchRun(
         engine,
         compared.lines(filter(_can_run, claims), header["defaults"]),
-        compared,
-        receipts=compared,
+        _Nowhere(),
+        receipts=compared.compare,
         header=ResultHeader(
             created=header["created"],
             model=str(header["model"].get("name")),
@@ -270,8 +270,15 @@ def _can_run(claim: Claim) -> bool:
     return claim.receipt["request"] is not None and claim.receipt["error"] not in _CHANCE
 
 
+class _Nowhere:
+    """Takes the output lines, which nobody reads."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+
 class _Compared:
-    """Takes answers that are computed again, each after its receipt, and compares them with the claims."""
+    """Takes answers that are computed again, and compares them with the claims."""
 
     def __init__(
         self,
@@ -281,7 +288,6 @@ class _Compared:
         versions: str | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._answered: tuple[int, Sequence[RequestOutput], str | None] = 0, (), None
         self._engine, self._drafts, self._report = engine, drafts, report
         self._versions, self._progress = versions, progress
         self._live: dict[int, tuple[Claim, list[str]]] = {}  # by line, with the names of the sequences
@@ -303,21 +309,10 @@ class _Compared:
             self._stopped.add(name)
             self._engine.abort(whole_request(name))
 
-    def add(
-        self,
-        raw: bytes | None,
-        line: int,
-        custom_id: str,
-        answer: bytes,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-    ) -> None:
-        """Take what an answer, which `write` gets next, has in its receipt."""
-        self._answered = line, outputs, error
-
-    def write(self, data: bytes) -> None:
-        report, (line, outputs, error) = self._report, self._answered
-        claim, names = self._live.pop(line)
+    def compare(self, answered: Answered) -> None:
+        """Compare an answer with its claim."""
+        report, outputs, error = self._report, answered.outputs, answered.error
+        claim, names = self._live.pop(answered.line)
         report.checked += 1
         report.tokens += sum(len(choice["token_ids"]) for choice in claim.receipt["choices"])
         left = next(
@@ -328,7 +323,7 @@ class _Compared:
             ),
             None,
         )
-        why = self._why(claim, data, outputs, error) if left is None else self._token(*left)
+        why = self._why(claim, answered.answer, outputs, error) if left is None else self._token(*left)
         if why is not None:
             unsure = left is None and error in _CHANCE
             if self._versions is not None:

@@ -10,7 +10,14 @@ from typing import Any
 
 from xla_engine.batch.lines import Line
 from xla_engine.batch.output_file import Mode, OutputFile
-from xla_engine.batch.receipts import ReceiptFile, ReceiptLines, receipt_line, receipts_header, whole_line
+from xla_engine.batch.receipts import (
+    Answered,
+    ReceiptFile,
+    ReceiptLines,
+    receipt_line,
+    receipts_header,
+    whole_line,
+)
 from xla_engine.batch.record_ids import line_digest, record_id, salt_of
 from xla_engine.batch.resume import FinishedLines
 from xla_engine.batch.run import BatchRun, Writer
@@ -39,7 +46,7 @@ def write_answers(
             engine,
             _lines(requests),
             sink,
-            receipts=ReceiptLines(file.write),
+            receipts=ReceiptLines(file.write).add,
             header=header,
             defaults=defaults,
         )
@@ -86,7 +93,8 @@ def answered(outputs: Iterable[RequestOutput], header: ResultHeader) -> Iterator
             given, answer, code = [output], result_line(request, [output], name, header), None
         else:
             given, answer, code = [], error_line(error, name), error.code
-        yield receipt_line(raw, number, request.custom_id, whole_line(answer), given, code), answer
+        answered = Answered(raw, number, request.custom_id, answer, given, code)
+        yield receipt_line(answered, whole_line(answer)), answer
 
 
 @contextmanager

@@ -260,7 +260,7 @@ class Batches:
                 if receipts is None
                 else ReceiptLines(
                     _CountedSink(receipts, self.store, record.receipts_id, record.tenant).write
-                ),
+                ).add,
                 header=header,
                 defaults=defaults,
                 done=done,
