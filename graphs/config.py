@@ -77,16 +77,14 @@ class ModelConfig:
     global_head_dim: features of a head in full-attention layers; None: as in the others.
     num_global_key_value_heads: key and value heads of full-attention layers; None: as in the others.
     attention_k_eq_v: in full-attention layers, the projected keys are the values as well.
-    num_kv_shared_layers: this many of the last layers have no keys and values of their own: they attend to those of
-        the last layer of their type before them.
+    num_kv_shared_layers: so many last layers attend to the keys and values of the last one of their type before.
     use_double_wide_mlp: the MLPs of these layers have twice the width.
     value_norm: every value head is normalised, without a weight.
     hidden_size_per_layer_input: features of a token's embedding for each layer; 0: there is none.
     vocab_size_per_layer_input: rows of its table.
     layer_scalar: the residual stream after each layer is multiplied by a number of the layer.
     latent: sizes of latent attention; a head then has its part without rotary embedding and its rotary part.
-    stored_parts: how many of keys and values are in a layer's projection, behind its queries: 2, or 1 if the keys are
-        the values as well, or 0 if the layer attends to those of another. `layer` sets it.
+    stored_parts: of keys and values in a layer's projection: 2; 1 if the keys are the values; 0 if it has none.
     mamba: sizes of the Mamba-2 layers.
     one_sublayer: a layer is a token mixer or, of type "mlp", an MLP; otherwise it is both.
     attention_output_multiplier: factor of attention's output.
@@ -217,9 +215,9 @@ class ModelConfig:
         return not (own or self.attention_k_eq_v or self.num_kv_shared_layers)
 
     def layer(self, index: int) -> ModelConfig:
-        """The same model with the heads and the MLP of layer `index`: what its `head_dim`, `num_key_value_heads`,
-        `stored_parts` and `intermediate_size` say."""
-        return self if self.is_uniform else _of_layer(self, index)
+        """The same model with the heads, the MLP and the norms of layer `index`."""
+        own = not self.is_uniform or (self.delta is not None and self.delta.pre_norm)
+        return _of_layer(self, index) if own else self
 
     def keys_of(self, index: int) -> int:
         """The layer whose keys and values layer `index` attends to: itself, or an earlier one."""
@@ -306,6 +304,8 @@ def _of_layer(config: ModelConfig, index: int) -> ModelConfig:
         changes["stored_parts"] = 0
         if config.use_double_wide_mlp:
             changes["intermediate_size"] = 2 * config.intermediate_size
+    if config.delta is not None and config.delta.pre_norm and config.layer_type(index) == LINEAR:
+        changes |= {"pre_norm": True, "post_norm": False}
     # What makes layers differ is gone: this one is all there is.
     changes |= {"global_head_dim": None, "num_global_key_value_heads": None, "attention_k_eq_v": False}
     return replace(config, **changes, num_kv_shared_layers=0)

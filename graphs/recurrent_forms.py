@@ -12,6 +12,8 @@ class DeltaForm:
     """Sizes of a gated DeltaNet layer (`graphs.recurrent.delta_net`); consecutive value heads share a key head.
 
     kernel: positions that the convolution covers, including its own. norm_eps: of the output norm.
+    rate_factor: of the rates; with 2, what is recalled may change its sign (Grazzi et al. 2024, arXiv 2411.12537).
+    pre_norm: the layer has norms before its sublayers only, wherever those of the attention layers are.
     """
 
     key_heads: int
@@ -20,6 +22,8 @@ class DeltaForm:
     value_dim: int
     kernel: int
     norm_eps: float
+    rate_factor: float = 1.0
+    pre_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

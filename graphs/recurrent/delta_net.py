@@ -35,7 +35,7 @@ def _heads(form: Recurrent, weights: RecurrentWeights, convolved: jax.Array, oth
         q * (1 / math.sqrt(form.key_dim)),
         k,
         v.reshape(-1, form.value_heads, form.value_dim),
-        flatly(jax.nn.sigmoid, rate),
+        flatly(jax.nn.sigmoid, rate) * form.rate_factor,
         -jnp.exp(weights.decay) * flatly(jax.nn.softplus, step + weights.step_bias),
     )
 

@@ -32,7 +32,7 @@ def has_native_rule(form: Recurrent) -> bool:
 class Heads(NamedTuple):
     """The inputs of the rule for N positions, float32. That of Mamba-2 does not correct, and its rates are steps.
 
-    q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 1).
+    q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 2).
     log_decay: `[N, Hv]`, at most 0. Consecutive value heads share a key head.
     """
 

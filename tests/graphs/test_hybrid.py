@@ -80,9 +80,23 @@ MAMBAS = replace(
 )
 
 
+assert MODEL.delta is not None
+OLMO = replace(  # whose DeltaNet layers have norms before, and attention layers behind
+    MODEL,
+    attn_output_gate=False,
+    qk_norm="all",
+    pre_norm=False,
+    post_norm=True,
+    experts=None,
+    mlp_only_layers=(),
+    no_rope_layers=(0, 1),
+    delta=replace(MODEL.delta, rate_factor=2.0, pre_norm=True),
+)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS], ids=["conv", "mamba"])
+@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS, OLMO], ids=["conv", "mamba", "olmo"])
 def test_other_recurrent_layers_keep_the_law(model: ModelConfig, attention: str) -> None:
     """Among peers, after preemption, behind a prefix with a saved state, and with drafts."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3} if attention == "native" else None

@@ -26,7 +26,6 @@ REFUSALS = {
     "DeepSeek-V3": "experts chosen by group",
     "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
-    "Olmo-Hybrid-7B": "Use OLMo 3",
     "GLM-OCR": "Use Qwen3-VL",
     "PaddleOCR-VL": "Use Qwen3-VL",
     "DeepSeek-OCR-2": "Use Qwen3-VL",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.architectures import config
 from tests.support.models import TINY
 from tests.support.published_configs import FULL, LONG, PUBLISHED, SLIDES
 from xla_engine.errors import CheckpointError
@@ -266,3 +267,26 @@ def test_angles_are_turned_to_the_nearest_number() -> None:
     assert np.abs(found - wanted).max() < 2.0**-24
     assert (found != wanted.astype(np.float32)).sum() <= 1
     assert [power(10000.0, each) for each in (0.0, 0.5, 1.0)] == [1.0, 100.0, 10000.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotates"),
+    [
+        ({}, True),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, True),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, False),
+        ({"rope_parameters": None, "rope_theta": None}, False),
+        ({"rope_parameters": None, "rope_theta": 5e5}, True),
+    ],
+)
+def test_olmo_hybrid_rotates_unless_the_base_is_null(
+    fields: dict[str, Any], rotates: bool, write: Write
+) -> None:
+    sizes = config("OlmoHybridForCausalLM", "olmo_hybrid", 128, 96, 4, 2, 2, 99, 256)
+    found = read_model(open_model(write(sizes | fields)))[0]
+    assert [found.rope(index) is not None for index in range(4)] == [rotates] * 4
+    assert [(found.layer(index).pre_norm, found.layer(index).post_norm) for index in (2, 3)] == [
+        (True, False),
+        (False, True),
+    ]
+    assert found.delta is not None and (found.delta.key_dim, found.delta.value_dim) == (48, 96)

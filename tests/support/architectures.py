@@ -220,7 +220,11 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096, "sliding_window": 262144}
     | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
     "Phi-4-mini-flash": config("Phi4FlashForCausalLM", "phi4flash", 2560, 10240, 32, 40, 20, 200064, 262144),
-    "Olmo-Hybrid-7B": config("OlmoHybridForCausalLM", "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536),
+    "Olmo-Hybrid-7B": config("OlmoHybridForCausalLM", "olmo_hybrid", 3840, 11008, 32, 30, 30, 100352, 65536)
+    | {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 8, "linear_allow_neg_eigval": True}
+    | {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
+    | {"linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
+    | {"rope_parameters": None, "rope_theta": None},
     "granite-docling-258M": within("Idefics3ForConditionalGeneration", "idefics3", LLAMA, scale_factor=4),
     "GLM-OCR": within(
         "GlmOcrForConditionalGeneration",

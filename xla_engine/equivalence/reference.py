@@ -16,23 +16,32 @@ from xla_engine.equivalence.reference_arrays import (
     attend,
     capped,
     convolved,
-    delta_rule,
     gelu_tanh,
     rms_norm,
     rotated,
     sigmoid,
     silu,
     softmax,
-    softplus,
-    unit,
 )
+from xla_engine.equivalence.reference_delta import delta_net
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 from xla_engine.equivalence.reference_mamba import MAMBA, Parts, layer_count, mamba_layer
 from xla_engine.equivalence.reference_rotary import Config, UnknownArchitectureError, frequencies
 
 ARCHITECTURES = (
     *("llama", "smollm3", "mistral", "ministral", "granite", "phi3", "qwen2", "qwen3", "qwen3_vl_text"),
-    *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "cohere2", "mixtral", "qwen3_moe"),
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "olmo3",
+        "olmo_hybrid",
+        "cohere",
+        "cohere2",
+        "mixtral",
+        "qwen3_moe",
+    ),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense"),
@@ -102,11 +111,12 @@ class Reference:
         """The residual stream `[N, D]` after layer `index`. Sequences end before rows `ends`."""
         c, name = self._config, f"layers.{index}."
         factor = np.float32(c.get("residual_multiplier") or 1)
-        mixer = self._linear_attention if self._files.has(f"{name}linear_attn.A_log") else self._attention
+        parts = Parts(self._files, self._linear, self._norm, self._attention, epsilon(c))
+        recurrent = self._files.has(f"{name}linear_attn.A_log")
+        mixer = partial(delta_net, c, parts) if recurrent else self._attention
         if c["model_type"] in _LATENT:
             mixer = self._latent_attention
         if c["model_type"] in MAMBA:
-            parts = Parts(self._files, self._linear, self._norm, self._attention, epsilon(c))
             return mamba_layer(c, parts, x, ends, index)
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
         if c["model_type"] in _LFM2:
@@ -118,7 +128,10 @@ class Reference:
         ):  # one beside the other
             normed = self._norm(x, f"{name}input_layernorm")
             return x + mixer(normed, ends, index) + mlp(normed, name)
-        if c["model_type"] in ("olmo2", "olmo3", "exaone4"):  # norms after, none before
+        if c["model_type"] == "olmo_hybrid" and recurrent:
+            x = x + mixer(self._norm(x, f"{name}attention_layer_norm"), ends, index)
+            return x + mlp(self._norm(x, f"{name}feedforward_layer_norm"), name)
+        if c["model_type"] in ("olmo2", "olmo3", "olmo_hybrid", "exaone4"):  # norms after, none before
             x = x + self._norm(mixer(x, ends, index), f"{name}post_attention_layernorm")
             return x + self._norm(mlp(x, name), f"{name}post_feedforward_layernorm")
         mixed = mixer(self._norm(x, f"{name}input_layernorm"), ends, index)
@@ -373,36 +386,6 @@ class Reference:
             out += self._files.read(f"{name}conv.bias")
         return self._linear(behind * out, f"{name}out_proj")
 
-    def _linear_attention(self, x: Array, ends: Array, index: int) -> Array:
-        """A gated DeltaNet layer (Yang, Kautz and Hatamizadeh 2024), one position after the other."""
-        c, name, read = self._config, f"layers.{index}.linear_attn.", self._files.read
-        keys, key_dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
-        values, value_dim = c["linear_num_value_heads"], c["linear_value_head_dim"]
-        shared = values // keys  # value heads of a key head
-        if self._files.has(f"{name}in_proj_qkvz"):  # Qwen3-Next: by key head
-            by_head = self._linear(x, f"{name}in_proj_qkvz").reshape(len(x), keys, -1)
-            sizes = np.cumsum([key_dim, key_dim, shared * value_dim])
-            q, k, v, z = (part.reshape(len(x), -1) for part in np.split(by_head, sizes, axis=2))
-            both = self._linear(x, f"{name}in_proj_ba").reshape(len(x), keys, 2 * shared)
-            b, a = (part.reshape(len(x), values) for part in np.split(both, 2, axis=2))
-            mixed = np.concatenate([q, k, v], axis=1)
-        else:
-            mixed, z, b, a = (self._linear(x, f"{name}in_proj_{part}") for part in ("qkv", "z", "b", "a"))
-        filters = read(f"{name}conv1d").reshape(mixed.shape[1], -1)  # [features, taps], the oldest first
-        decay = np.exp(-np.exp(read(f"{name}A_log")) * softplus(a + read(f"{name}dt_bias")))  # [N, Hv]
-        outs = []
-        parts = (np.split(each, ends) for each in (mixed, decay, sigmoid(b)))
-        for inputs, kept, rate in zip(*parts, strict=True):
-            heads: list[Array] = np.split(
-                silu(convolved(inputs, filters)), [keys * key_dim, 2 * keys * key_dim], axis=1
-            )
-            query, key = (unit(each.reshape(-1, keys, key_dim)).repeat(shared, axis=1) for each in heads[:2])
-            query = query / np.float32(math.sqrt(key_dim))
-            outs.append(delta_rule(query, key, heads[2].reshape(-1, values, value_dim), kept, rate))
-        out = rms_norm(np.concatenate(outs), read(f"{name}norm"), epsilon(c))
-        out *= silu(z.reshape(out.shape))
-        return self._linear(out.reshape(len(x), -1), f"{name}out_proj")
-
 
 # What config.json says.
 
@@ -534,6 +517,9 @@ def rotates(c: Config, index: int) -> bool:
     """Whether a layer has rotary embedding."""
     if c["model_type"] in ("nemotron_h", "granitemoehybrid"):
         return c.get("position_embedding_type") == "rope"
+    if c["model_type"] == "olmo_hybrid":
+        rope = c.get("rope_parameters", {}) or {"rope_theta": None}
+        return bool(c.get("rope_theta") or rope.get("rope_theta", "rope_theta" not in c))
     if c["model_type"] == "smollm3":
         flags = c.get("no_rope_layers")
         interval = c.get("no_rope_layer_interval") or 4

@@ -21,6 +21,7 @@ from xla_engine.graphs.encoder_form import EncoderForm
 from xla_engine.graphs.forms import RopeScaling, RoutedExperts
 from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.coded import KINDS
+from xla_engine.graphs.recurrent_forms import DeltaForm
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
 from xla_engine.model_loader.families import tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
@@ -109,6 +110,7 @@ _LATER = {
     RoutedExperts: "scoring_func",
     RopeScaling: "turning",
     EncoderForm: "pre_norm",
+    DeltaForm: "rate_factor",
 }
 
 

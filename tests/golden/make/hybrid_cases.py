@@ -1,8 +1,11 @@
-"""Cases of `make_golden_families.py` whose recurrent layers are short convolutions or Mamba-2."""
+"""Cases of `make_golden_families.py` with recurrent layers: short convolutions, Mamba-2, later forms of DeltaNet."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import torch
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 40,
@@ -25,6 +28,11 @@ _GRANITE = {
     "shared_intermediate_size": 36,
     "mamba_d_state": 12,
     "mamba_expand": 2,
+}
+_OLMO = {
+    **_SIZES,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
 }
 
 # name -> (architecture, weights' deviation, configuration)
@@ -86,4 +94,40 @@ HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
         {"hidden_size": 40, "num_hidden_layers": 3, "num_heads": 5, "head_dim": 16, "state_size": 12}
         | {"expand": 2, "n_groups": 1, "tie_word_embeddings": True},
     ),
+    "olmo_hybrid": (  # without rotary embedding, as published
+        "OlmoHybridForCausalLM",
+        0.4,
+        {**_OLMO, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+        | {"linear_value_head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid_rope": (  # sizes that the C++ rule takes
+        "OlmoHybridForCausalLM",
+        0.4,
+        {**_OLMO, "num_key_value_heads": 5, "linear_num_key_heads": 3, "linear_num_value_heads": 3}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_allow_neg_eigval": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "attention_bias": True},
+    ),
 }
+
+
+def published_olmo(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of OLMo Hybrid as in published files. `save_pretrained` (transformers 5.24) gives the norms of
+    attention layers the names of others, and cuts the filters of queries, keys and values into equal parts."""
+    c, found = model.config, {}
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    sizes = [keys, keys, c.linear_num_value_heads * c.linear_value_head_dim]
+    recurrent = {f"model.layers.{at}" for at, kind in enumerate(c.layer_types) if kind == "linear_attention"}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("linear_attn.conv1d.weight"):
+            for part, filters in zip("qkv", tensor.split(sizes), strict=True):
+                found[name.replace("conv1d", f"{part}_conv1d")] = filters.clone()
+            continue
+        if re.sub(r"(\.\d+)\..*", r"\1", name) in recurrent:
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        found[name] = tensor.clone()
+    return found
+
+
+# model_type -> the tensors of a model as published files have them, where `save_pretrained` writes others
+PUBLISHED = {"olmo_hybrid": published_olmo}

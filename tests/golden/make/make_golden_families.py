@@ -548,7 +548,8 @@ CASES |= {
     ),
 }
 
-CASES |= runpy.run_path(str(Path(__file__).with_name("hybrid_cases.py")))["HYBRIDS"]
+_HYBRIDS = runpy.run_path(str(Path(__file__).with_name("hybrid_cases.py")))
+CASES |= _HYBRIDS["HYBRIDS"]
 
 
 def main() -> None:
@@ -564,6 +565,8 @@ def main() -> None:
         model.bfloat16().save_pretrained(directory)
         if name.endswith("mxfp4"):
             quantise_files(directory, seed)
+        if (published := _HYBRIDS["PUBLISHED"].get(model.config.model_type)) is not None:
+            save_file(published(model), directory / "model.safetensors", metadata={"format": "pt"})
         np.savez_compressed(directory / "golden.npz", seed=seed, **arrays, **features)
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xla_engine.model_loader.families import dense, experts, gemma4, hybrids, latent, mamba, variants
+from xla_engine.model_loader.families import deltas, dense, experts, gemma4, hybrids, latent, mamba, variants
 from xla_engine.model_loader.families.dense import LLAMA, QWEN2, QWEN3
 from xla_engine.model_loader.families.encoders import ENCODERS, encoder_fields, encoder_of
 from xla_engine.model_loader.families.family import Family, Source, tensor_sources
@@ -41,7 +41,7 @@ _ALL = (
     variants.HUNYUAN,
     *(experts.QWEN3_NEXT, experts.QWEN3_5, experts.QWEN3_5_MOE, experts.QWEN3_5_MOE_VISION),
     *(variants.SEED_OSS, variants.ERNIE4_5, variants.HELIUM, variants.EXAONE4, variants.GLM, variants.GLM4),
-    *(hybrids.LFM2, hybrids.LFM2_MOE),
+    *(hybrids.LFM2, hybrids.LFM2_MOE, deltas.OLMO_HYBRID),
     *(gemma4.GEMMA4, gemma4.GEMMA4_VISION),
     *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3, latent.GLM4_MOE_LITE),
     *(mamba.GRANITE_HYBRID, mamba.FALCON_H1, mamba.NEMOTRON_H, mamba.MAMBA2),

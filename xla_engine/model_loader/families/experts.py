@@ -347,7 +347,7 @@ _EXPERTS: Tensors = {
 def _hybrid(fields: Fields) -> dict[str, Any]:
     interval = fields.integer("full_attention_interval", high=2**12, default=4)
     types = layer_types(fields, LINEAR, lambda index: (index + 1) % interval != 0)
-    sizes = {
+    sizes: dict[str, Any] = {
         ours: fields.integer(f"linear_{theirs}", high=2**14)
         for ours, theirs in (
             ("key_heads", "num_key_heads"),
