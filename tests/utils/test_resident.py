@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from xla_engine.utils.resident import HugePages
+from xla_engine.utils.resident import HugePages, _is_as_its_file
 
 SCRIPT = """
 import numpy as np
@@ -23,6 +25,37 @@ release_free_memory()
 print(before - resident_bytes())
 assert all(block.all() for block in blocks)
 """
+
+LIBRARY = """
+import jax.numpy as jnp
+from xla_engine.utils.resident import release_library_pages, resident_bytes
+
+before = resident_bytes()
+release_library_pages()
+print(before - resident_bytes())
+assert (jnp.arange(3) + 1).tolist() == [1, 2, 3]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_pages_of_a_large_library_are_released_and_come_back() -> None:
+    found = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
+    assert int(found.stdout) > 30_000_000  # of some 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_a_mapping_of_which_pages_were_written_is_not_as_its_file(tmp_path: Path) -> None:
+    nbytes = 64 * mmap.PAGESIZE
+    path = tmp_path / "library.so"
+    path.write_bytes(bytes(nbytes))
+    with open(path, "rb") as file, open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        mapped = mmap.mmap(
+            file.fileno(), nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0 and _is_as_its_file(pages, address, nbytes)
+        mapped[3 * mmap.PAGESIZE] = 1
+        assert not _is_as_its_file(pages, address, nbytes)
 
 
 @pytest.mark.skipif(

@@ -66,7 +66,7 @@ from xla_engine.scheduler.continuation import forget_slots
 from xla_engine.scheduler.pipeline import StepPipeline
 from xla_engine.text.chat_template import Message, chosen_template, render_chat
 from xla_engine.text.tokenizer import Tokenizer
-from xla_engine.utils.resident import release_free_memory
+from xla_engine.utils.resident import release_free_memory, release_library_pages
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ class XlaBatchEngine:
         self._reports = Reports(state, config, self._recovery.faults, self.adapters, self._weights)
         runner.count_padding(table.histograms.prefill_padding)
         release_free_memory()
+        release_library_pages()
         self._log_progress()
 
     def _log_progress(self) -> None:

@@ -55,7 +55,7 @@ from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE
 from xla_engine.runner.weight_form import resolve_form
 from xla_engine.scheduler import Chunk, Decoded, Plan, Sample, StepResult
-from xla_engine.utils.resident import release_free_memory
+from xla_engine.utils.resident import release_free_memory, release_library_pages
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 ENCODE = "encode"
@@ -128,6 +128,7 @@ class EncoderRunner:
         self._padding: Histogram | None = None
         began = time.perf_counter()
         self._devices = devices = Devices(None)
+        release_library_pages()
         store = program_store("") if config.compile_cache else None
         self._inventory = Inventory(None, store)
         self.weights = HeldWeights(

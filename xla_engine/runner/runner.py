@@ -56,7 +56,7 @@ from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.scheduler import Plan, StepResult
-from xla_engine.utils.resident import release_free_memory
+from xla_engine.utils.resident import release_free_memory, release_library_pages
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
 TakeLogits = Callable[[str, int, np.ndarray], None]
@@ -144,6 +144,7 @@ class Runner:
         self._store = program_store(kind) if config.compile_cache and devices.is_one else None
         self.inventory = Inventory(audit if config.is_portable else None, self._store)
         self._owns_leaves = leaves is None
+        release_library_pages()  # what imports have touched
         on_device = devices.load(self.spec, weights, progress) if leaves is None else list(leaves)
         self.weights = HeldWeights(self.spec, devices, self.inventory, on_device)
         self._rope = devices.put(rope_tables(planned.model, self.context_length))
@@ -161,6 +162,7 @@ class Runner:
             self._device_proposer.load(by_name, config.device_rows, self.buckets[-1])
         jax.block_until_ready((self.weights.leaves, self.state.donated))
         release_free_memory()  # what reading the weights has freed, before programs raise the peak
+        release_library_pages()
         self.load_seconds = time.perf_counter() - began
 
     def _connect(self) -> None:
