@@ -12,10 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from tests.support.gguf_checks import GOLDEN
+from tests.support.gguf_checks import GOLDEN, assert_refused
 from tests.support.gguf_files import GEMMA4, GEMMA4_KEYS, Kind, write_gguf, write_random
+from xla_engine.cli import main
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.families.gguf_tensors import log_decay
 from xla_engine.runner.drafting.proposers import load_mtp
@@ -26,6 +28,46 @@ GLM4_MOE = {  # metadata of mixtures whose experts are chosen by sigmoids
     "expert_gating_func": 2,
     "expert_weights_scale": 1.5,
     "expert_weights_norm": True,
+}
+DEEPSEEK2 = {  # as newer files have it: one key head for all queries, and the model's own widths beside it
+    "attention.q_lora_rank": 0,
+    "attention.kv_lora_rank": 28,
+    "attention.head_count_kv": 1,
+    "attention.key_length": 36,
+    "attention.value_length": 28,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 14,
+    "rope.dimension_count": 8,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_gating_func": 1,
+}
+DEEPSEEK2_OLD = {  # before llama.cpp had latent attention
+    **{key: value for key, value in DEEPSEEK2.items() if not key.endswith(("_mla", "gating_func"))},
+    "attention.head_count_kv": 5,
+    "attention.key_length": 20,
+    "attention.value_length": 14,
+}
+GLM4_LITE = {
+    **DEEPSEEK2,
+    "attention.q_lora_rank": 20,
+    "attention.kv_lora_rank": 24,
+    "attention.key_length": 32,
+    "attention.value_length": 24,
+    "attention.value_length_mla": 16,
+    "expert_shared_count": 1,
+    "expert_weights_scale": 1.8,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+}
+MOONLIGHT = {
+    **GLM4_LITE,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 24,
+    "expert_weights_scale": 2.5,
 }
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
@@ -61,6 +103,9 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("gemma4", "gemma4", GEMMA4),
         ("gemma4_keys", "gemma4", GEMMA4_KEYS),
         ("glm4_moe", "glm4moe", GLM4_MOE),
+        ("deepseek_v2", "deepseek2", DEEPSEEK2),
+        ("deepseek_v2", "deepseek2", DEEPSEEK2_OLD),
+        ("glm4_moe_lite", "deepseek2", GLM4_LITE),
         ("hunyuan", "hunyuan-dense", {}),
         ("ministral3", "mistral3", {}),
         ("stablelm", "stablelm", {"use_parallel_residual": True}),  # as files say that do not have it
@@ -83,6 +128,8 @@ def test_a_float32_file_has_the_bits_of_its_source(
     )
     path = write_gguf(model, tmp_path / "m.gguf", arch=arch, extra=extra)
     assert_same(load_checkpoint(path), load_checkpoint(model, dtype="float32"))
+    found = CliRunner().invoke(main, ["inspect", str(path)])
+    assert found.exit_code == 0, found.output
 
 
 @pytest.mark.parametrize(
@@ -103,6 +150,27 @@ def test_random_weights_too(name: str, arch: str, fields: dict[str, Any], tmp_pa
     model = write_random(tmp_path / "model", name, **fields)
     path = write_gguf(model, tmp_path / "m.gguf", arch=arch)
     assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+def test_moonlight(tmp_path: Path) -> None:
+    """DeepSeek V3 without groups of experts."""
+    fields = {"rope_interleave": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+    model = write_random(tmp_path / "model", "deepseek_v3", **fields)
+    path = write_gguf(model, tmp_path / "m.gguf", arch="deepseek2", extra=MOONLIGHT)
+    assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"expert_group_count": 8}, "experts chosen by group"),
+        ({"expert_gating_func": 3}, "expert_gating_func = 3"),
+    ],
+)
+def test_other_ways_to_choose_experts_are_refused(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+    model = GOLDEN / "families" / "deepseek_v2"
+    path = write_gguf(model, tmp_path / "m.gguf", arch="deepseek2", extra=DEEPSEEK2 | change)
+    assert_refused(path, word)
 
 
 def test_what_is_dealt_out_by_rows_stays_packed(tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def write_gguf(
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope and arch == "deepseek2":
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if "llama_4_scaling_beta" in rope:
             writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
             writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
@@ -186,7 +188,9 @@ def write_gguf(
     tensors = {
         name: each
         for stored, tensor in tensors.items()
-        for name, each in _apart(stored, tensor, config).items()
+        for name, each in _apart(
+            stored, tensor, config, apart="attention.key_length_mla" in (extra or {})
+        ).items()
     }
     for name, tensor in tensors.items():
         values = tensor.astype(np.float32)
@@ -281,12 +285,17 @@ def _delta(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
     return {name.replace("dt_bias", "dt_proj.bias"): tensor}
 
 
-def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: bool) -> dict[str, np.ndarray]:
     """A tensor as llama.cpp has it; the gates and ups of gpt-oss' experts take turns."""
     if ".conv.conv.weight" in name:
         return {name: tensor[:, 0]}
     if name.endswith(".expert_bias"):
         return {f"{name}.bias": tensor}
+    if ".kv_b_proj." in name and apart:
+        nope, stem = config["qk_nope_head_dim"], name.replace("kv_b_proj", "{}_b_proj")
+        heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
+        keys = np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
+        return {stem.format("k"): keys, stem.format("v"): np.ascontiguousarray(heads[:, nope:])}
     if ".linear_attn." in name:
         return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")

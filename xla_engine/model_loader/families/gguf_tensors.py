@@ -152,6 +152,22 @@ def _whole(name: str) -> Sources:
     return lambda _, shape: (Source(name=name, shape=shape),)
 
 
+def _keys_and_values(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+    """Of latent attention, for each head: the keys' product, transposed, and the values'."""
+    form, heads = config.latent, config.num_attention_heads
+    assert form is not None
+    return (
+        Source(
+            name="self_attn.k_b_proj.weight",
+            shape=(heads, shape[1], form.qk_nope_head_dim),
+            convert=lambda block: block.swapaxes(1, 2),
+        ),
+        Source(name="self_attn.v_b_proj.weight", shape=(heads, form.v_head_dim, shape[1])),
+    )
+
+
+KEYS_AND_VALUES_APART: Tensors = {"kv_b": _keys_and_values}
+"""Newer files of models with latent attention."""
 _LFM2: Tensors = {"conv.convolution": _whole("conv.conv.weight")}
 _LFM2_EXPERTS: Tensors = {"experts.correction": ("feed_forward.expert_bias.bias",)}
 GGUF_TENSORS: dict[str, Tensors] = {  # by architecture

@@ -8,7 +8,8 @@ from typing import Any
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import CLS, CONV, FULL, LAST, MEAN, SLIDING
 from xla_engine.model_loader.families.encoders import BERT
-from xla_engine.model_loader.gguf.numbers import vector
+from xla_engine.model_loader.families.latent import DEEPSEEK_V2, DEEPSEEK_V3
+from xla_engine.model_loader.gguf.numbers import number, vector
 from xla_engine.model_loader.gguf.reader import GgufReader
 
 _QUERY_BIAS, _OUTPUT_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias"
@@ -30,10 +31,11 @@ class Architecture:
     keyless: the type of layers that have no key heads, if these are told by layer.
     biases: flags of config.json by the tensor that shows them.
     lacks: flags of config.json by the tensor that files without it have.
+    handled: more keys that `finish` reads.
     only: keys that may have this value alone.
     uneven: keys whose values may differ between layers, which `finish` reads.
     finish: fills in the fields that have no key of their own.
-    common: whether rotary scaling and widths of heads are read as for most; otherwise `finish` reads them.
+    rope, widths: whether rotary scaling and widths of heads are read as for most; otherwise `finish` reads them.
     """
 
     name: str
@@ -47,10 +49,12 @@ class Architecture:
     keyless: str = ""
     biases: Mapping[str, str] = field(default_factory=lambda: _BIASES)
     lacks: Mapping[str, str] = field(default_factory=dict)
+    handled: tuple[str, ...] = ()
     only: Mapping[str, int] = field(default_factory=dict)
     uneven: tuple[str, ...] = ()
     finish: Callable[[GgufReader, dict[str, Any]], None] | None = None
-    common: bool = True
+    rope: bool = True
+    widths: bool = True
 
 
 _BY_LAYER = ("{arch}.attention.head_count_kv", "{arch}.feed_forward_length")
@@ -131,6 +135,30 @@ def _bert(file: GgufReader, values: dict[str, Any]) -> None:
     values["type_vocab_size"] = names["token_types.weight"].shape[0] if "token_types.weight" in names else 0
 
 
+_UNGROUPED = 64  # the most experts of a published model that does not choose them by group
+
+
+def _deepseek2(file: GgufReader, values: dict[str, Any]) -> None:
+    """Widths of heads: newer files describe one key head for all queries, as llama.cpp computes latent attention, and
+    give the widths of the model's own heads beside it. Experts are chosen by sigmoids if they have corrections."""
+    rotary = number(file, "{arch}.rope.dimension_count") or 0
+    width, valued = (
+        number(file, f"{{arch}}.attention.{each}_length_mla")
+        or number(file, f"{{arch}}.attention.{each}_length")
+        for each in ("key", "value")
+    )
+    values.pop("head_dim", None)
+    values |= {"qk_rope_head_dim": rotary, "qk_nope_head_dim": (width or 0) - rotary, "v_head_dim": valued}
+    values["q_lora_rank"] = number(file, "{arch}.attention.q_lora_rank") or None
+    many = (number(file, "{arch}.expert_count") or 0) > _UNGROUPED
+    for name in ("n_group", "topk_group"):  # which older files do not have
+        values.setdefault(name, 8 if many else 1)
+    if any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
+        values |= {"architectures": [DEEPSEEK_V3.architecture], "model_type": DEEPSEEK_V3.model_type}
+    elif file.get("{arch}.expert_weights_norm") or file.get("{arch}.expert_gating_func") not in (None, 0, 1):
+        raise _unknown(file, "expert_gating_func", "experts chosen otherwise than by DeepSeek V2 and V3")
+
+
 _LFM2 = Architecture(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
@@ -180,7 +208,8 @@ _KINDS = (
         },
         uneven=_BY_LAYER,
         finish=_gemma4,
-        common=False,
+        rope=False,
+        widths=False,
     ),
     Architecture(name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}),
     Architecture(
@@ -227,6 +256,29 @@ _KINDS = (
         },
         only={"{arch}.expert_gating_func": 2, "{arch}.expert_group_count": 1}  # sigmoids, in one group
         | {"{arch}.expert_group_used_count": 1},
+    ),
+    Architecture(
+        name="deepseek2",  # V3's, Moonlight's and GLM-4.7-Flash's, too
+        architecture=DEEPSEEK_V2.architecture,
+        words={"num_experts": "n_routed_experts"},
+        experts=True,
+        biases={"attention_bias": "blk.0.attn_kv_a_mqa.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+        keys={
+            "{arch}.attention.kv_lora_rank": "kv_lora_rank",
+            "{arch}.expert_shared_count": "n_shared_experts",
+            "{arch}.leading_dense_block_count": "first_k_dense_replace",
+            "{arch}.expert_weights_scale": "routed_scaling_factor",
+            "{arch}.expert_group_count": "n_group",
+            "{arch}.expert_group_used_count": "topk_group",
+        },
+        handled=(
+            "{arch}.attention.q_lora_rank",
+            "{arch}.attention.key_length_mla",
+            "{arch}.attention.value_length_mla",
+            "{arch}.expert_gating_func",
+        ),
+        finish=_deepseek2,
+        widths=False,
     ),
     Architecture(name="qwen3vl", architecture="Qwen3ForCausalLM"),  # pictures are in a file of their own
     Architecture(name="qwen35", architecture="Qwen3_5ForCausalLM", recurrent=True),

@@ -21,7 +21,8 @@ from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
 from xla_engine.model_loader.families.dense import MINISTRAL3
 from xla_engine.model_loader.families.encoders import HEADS
 from xla_engine.model_loader.families.experts import GPT_OSS
-from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS
+from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS, KEYS_AND_VALUES_APART
+from xla_engine.model_loader.families.latent import DEEPSEEK_V2, DEEPSEEK_V3
 from xla_engine.model_loader.gguf.architectures import architecture, read_pooling_type
 from xla_engine.model_loader.gguf.numbers import KEY_HEADS, number, vector
 from xla_engine.model_loader.gguf.parts import parts_of
@@ -109,7 +110,7 @@ def config_fields(file: GgufReader) -> Fields:
         **(_RECURRENT_FIELDS if kind.recurrent else {}),
         **kind.keys,
     }
-    known = {key.replace("{arch}.", prefix) for key in (*words, *_HANDLED)}
+    known = {key.replace("{arch}.", prefix) for key in (*words, *kind.handled, *_HANDLED)}
     only = {key.replace("{arch}.", prefix): value for key, value in kind.only.items()}
     for key, value in file.metadata.items():
         if key.startswith(prefix) and key not in known and value not in (0, False, [], "", only.get(key, 0)):
@@ -137,13 +138,12 @@ def config_fields(file: GgufReader) -> Fields:
     read_pooling_type(file, values)
     if kind.finish is not None:
         kind.finish(file, values)
-    if not kind.common:
-        return Fields(file.path, values)
-    if (scaling := _rope_scaling(file, values)) is not None:
+    if kind.rope and (scaling := _rope_scaling(file, values)) is not None:
         values["rope_scaling"] = scaling
         if scaling["rope_type"] == "longrope":  # Phi's files repeat it in the outer object
             values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    _read_widths(file, values)
+    if kind.widths:
+        _read_widths(file, values)
     if kind.name in ("gemma2", "gemma3"):
         values["query_pre_attn_scalar"] = _gemma_scale(values)
     return Fields(file.path, values)
@@ -290,11 +290,22 @@ def _rope_scaling(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]
         if values["model_type"] == MINISTRAL3.model_type:
             scaling["llama_4_scaling_beta"] = file.get(_TEMPERATURE)
             scaling["attention_factor"] = 1.0  # of these models, `mscale` and `mscale_all_dim` are equal
+        if values["model_type"] in (DEEPSEEK_V2.model_type, DEEPSEEK_V3.model_type):
+            scaling |= _temperature(file)
         if values["model_type"] == GPT_OSS.model_type:
             scaling["truncate"] = False  # as the model was trained
     elif kind == "linear":
         del scaling["original_max_position_embeddings"]
     return scaling
+
+
+def _temperature(file: GgufReader) -> dict[str, Any]:
+    """YaRN's temperature of latent attention. Of these models, `mscale` and `mscale_all_dim` are equal, and llama.cpp
+    has a tenth of them."""
+    tenth = number(file, _ROPE + "yarn_log_multiplier")
+    if tenth is None:
+        return {}
+    return dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{10 * tenth:.6g}"))
 
 
 def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,6 +370,8 @@ class GgufFile:
         """Rotary pairs may be adjacent, norms include their offset, and some leaves are stored otherwise. Layers
         that predict further tokens follow the model's, and are not of it."""
         own = GGUF_TENSORS.get(family.architecture, {})
+        if "blk.0.attn_k_b.weight" in self.reader.tensors:
+            own = {**own, **KEYS_AND_VALUES_APART}
         interleaved = architecture(self.reader).interleaved or config.rope_interleaved
         layers = config.num_hidden_layers
         further = "|".join(str(layers + each) for each in range(number(self.reader, _PREDICTS) or 0))
