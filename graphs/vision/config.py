@@ -1,4 +1,4 @@
-"""The shapes of vision towers: SigLIP's over square tiles, and Qwen3-VL's over patches of a picture."""
+"""The shapes of vision towers: SigLIP's over square tiles, and those over patches of a picture of any proportions."""
 
 from dataclasses import dataclass
 
@@ -110,8 +110,9 @@ BUCKETS = (256, 1024, 4096, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
-    """A tower over the patches of a picture of any proportions, with rotary embedding over rows and columns, and taps
-    (Qwen3-VL technical report, Bai et al. 2025; DeepStack, Meng et al. 2024).
+    """A tower over the patches of a picture of any proportions, with rotary embedding over rows and columns: that of
+    Qwen3-VL, with taps (technical report, Bai et al. 2025; DeepStack, Meng et al. 2024), or of PaddleOCR-VL (technical
+    report, Cui et al. 2025).
 
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: of the tower.
     patch_size: side of a patch, pixels. frames: a patch is seen this many times, as those of a video are.
@@ -121,6 +122,9 @@ class PatchConfig:
     taps: layers after which features are taken that are added behind the decoder's first layers.
     text_size: features of a token in the decoder.
     axes: for each angle of a head of the decoder, whether it is of the position in time (0), rows (1) or columns (2).
+    layer_norm_eps: of the tower's norms.
+    flat: as in PaddleOCR-VL, a patch is seen once, the interpolated positions are those of the centres of patches and
+        not of their corners, and the last layer has a norm of its own before the merger's.
     """
 
     hidden_size: int
@@ -135,6 +139,8 @@ class PatchConfig:
     taps: tuple[int, ...]
     text_size: int
     axes: tuple[int, ...]
+    layer_norm_eps: float = 1e-6
+    flat: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % (4 * self.num_attention_heads):
@@ -159,8 +165,9 @@ class PatchConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def layer_norm_eps(self) -> float:
-        return 1e-6
+    def merger_eps(self) -> float:
+        """Of the norm before the merger."""
+        return 1e-5 if self.flat else self.layer_norm_eps
 
     @property
     def averages(self) -> bool:

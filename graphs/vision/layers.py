@@ -126,7 +126,7 @@ def heads(c: Config, leaves: Leaves, x: jax.Array, angles: jax.Array | None = No
     angles: cosines and sines by which queries and keys turn, float32 `[R, 2, Dh/2]`; None: they do not.
     """
     dtype = leaves["qkv"].dtype
-    made = linear(leaves, "qkv", layer_norm(c, leaves, "norm1", x)).astype(dtype)
+    made = linear(leaves, "qkv", layer_norm(leaves, "norm1", x, c.layer_norm_eps)).astype(dtype)
     split = made.reshape(len(x), 3, c.num_attention_heads, c.head_dim)
     if angles is None:
         return list(split.transpose(1, 2, 0, 3))
@@ -148,7 +148,8 @@ def attended(
 def behind(c: Config, leaves: Leaves, x: jax.Array, seen: jax.Array) -> jax.Array:
     """The residual stream `[N, D]` after the rest of a layer, behind attention."""
     x = added(c, leaves, "output", seen, x)
-    hidden = jax.nn.gelu(linear(leaves, "up", layer_norm(c, leaves, "norm2", x)), approximate=True)
+    before = layer_norm(leaves, "norm2", x, c.layer_norm_eps)
+    hidden = jax.nn.gelu(linear(leaves, "up", before), approximate=True)
     return added(c, leaves, "down", hidden, x)
 
 
@@ -163,9 +164,9 @@ def linear(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
     return rows_first(leaves[name], x) + leaves[f"{name}_bias"]
 
 
-def layer_norm(c: Config, leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
+def layer_norm(leaves: Leaves, name: str, x: jax.Array, eps: float) -> jax.Array:
     """LayerNorm (Ba et al. 2016) of `x [N, D]`, float32."""
-    return rms_norm(centred(x), leaves[name], c.layer_norm_eps) + leaves[f"{name}_bias"]
+    return rms_norm(centred(x), leaves[name], eps) + leaves[f"{name}_bias"]
 
 
 def batched(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:

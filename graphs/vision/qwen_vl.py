@@ -1,4 +1,4 @@
-"""The ends of the towers of Qwen3-VL and Qwen3.5: patches of a picture in, features of taps and of the end out.
+"""The ends of the towers of Qwen3-VL, Qwen3.5 and PaddleOCR-VL: patches of a picture in, features of taps and end out.
 
 Patches are ordered square by square, so that those of one token are neighbours. A call has one picture, and no patch
 sees a spare row, so features depend on the picture alone.
@@ -33,7 +33,8 @@ def embed_shapes(c: PatchConfig) -> Shapes:
 
 def project_shapes(c: PatchConfig) -> Shapes:
     """Of the merger at the end, whose norm treats each patch alone."""
-    return {**norm_shapes("merge_norm", c.hidden_size), **_merger("merge", c)}
+    final = norm_shapes("final_norm", c.hidden_size) if c.flat else {}
+    return {**final, **norm_shapes("merge_norm", c.hidden_size), **_merger("merge", c)}
 
 
 def tap_shapes(c: PatchConfig) -> Shapes:
@@ -71,10 +72,12 @@ def end_programs(c: PatchConfig, dtype: jnp.dtype, rows: int, part: int) -> list
 
     def tap(leaves: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
         joined = lax.dynamic_slice_in_dim(x, start, part).reshape(-1, c.merged * c.hidden_size)
-        return merged(leaves, "tap", layer_norm(c, leaves, "tap_norm", joined))
+        return merged(leaves, "tap", layer_norm(leaves, "tap_norm", joined, c.layer_norm_eps))
 
     def project(leaves: Leaves, taps: list[jax.Array], x: jax.Array, start: jax.Array) -> jax.Array:
-        own = layer_norm(c, leaves, "merge_norm", lax.dynamic_slice_in_dim(x, start, part))
+        own = lax.dynamic_slice_in_dim(x, start, part)
+        own = layer_norm(leaves, "final_norm", own, c.layer_norm_eps) if c.flat else own
+        own = layer_norm(leaves, "merge_norm", own, c.merger_eps)
         joined = own.reshape(-1, c.merged * c.hidden_size)
         return jnp.concatenate([merged(leaves, "merge", joined), *taps], axis=1)
 

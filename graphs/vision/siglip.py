@@ -85,7 +85,7 @@ def projected(c: VisionConfig, leaves: Leaves, x: jax.Array) -> jax.Array:
     A square of patches becomes one row: its mean, or with the pixel shuffle of Idefics3 all of it.
     """
     s, d, projection = c.scale_factor, c.hidden_size, leaves["projection"]
-    squares = layer_norm(c, leaves, "final_norm", x).reshape(c.side // s, s, c.side // s, s, d)
+    squares = layer_norm(leaves, "final_norm", x, c.layer_norm_eps).reshape(c.side // s, s, c.side // s, s, d)
     if c.averages:
         means = squares.mean(axis=(1, 3)).reshape(c.tokens, d)
         rows = rms_norm(means, leaves["soft_norm"], c.layer_norm_eps).astype(projection.dtype)

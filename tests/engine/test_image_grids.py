@@ -1,4 +1,5 @@
-"""Qwen3-VL in an engine: positions follow a picture's grid, taps are added to the first layers, bits as ever."""
+"""Towers over patches in an engine: positions follow a picture's grid, taps are added to the first layers, bits as
+ever."""
 
 from __future__ import annotations
 
@@ -195,7 +196,9 @@ def test_taps_that_are_not_added_would_be_found(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_vl", pytest.param("qwen3_5_vision", marks=FULL)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", pytest.param("qwen3_5_vision", marks=FULL), pytest.param("paddleocr_vl", marks=FULL)]
+)
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """Of one picture, and of two of other proportions, in one batch."""
     golden = json.loads((FAMILIES.parent / "images" / "tokens.json").read_text())[name]
@@ -213,10 +216,11 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.full
-def test_recurrent_layers_see_pictures() -> None:
-    """Of Qwen3.5: alone, among peers, from a saved state, and preempted."""
+@pytest.mark.parametrize("name", ["qwen3_5_vision", "paddleocr_vl"])
+def test_other_families_see_pictures(name: str) -> None:
+    """Alone, among peers, with a cached prefix or a saved state of recurrent layers, and preempted."""
     config = replace(SMALL, mamba_cache_mode="align", mamba_block_size=16)
-    engine = engine_of(config, FAMILIES / "qwen3_5_vision")
+    engine = engine_of(config if name == "qwen3_5_vision" else SMALL, FAMILIES / name)
     prompts = [prompt_of(*numbers) for numbers in PROMPTS]
     found = []
     for prompt in prompts:

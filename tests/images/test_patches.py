@@ -1,10 +1,11 @@
-"""Qwen3-VL's pictures: patches, prompts and features are transformers', and features are of one picture alone."""
+"""Pictures in patches: these, prompts and features are transformers', and features are of one picture alone."""
 
 from __future__ import annotations
 
 import json
 import runpy
 import shutil
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from tests.images.conftest import GOLDEN
 from tests.images.test_features import changed, difference
 from tests.images.test_features import picture as as_file
 from tests.support.command_line import invoke
+from tests.support.tiers import default
 from xla_engine import LLM, SamplingParams
 from xla_engine.config import EngineConfig
 from xla_engine.engine.inspection import inspect_model
@@ -67,9 +69,20 @@ def patches() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(GOLDEN / "make" / "make_golden_patches.py")))
 
 
-def rows_of(patches: SimpleNamespace, directory: Path, step: int) -> list[list[Any]]:
-    """What this library makes of the pictures, as `make_golden_patches.golden` tells it."""
-    processors = {name: processor_of(directory, fields) for name, fields in patches.PROCESSORS.items()}
+# By the names of the golden file: the processor, whether its patches are in lines, and how often each is seen.
+KINDS = {
+    "pictures": ("Qwen2VLImageProcessor", False, 2),
+    "paddleocr_vl": ("PaddleOCRVLImageProcessor", True, 1),
+}
+
+
+def rows_of(patches: SimpleNamespace, directory: Path, step: int, name: str) -> list[list[Any]]:
+    """What this library makes of the pictures, as `make_golden_patches.seen` tells it."""
+    kind, in_lines, frames = KINDS[name]
+    processors = {
+        name: processor_of(directory, fields | {"image_processor_type": kind})
+        for name, fields in patches.PROCESSORS.items()
+    }
     decoders = {name: ImageDecoder(each) for name, each in processors.items()}
     found = []
     for name, kind, data in patches.BASE.pictures(0, step):
@@ -77,42 +90,53 @@ def rows_of(patches: SimpleNamespace, directory: Path, step: int) -> list[list[A
         (tile,) = decoder.tiles(data)
         size = processor.patch_size
         cut = value_table(processor)[
-            np.arange(3)[:, None, None], patches_of(tile, size, processor.merge_size)
+            np.arange(3)[:, None, None], patches_of(tile, size, 1 if in_lines else processor.merge_size)
         ]
-        twice = np.broadcast_to(cut[:, :, None], (len(cut), 3, 2, size, size)).reshape(len(cut), -1)
-        found.append([name, tile.shape[0] // size, tile.shape[1] // size, patches.BASE.digest(twice)])
+        seen = np.broadcast_to(cut[:, :, None], (len(cut), 3, frames, size, size))
+        found.append([name, tile.shape[0] // size, tile.shape[1] // size, patches.BASE.digest(seen)])
         assert decoder.grid(data).tokens == len(cut) // processor.merge_size**2
     for decoder in decoders.values():
         decoder.close()
     return found
 
 
-def test_pixels_in_patches_are_those_of_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
-    golden = json.loads((GOLDEN / "images" / "patches.json").read_text())
-    assert len(golden["pictures"]) > 70
-    assert rows_of(patches, tmp_path, patches.STEP) == golden["pictures"]
+@pytest.mark.parametrize("name", default(KINDS))
+def test_pixels_in_patches_are_those_of_transformers(
+    patches: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
+    golden = json.loads((GOLDEN / "images" / "patches.json").read_text())[name]
+    assert len(golden) > 70
+    assert rows_of(patches, tmp_path, patches.STEP, name) == golden
 
 
 @pytest.mark.oracle
 def test_all_pixels_are_those_of_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
     every = patches.golden(1)
-    assert len(every["pictures"]) >= 500
-    assert rows_of(patches, tmp_path, 1) == every["pictures"]
+    for name in KINDS:
+        assert len(every[name]) >= 500
+        assert rows_of(patches, tmp_path, 1, name) == every[name]
     committed = json.loads((GOLDEN / "images" / "patches.json").read_text())
     assert patches.golden() == committed
 
 
 @pytest.mark.oracle
-@given(width=st.integers(1, 4000), height=st.integers(1, 4000), unit=st.sampled_from((14, 28, 32)))
+@given(
+    width=st.integers(1, 4000) | st.integers(1, 40),
+    height=st.integers(1, 4000) | st.integers(1, 40),
+    unit=st.sampled_from((14, 28, 32)),
+)
 def test_sizes_are_those_of_transformers(width: int, height: int, unit: int) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as of_paddle
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_qwen
 
-    if max(width, height) > 200 * min(width, height):
+    if max(width, height) > 150 * min(width, height):  # enlarged and rounded, more than 200 are refused there
         return
     common = {"resample": 3, "rescale_factor": None, "image_mean": None, "image_std": None}
     edges = {"shortest_edge": 65536, "longest_edge": 2**20}
-    processor = PatchProcessor(patch_size=unit, merge_size=1, **edges, **common)
-    assert processor.grid(width, height).whole == smart_resize(height, width, unit, 65536, 2**20)[::-1]
+    qwen = PatchProcessor(patch_size=unit, merge_size=1, **edges, **common)
+    assert qwen.grid(width, height).whole == of_qwen(height, width, unit, 65536, 2**20)[::-1]
+    paddle = replace(qwen, enlarged="side by side")
+    assert paddle.grid(width, height).whole == of_paddle(height, width, unit, 65536, 2**20)[::-1]
 
 
 def test_prompts_are_expanded_as_in_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
@@ -136,6 +160,43 @@ def test_sizes_of_the_published_processor(tmp_path: Path) -> None:
     smaller = processor_of(tmp_path, PUBLISHED, size={"shortest_edge": 1024, "longest_edge": 65536})
     assert smaller.grid(640, 480).tokens == 54
     assert processor_of(tmp_path, PUBLISHED, min_pixels=1024, max_pixels=65536) == smaller
+
+
+PADDLE = {  # that of PaddleOCR-VL
+    "auto_map": {"AutoImageProcessor": "image_processing_paddleocr_vl.PaddleOCRVLImageProcessor"},
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "PaddleOCRVLImageProcessor",
+    "image_std": [0.5, 0.5, 0.5],
+    "max_pixels": 2822400,
+    "merge_size": 2,
+    "min_pixels": 147384,
+    "patch_size": 14,
+    "processor_class": "PaddleOCRVLProcessor",
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+    "temporal_patch_size": 1,
+}
+
+
+def test_sizes_of_processors_that_read_pages(tmp_path: Path) -> None:
+    """A page of 200 dots an inch, and a line of text that is lower than a square. Files name edges in three ways."""
+    processor = processor_of(tmp_path, PADDLE)
+    assert [processor.grid(*size).whole for size in ((1654, 2339), (900, 20))] == [(1400, 1988), (2576, 84)]
+    assert processor.grid(1654, 2339).tokens == 3550
+    pixels = {"min_pixels": 147384, "max_pixels": 2822400}
+    without = {name: value for name, value in PADDLE.items() if name not in pixels}
+    edges = {"shortest_edge": 147384, "longest_edge": 2822400}
+    for size in (edges, pixels):
+        assert processor_of(tmp_path, without | {"size": size}) == processor
+    assert processor_of(tmp_path, PADDLE | {"size": {"min_pixels": 3, "shortest_edge": 4}}) == processor
+    assert processor_of(tmp_path, PADDLE, max_pixels=10**6).longest_edge == 10**6
+    assert processor_of(tmp_path, without).longest_edge == 1536**2
+    with pytest.raises(CheckpointError, match=r"mm_processor_kwargs: num_crops.* for PaddleOCR-VL"):
+        processor_of(tmp_path, PADDLE, num_crops=3)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +231,10 @@ def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> Visio
     return VisionTower(found.config, found.dtype, found.weights, TABLE, slices=slices)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision"])
+TOWERS = ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl"]
+
+
+@pytest.mark.parametrize("name", TOWERS)
 def test_features_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each bucket: spare rows change nothing but roundings, and the bucket follows from the picture alone."""
     golden = np.load(GOLDEN / "families" / name / "golden.npz")
@@ -210,7 +274,7 @@ def test_a_picture_has_the_same_bits_whatever_came_before() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision"])
+@pytest.mark.parametrize("name", TOWERS)
 def test_golden_features_are_rederived(name: str) -> None:
     import torch
     import transformers
@@ -274,6 +338,55 @@ def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
     features = llm.engine.runner.features
     assert report.vision is not None and features is not None
     assert report.vision["features"] == features.rows.nbytes
+    llm.close()
+
+
+MARKS = {  # of a family: what is before a picture, what stands for it, and what is behind
+    "paddleocr_vl": ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "fields"), [("paddleocr_vl", PADDLE)])
+def test_a_batch_of_pages(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Through `LLM`, in a conversation: each page has the answer that it has alone."""
+    directory, marks = tmp_path / name, MARKS[name]
+    shutil.copytree(GOLDEN / "families" / name, directory)
+    letters = {chr(33 + at): at for at in range(90)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[], unk_token="!"))
+    made.add_tokens([f"filler {at}" for at in range(195 - len(letters))])
+    made.add_special_tokens([marks[0], marks[2], marks[1], "<|video|>"])
+    made.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for part in messages[0].content %}"
+        f"{{% if part.type == 'text' %}}{{{{ part.text }}}}{{% else %}}{''.join(marks)}{{% endif %}}"
+        "{% endfor %}"
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    small = {"size": {"shortest_edge": 256, "longest_edge": 8192}, "min_pixels": None, "max_pixels": None}
+    processor_of(directory, fields | small | {"patch_size": 4})
+    pages = [Image.open(BytesIO(as_file(*size))) for size in ((20, 30), (64, 16), (3, 40))]
+    chats = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_pil", "image_pil": page}, {"type": "text", "text": "OCR:"}],
+            }
+        ]
+        for page in pages
+    ]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    llm = LLM(
+        directory, max_num_seqs=3, max_model_len=96, chunk_size=16, prefill_lanes=(2,), self_check=False
+    )
+    alone = [llm.chat([chat], params)[0] for chat in chats]
+    together = llm.chat(chats, params)
+    with ImageEncoder(directory) as encoder:
+        counts = [encoder.tokens(encoder.grid(as_file(*size))) for size in ((20, 30), (64, 16), (3, 40))]
+    for one, other, count in zip(alone, together, counts, strict=True):
+        assert one.prompt_token_ids is not None and list(one.prompt_token_ids).count(197) == count
+        assert one.prompt_token_ids[0] == 195 and one.outputs == other.outputs
+    assert len({each.images_sha256 for each in together}) == 3
     llm.close()
 
 

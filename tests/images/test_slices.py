@@ -44,6 +44,7 @@ FORMS: dict[str, Config] = {
     "gemma3": replace(TILES, averages=True),
     "qwen3_vl": PATCHES,
     "qwen3_5": replace(PATCHES, taps=()),
+    "paddleocr_vl": replace(PATCHES, taps=(), frames=1, flat=True),
 }
 
 

@@ -14,10 +14,14 @@ from xla_engine.cli import main
 from xla_engine.config import EngineConfig
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.model.spec import parameter_shapes
+from xla_engine.graphs.vision.config import PatchConfig
+from xla_engine.graphs.vision.programs import leaf_shapes
+from xla_engine.model_loader.config_json import transformers_model
 from xla_engine.model_loader.config_only import open_named
 from xla_engine.model_loader.describe import describe_decoder
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, tensor_sources
 from xla_engine.model_loader.families.refused import REFUSED
+from xla_engine.model_loader.vision import read_vision, vision_sources
 
 # name -> words of the refusal
 REFUSALS = {
@@ -27,7 +31,6 @@ REFUSALS = {
     "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "GLM-OCR": "Use Qwen3-VL",
-    "PaddleOCR-VL": "Use Qwen3-VL",
     "DeepSeek-OCR-2": "Use Qwen3-VL",
 }
 
@@ -43,6 +46,25 @@ def test_a_published_configuration_runs(name: str, tmp_path: Path) -> None:
     """Each leaf has its tensors."""
     model = describe_decoder(open_named(write(tmp_path, name)), EngineConfig(runner="auto"))
     assert tensor_sources(model.config, model.family).keys() == parameter_shapes(model.config).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "patches", "tokens"), [("PaddleOCR-VL", 27 * 27, 3550), ("granite-docling-258M", 0, 64)]
+)
+def test_the_tower_of_a_published_configuration_runs(
+    name: str, patches: int, tokens: int, tmp_path: Path
+) -> None:
+    """Each leaf has its tensors. patches: that have a learned position of their own; 0 if tiles do. tokens: of a page
+    of PaddleOCR-VL, or of a tile."""
+    fields = open_named(write(tmp_path, name)).config_fields()
+    text, family = transformers_model(fields)
+    vision = read_vision(fields, family, text)
+    assert vision_sources(vision, family).keys() == leaf_shapes(vision).keys()
+    page = (1988, 1400, 3) if patches else (512, 512, 3)
+    assert vision.tokens_of(page) == tokens and vision.text_size == text.hidden_size
+    if isinstance(vision, PatchConfig):
+        assert vision.position_side**2 == patches
+        assert [vision.axes.count(axis) for axis in range(3)] == [16, 24, 24]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))

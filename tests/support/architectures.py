@@ -225,7 +225,15 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     | {"linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_key_head_dim": 96}
     | {"linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6}
     | {"rope_parameters": None, "rope_theta": None},
-    "granite-docling-258M": within("Idefics3ForConditionalGeneration", "idefics3", LLAMA, scale_factor=4),
+    "granite-docling-258M": within(
+        "Idefics3ForConditionalGeneration",
+        "idefics3",
+        LLAMA,
+        scale_factor=4,
+        vision_config={"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+        | {"num_attention_heads": 12, "image_size": 512, "patch_size": 16, "num_channels": 3}
+        | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    ),
     "GLM-OCR": within(
         "GlmOcrForConditionalGeneration",
         "glm_ocr",
@@ -233,7 +241,17 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     ),
     "PaddleOCR-VL": config(
         "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", 1024, 3072, 18, 16, 2, 103424, 131072
-    ),
+    )
+    | {"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000, "use_bias": False}
+    | {"rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}}
+    | {"compression_ratio": 1.0, "use_3d_rope": True, "rope_is_neox_style": True, "sliding_window": None}
+    | {"tie_word_embeddings": False, "weight_share_add_bias": True, "image_token_id": 100295}
+    | {
+        "vision_config": {"model_type": "paddleocr_vl", "hidden_size": 1152, "intermediate_size": 4304}
+        | {"num_hidden_layers": 27, "num_attention_heads": 16, "num_channels": 3, "image_size": 384}
+        | {"patch_size": 14, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2}
+    },
     "DeepSeek-OCR-2": within(
         "DeepseekOCR2ForCausalLM",
         "deepseek_vl_v2",

@@ -1,15 +1,16 @@
 """How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL one in its proportions.
-Sizes and values are those of transformers' PIL backend (`image_processing_pil_{idefics3,gemma3,qwen2_vl}.py`). With
-torchvision installed transformers prefers that, and then its pixels differ by up to two steps of 255.
+Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL and PaddleOCR-VL one in
+its proportions. Sizes and values are those of transformers' PIL backend
+(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl}.py`). With torchvision installed transformers prefers
+that, and then its pixels differ by up to two steps of 255.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from xla_engine.model_loader.json_fields import Fields, read_json
 PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor", "Gemma3ImageProcessor")
 _ONE_TILE = PROCESSORS[2:]  # of these, a picture is one tile
 _SUFFIXES = ("", "Fast", "Pil")
-_PATCHES = "Qwen2VLImageProcessor"  # Qwen3-VL's
 _LONGEST = 4096  # pixels: the longest side that transformers makes
 _MOST_TILES = 16  # in a row or a column
 _OVERRIDES = ("size", "do_image_splitting")  # fields that a caller may replace
@@ -42,9 +42,8 @@ _IGNORED = (
 )
 
 _PATCH_READ = (*(set(_READ) - {"do_image_splitting", "max_image_size"}), "patch_size", "merge_size")
-_PATCH_IGNORED = (*_IGNORED, "temporal_patch_size", "default_to_square")
+_PATCH_IGNORED = (*_IGNORED, "temporal_patch_size", "default_to_square", "auto_map")
 _PATCH_DEFAULTS = {  # transformers' own
-    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     "resample": 3,
     "rescale_factor": 1 / 255,
     "patch_size": 14,
@@ -54,6 +53,28 @@ _PATCH_DEFAULTS = {  # transformers' own
 }
 _MOST_PIXELS = 2**26
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # overrides of edges of `size`
+Enlarged = Literal["never", "side by side"]
+
+
+@dataclass(frozen=True, slots=True)
+class _PatchKind:
+    """model: whose processor it is. size: transformers' default. enlarged: see `PatchProcessor`.
+    has_pixels: whether published files have `_PIXELS` themselves."""
+
+    model: str
+    size: Mapping[str, int]
+    enlarged: Enlarged = "never"
+    has_pixels: bool = False
+
+
+_PATCH_KINDS = {
+    "Qwen2VLImageProcessor": _PatchKind(
+        "Qwen3-VL", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    ),
+    "PaddleOCRVLImageProcessor": _PatchKind(
+        "PaddleOCR-VL", {"shortest_edge": 384**2, "longest_edge": 1536**2}, "side by side", has_pixels=True
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +138,15 @@ class ImageProcessor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchProcessor:
-    """The processor of a Qwen3-VL checkpoint: a picture keeps its proportions, and is one tile of whole squares of
-    patches (transformers' `image_processing_pil_qwen2_vl.py`).
+    """The processor of Qwen3-VL or PaddleOCR-VL: a picture keeps its proportions, and is one tile of whole squares of
+    patches (transformers' `image_processing_pil_{qwen2_vl,paddleocr_vl}.py`).
 
     shortest_edge, longest_edge: the fewest and the most pixels of a resized picture; the names are transformers'.
     patch_size: side of a patch, pixels. merge_size: this many patches in either direction become one token.
     resample: Pillow's number of the filter.
     rescale_factor, image_mean, image_std: of `value_table`; None if the step is left out.
+    enlarged: whether a picture lower or narrower than a square is enlarged before all else: "side by side" makes first
+        its height and then its width that of a square, and the other side follows, rounded.
     """
 
     shortest_edge: int
@@ -134,6 +157,7 @@ class PatchProcessor:
     rescale_factor: float | None
     image_mean: tuple[float, ...] | None
     image_std: tuple[float, ...] | None
+    enlarged: Enlarged = "never"
 
     def grid(self, width: int, height: int) -> Grid:
         """The size of the only tile, which depends on the upright size alone."""
@@ -144,6 +168,11 @@ class PatchProcessor:
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Sides rounded to whole squares; if these are too many or too few pixels, scaled first, rounded inwards."""
         unit = self.patch_size * self.merge_size
+        if self.enlarged == "side by side":
+            if height < unit:
+                width, height = round(width * unit / height), unit
+            if width < unit:
+                width, height = unit, round(height * unit / width)
         sides = round(width / unit) * unit, round(height / unit) * unit
         if sides[0] * sides[1] > self.longest_edge:
             scale = math.sqrt(height * width / self.longest_edge)
@@ -178,15 +207,16 @@ def read_image_processor(
     """The processor of a Hugging Face directory: in preprocessor_config.json or processor_config.json.
 
     overrides: replaces fields, as vLLM's `mm_processor_kwargs` does: `size` and `do_image_splitting`; of Gemma 3
-        `do_pan_and_scan`, which can only be false; of Qwen3-VL `size`, or `min_pixels` and `max_pixels`.
+        `do_pan_and_scan`, which can only be false; with patches `size`, or `min_pixels` and `max_pixels`.
 
     Raises CheckpointError naming file, field and remedy; a field that is not known is an error too, because it might
     change the pixels.
     """
     fields = _fields(directory)
     kind = fields.values.get("image_processor_type")
-    if kind in [_PATCHES + suffix for suffix in _SUFFIXES]:
-        return _read_patch_processor(fields, overrides)
+    for name, patches in _PATCH_KINDS.items():
+        if kind in [name + suffix for suffix in _SUFFIXES]:
+            return _read_patch_processor(fields, patches, overrides)
     fields = fields.with_defaults({"rescale_factor": 1 / 255})
     known = {name + suffix: name for name in PROCESSORS for suffix in _SUFFIXES}
     if kind not in {None, *known}:
@@ -268,12 +298,26 @@ def _size(fields: Fields, name: str, *sides: str) -> Fields:
     return size
 
 
-def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -> PatchProcessor:
-    """As `read_image_processor`, for Qwen3-VL; `size` can be overridden, also by `min_pixels` and `max_pixels`, which
-    replace its edges."""
+def _with_edges(fields: Fields) -> Fields:
+    """PaddleOCR-VL's files have `min_pixels` and `max_pixels` beside `size` or within it: the edges of `size`."""
+    pixels = {edge: fields.values[name] for name, edge in _PIXELS.items() if fields.given(name)}
+    size = fields.within("size") or Fields(fields.file, {})
+    within = {_PIXELS.get(name, name): each for name, each in size.values.items() if each is not None}
+    edges = {**within, **pixels}
+    rest = {name: each for name, each in fields.values.items() if name not in _PIXELS}
+    return Fields(fields.file, {**rest, "size": edges} if edges else rest)
+
+
+def _read_patch_processor(
+    fields: Fields, kind: _PatchKind, overrides: Mapping[str, Any] | None
+) -> PatchProcessor:
+    """As `read_image_processor`, for processors that make patches; `size` can be overridden, also by `min_pixels` and
+    `max_pixels`, which replace its edges."""
     given = Fields(Path("mm_processor_kwargs"), dict(overrides or {}))
     for name in sorted(given.values.keys() - {"size", *_PIXELS}):
-        given.fail(name, f"not supported for Qwen3-VL. Use size, {' or '.join(_PIXELS)}")
+        given.fail(name, f"not supported for {kind.model}. Use size, {' or '.join(_PIXELS)}")
+    if kind.has_pixels:
+        fields = _with_edges(fields)
     edges = {
         edge: given.integer(name, high=_MOST_PIXELS) for name, edge in _PIXELS.items() if given.given(name)
     }
@@ -281,14 +325,14 @@ def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -
         given.fail("size", f"cannot be given with {' or '.join(_PIXELS)}. Leave these out")
     size = given.values.get("size")
     if edges:
-        own = fields.with_defaults(_PATCH_DEFAULTS).within("size")
+        own = fields.with_defaults({"size": kind.size}).within("size")
         size = edges if own is None else {**own.values, **edges}
     if size is not None:
         fields = Fields(fields.file, {**fields.values, "size": size})
     for name in fields.values:
         if name not in (*_PATCH_READ, *_PATCH_IGNORED) and fields.given(name):
-            fields.fail(name, "not supported for Qwen3-VL. Use the checkpoint's own processor file")
-    fields = fields.with_defaults(_PATCH_DEFAULTS)
+            fields.fail(name, f"not supported for {kind.model}. Use the checkpoint's own processor file")
+    fields = fields.with_defaults({**_PATCH_DEFAULTS, "size": kind.size})
     values = _values(fields)
     size = _size(fields, "size", "shortest_edge", _EDGE)
     shortest = size.integer("shortest_edge", high=_MOST_PIXELS)
@@ -297,6 +341,7 @@ def _read_patch_processor(fields: Fields, overrides: Mapping[str, Any] | None) -
         longest_edge=size.integer(_EDGE, low=shortest, high=_MOST_PIXELS),
         patch_size=fields.integer("patch_size", high=2**10),
         merge_size=fields.integer("merge_size", high=2**6),
+        enlarged=kind.enlarged,
         **values,
     )
 

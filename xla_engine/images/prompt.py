@@ -136,10 +136,20 @@ GEMMA3 = PromptForm(
     lambda grid: ["\n\n<start_of_image>"] * grid.tiles,
     "<end_of_image>\n\n",
 )
-QWEN3_VL = PromptForm("<|image_pad|>", "<|image_pad|>", lambda grid: [""], "")
+
+
+def _one_token(token: str) -> PromptForm:
+    """Of families whose texts have the marks around a picture already, and count its tokens by repeating one."""
+    return PromptForm(token, token, lambda grid: [""], "")
+
+
+QWEN3_VL = _one_token("<|image_pad|>")
+_BY_TYPE = {
+    "gemma3": GEMMA3,
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
+    "paddleocr_vl": _one_token("<|IMAGE_PLACEHOLDER|>"),
+}
 
 
 def prompt_form(model_type: str) -> PromptForm:
-    if model_type in ("qwen3_vl", "qwen3_5", "qwen3_5_moe"):
-        return QWEN3_VL
-    return GEMMA3 if model_type == "gemma3" else IDEFICS3
+    return _BY_TYPE.get(model_type, IDEFICS3)

@@ -225,8 +225,10 @@ def _family(fields: Fields) -> Family:
 
 def _text_fields(fields: Fields, family: Family) -> Fields:
     """The decoder's fields of a vision-language model, plus the quantisation, which is in the outer object, and
-    whether the head is tied, if only the outer object says so."""
+    whether the head is tied, if only the outer object says so. Files of PaddleOCR-VL have no inner object."""
     text = fields.within("text_config")
+    if text is None and fields.given("hidden_size"):
+        return fields
     if text is None:
         fields.fail(
             "text_config", f"must describe the decoder of {family.architecture}. Download the file again"

@@ -21,7 +21,8 @@ from xla_engine.model_loader.weights import StoredWeights
 _OTHERS = "|".join(
     (
         *(r"model\.(text|language)_model\..*", r"language_model\..*", r"lm_head\.weight", r"mtp\..*"),
-        r"vision_tower\.(vision_model\.)?head\..*",
+        *(r"model\.(embed_tokens|layers|norm)\..*", r"visual\.vision_model\.head\..*"),
+        *(r"visual\..*\.packing_position_embedding\..*", r"vision_tower\.(vision_model\.)?head\..*"),
     )
 )
 _LATER_NAMES = ("vision_tower.vision_model.", "vision_tower.")  # as new versions of transformers save them
@@ -38,6 +39,8 @@ _DEFAULTS = {  # transformers' own, for fields that real files omit
 }
 _SIGLIP = {**_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 
+_FLAT_DEFAULTS = {**_DEFAULTS, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 384}
+_FLAT_DEFAULTS |= {"patch_size": 14, "spatial_merge_size": 2}
 _PATCH_DEFAULTS = {
     "depth": 27,
     "hidden_size": 1152,
@@ -100,19 +103,19 @@ def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConf
     if not family.vision:
         fields.fail(
             "architectures",
-            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL or Qwen3.5",
+            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL, Qwen3.5 or "
+            "PaddleOCR-VL",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
+    if {"merge_up", "final_norm"} <= family.vision.keys():
+        return _read_flat_tower(fields, vision, text)
     if "merge_up" in family.vision:
         return _read_patch_tower(fields, vision, text, taps="tap_norm" in family.vision)
     averages = family.model_type == "gemma3"
     vision = vision.with_defaults(_SIGLIP if averages else _DEFAULTS)
-    if vision.integer("num_channels", high=2**10) != CHANNELS:
-        vision.fail("num_channels", f"only {CHANNELS} are supported. Use such a checkpoint")
-    if vision.values["hidden_act"] != "gelu_pytorch_tanh":
-        vision.fail("hidden_act", "only gelu_pytorch_tanh is supported. Use such a checkpoint")
+    _check_tower(vision, "num_channels")
     sizes = {
         name: vision.integer(name, high=2**16)
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "image_size", "patch_size")
@@ -159,10 +162,7 @@ def _as_stored(
 def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps: bool) -> PatchConfig:
     """taps: whether the family has some."""
     vision = vision.with_defaults(_PATCH_DEFAULTS | {"deepstack_visual_indexes": [8, 16, 24] if taps else []})
-    if vision.integer("in_channels", high=2**10) != CHANNELS:
-        vision.fail("in_channels", f"only {CHANNELS} are supported. Use such a checkpoint")
-    if vision.values["hidden_act"] != "gelu_pytorch_tanh":
-        vision.fail("hidden_act", "only gelu_pytorch_tanh is supported. Use such a checkpoint")
+    _check_tower(vision, "in_channels")
     if vision.integer("out_hidden_size", high=2**20) != text.hidden_size:
         vision.fail(
             "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}. Correct the file"
@@ -181,9 +181,6 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
     side = math.isqrt(positions)
     if side * side != positions:
         vision.fail("num_position_embeddings", "must be the square of an integer. Correct the file")
-    rope = vision.within("rope_parameters") or Fields(vision.file, {})
-    if rope.values.get("rope_type") not in (None, "axial"):
-        rope.fail("rope_type", 'only "axial" is supported. Use such a checkpoint')
     try:
         return PatchConfig(
             hidden_size=vision.integer("hidden_size", high=2**16),
@@ -194,7 +191,7 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
             frames=vision.integer("temporal_patch_size", high=2**6),
             merge_size=vision.integer("spatial_merge_size", high=2**6),
             position_side=side,
-            rope_theta=rope.number("rope_theta", high=1e15, default=10000.0),
+            rope_theta=_tower_theta(vision),
             taps=tuple(layers),
             text_size=text.hidden_size,
             axes=_axes(fields, text),
@@ -203,19 +200,79 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
         raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
 
 
-def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
-    """`PatchConfig.axes`: rows and columns take turns with time, up to their sections; the rest is of time."""
+def _read_flat_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
+    """PaddleOCR-VL's. It sees a patch once, whatever `temporal_patch_size` of its published file says."""
+    vision = vision.with_defaults(_FLAT_DEFAULTS)
+    _check_tower(vision, "num_channels")
+    patch = vision.integer("patch_size", high=2**10)
+    try:
+        return PatchConfig(
+            hidden_size=vision.integer("hidden_size", high=2**16),
+            intermediate_size=vision.integer("intermediate_size", high=2**16),
+            num_hidden_layers=vision.integer("num_hidden_layers", high=2**9),
+            num_attention_heads=vision.integer("num_attention_heads", high=2**16),
+            patch_size=patch,
+            frames=1,
+            merge_size=vision.integer("spatial_merge_size", high=2**6),
+            position_side=vision.integer("image_size", high=2**16, low=patch) // patch,
+            rope_theta=_tower_theta(vision),
+            taps=(),
+            text_size=text.hidden_size,
+            axes=_axes_in_order(fields, text),
+            layer_norm_eps=vision.number("layer_norm_eps", high=1.0),
+            flat=True,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+
+
+def _check_tower(vision: Fields, channels: str, activation: str = "gelu_pytorch_tanh") -> None:
+    """Raise CheckpointError unless a tower reads colours and has this activation. channels: the name of its field."""
+    if vision.integer(channels, high=2**10) != CHANNELS:
+        vision.fail(channels, f"only {CHANNELS} are supported. Use such a checkpoint")
+    if vision.values["hidden_act"] != activation:
+        vision.fail("hidden_act", f"only {activation} is supported. Use such a checkpoint")
+
+
+def _tower_theta(vision: Fields) -> float:
+    """The base of a tower's rotary embedding."""
+    rope = vision.within("rope_parameters") or Fields(vision.file, {})
+    if rope.values.get("rope_type") not in (None, "axial"):
+        rope.fail("rope_type", 'only "axial" is supported. Use such a checkpoint')
+    return rope.number("rope_theta", high=1e15, default=10000.0)
+
+
+def _sections(fields: Fields, default: list[int] | None = None) -> tuple[Fields, list[int]]:
+    """The decoder's object that says which angles are of time, rows and columns, and these three numbers."""
     decoder = fields.within("text_config") or fields
     found = decoder.objects("rope_parameters", "rope_scaling")
     rope = next((each for each in found if each.given("mrope_section")), decoder)
-    sections = rope.values.get("mrope_section", [24, 20, 20] if text.rotary_dim == 128 else [11, 11, 10])
-    half = text.rotary_dim // 2
+    sections = rope.values.get("mrope_section", default)
     if (
         not isinstance(sections, list)
         or len(sections) != 3
         or any(type(each) is not int or each < 0 for each in sections)
-        or max(3 * sections[1] - 1, 3 * sections[2]) > half
     ):
+        rope.fail("mrope_section", "must be three numbers. Correct the file or download it again")
+    return rope, sections
+
+
+def _axes_in_order(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
+    """`PatchConfig.axes` of PaddleOCR-VL: angles of time, of rows and of columns, one section after the other."""
+    rope, sections = _sections(fields)
+    if sum(sections) != text.rotary_dim // 2:
+        rope.fail(
+            "mrope_section", f"must add up to the {text.rotary_dim // 2} angles of a head. Correct the file"
+        )
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return (*axes, *[0] * (text.head_dim // 2 - len(axes)))
+
+
+def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
+    """`PatchConfig.axes`: rows and columns take turns with time, up to their sections; the rest is of time."""
+    rope, sections = _sections(fields, [24, 20, 20] if text.rotary_dim == 128 else [11, 11, 10])
+    half = text.rotary_dim // 2
+    if max(3 * sections[1] - 1, 3 * sections[2]) > half:
         rope.fail("mrope_section", f"must be three numbers of the {half} angles of a head. Correct the file")
     if not rope.flag("mrope_interleaved", default=True):
         rope.fail("mrope_interleaved", "not supported (sections one after the other). Use such a checkpoint")
@@ -229,7 +286,7 @@ def _axes(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
 def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[str, tuple[Source, ...]]:
     """For every leaf of the tower, the checkpoint tensors stacked in it."""
     assert family.vision is not None
-    frames = (config.frames,) if isinstance(config, PatchConfig) else ()
+    frames = (config.frames,) if isinstance(config, PatchConfig) and not config.flat else ()
     kernel = (CHANNELS, *frames, config.patch_size, config.patch_size)
     sources = {}
     for leaf, shape in leaf_shapes(config).items():

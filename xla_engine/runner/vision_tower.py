@@ -301,7 +301,7 @@ def patch_inputs(c: PatchConfig, tile: Array, rows: int) -> tuple[list[Array], A
     patches = patches_of(tile, c.patch_size, c.merge_size)
     height, width = tile.shape[0] // c.patch_size, tile.shape[1] // c.patch_size
     row, column = places(height, width, c.merge_size)
-    near, share = interpolated(row, column, height, width, c.position_side)
+    near, share = interpolated(row, column, height, width, c.position_side, centred=c.flat)
     turned = angles(np.stack([row, column], axis=1), c.rope_theta, c.head_dim)
 
     def padded(each: Array) -> Array:
@@ -326,14 +326,21 @@ def places(height: int, width: int, merge: int) -> tuple[Array, Array]:
     return row, column
 
 
-def interpolated(row: Array, column: Array, height: int, width: int, side: int) -> tuple[Array, Array]:
+def interpolated(
+    row: Array, column: Array, height: int, width: int, side: int, *, centred: bool = False
+) -> tuple[Array, Array]:
     """The learned positions around each patch, of a square of `side`, and their shares: i32 and float32 `[R, 4]`.
 
-    The corners of a picture lie on those of the square, and float32 rounds as in transformers (`vision_utils.py`).
+    The first and last patch lie on the first and last position, or, if `centred`, both cover the same square; float32
+    rounds as in transformers (`vision_utils.py`).
     """
 
     def along(at: Array, length: int) -> tuple[Array, Array]:
-        there = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(length - 1, 1))
+        if centred:
+            middle = (at.astype(np.float32) + np.float32(0.5)) * np.float32(side)
+            there = middle / np.float32(length) - np.float32(0.5)
+        else:
+            there = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(length - 1, 1))
         floor = np.floor(there)
         taps = floor.astype(np.int32)[:, None] + np.arange(2, dtype=np.int32)
         far = np.abs(there[:, None] - floor[:, None] - np.arange(2, dtype=np.float32))

@@ -15,7 +15,7 @@ Of families whose pictures are supported also:
     tiles     uint8 [2, T, T, 3]          random pixels
     features  float32 [2, tokens, text]   what the decoder reads of them, pixels scaled to [-1, 1]
 
-Of Qwen3-VL and Qwen3.5, `tile0`, `features0`, ... for each of `GRIDS`: [tokens, (1 + taps) text], of taps behind.
+Of towers over patches, `tile0`, `features0`, ... for each of `GRIDS`: [tokens, (1 + taps) text], of taps behind.
 
 Every token comes from one forward pass, without a cache, over sequences of exactly LENGTH positions: what stands
 behind a position changes nothing before it, and rope scalings that look at a sequence's length see LENGTH always, as
@@ -548,6 +548,35 @@ CASES |= {
     ),
 }
 
+# Text turns by sections of angles one after the other, and towers have other norms and positions.
+_SECTIONS = rope("default", 1e4, mrope_section=[2, 3, 3])
+CASES |= {
+    "paddleocr_vl": (
+        "PaddleOCRVLForConditionalGeneration",
+        0.35,
+        {
+            "text_config": shape(40, 5, 1, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY)
+            | {"tie_word_embeddings": False, "pad_token_id": None, **_SECTIONS},
+            "vision_config": {"image_size": 24, "patch_size": 4, "num_hidden_layers": 2, **tower(40, 44, 5)},
+            "tie_word_embeddings": False,
+            **IMAGE_IDS,
+        },
+    ),
+    "glm_ocr": (
+        "GlmOcrForConditionalGeneration",
+        0.35,
+        {
+            "text_config": shape(40, 4, 2, head_dim=16, vocab_size=VOCABULARY, **_SECTIONS),
+            "vision_config": {"depth": 2, "hidden_size": 40, "intermediate_size": 44, "num_heads": 5}
+            | {"out_hidden_size": 40, "image_size": 24, "patch_size": 4},
+            "image_token_id": VOCABULARY - 2,
+            "video_token_id": VOCABULARY - 1,
+            "image_start_token_id": VOCABULARY - 4,
+            "image_end_token_id": VOCABULARY - 3,
+        },
+    ),
+}
+
 _HYBRIDS = runpy.run_path(str(Path(__file__).with_name("hybrid_cases.py")))
 CASES |= _HYBRIDS["HYBRIDS"]
 
@@ -695,14 +724,22 @@ def golden(model: Any, seed: int, least_gap: float = 0.0) -> dict[str, np.ndarra
 GRIDS = ((6, 10), (4, 2), (2, 12), (18, 16))  # rows and columns of patches
 
 
+def patch_processor(config: Any) -> Any:
+    """What cuts pictures into patches; PaddleOCR-VL reads them line by line, and the others square by square."""
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+        PaddleOCRVLImageProcessorPil,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    kind = PaddleOCRVLImageProcessorPil if config.model_type == "paddleocr_vl" else Qwen2VLImageProcessorPil
+    return kind(patch_size=config.vision_config.patch_size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
 @torch.inference_mode()
 def seen_patches(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Pictures of any proportions and their features."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     draw, found = np.random.default_rng(seed), {}
-    size = model.config.vision_config.patch_size
-    processor = Qwen2VLImageProcessorPil(patch_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    size, processor = model.config.vision_config.patch_size, patch_processor(model.config)
     for at, (rows, columns) in enumerate(GRIDS):
         tile = draw.integers(0, 256, (rows * size, columns * size, 3), dtype=np.uint8)
         given = processor(tile, do_resize=False, return_tensors="pt")
@@ -720,6 +757,8 @@ def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
         "Qwen3VLPreTrainedModel",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        "PaddleOCRVLForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
     )
     if isinstance(model, tuple(getattr(transformers, kind) for kind in kinds)):
         return seen_patches(model, seed)

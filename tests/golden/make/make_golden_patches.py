@@ -1,14 +1,16 @@
-"""Make `tests/golden/images/patches.json`: what transformers' PIL backend of Qwen3-VL makes of generated pictures.
+"""Make `tests/golden/images/patches.json`: what transformers' PIL backends with patches make of generated pictures.
 
     python tests/golden/make/make_golden_patches.py
 
 Run with the `oracle` extra and Pillow installed. The pictures are those of make_golden_images.py; the file has each
-STEPth of them: its rows and columns of patches, and a digest of the float32 `pixel_values`. Then for each of `PROMPTS`
-the text after expansion, as `Qwen3VLProcessor.replace_image_token` writes it.
+STEPth of them by Qwen3-VL's backend: its rows and columns of patches, and a digest of the float32 `pixel_values`. Then
+for each of `PROMPTS` the text after expansion, as `Qwen3VLProcessor.replace_image_token` writes it. Then the pictures
+by each of `OTHERS`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 from io import BytesIO
@@ -44,17 +46,31 @@ PROMPTS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
 )
 
 
-def golden(step: int = STEP) -> dict[str, Any]:
-    """step: 1 for all pictures."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+OTHERS = ("paddleocr_vl", "glm46v")  # transformers' modules
 
-    processors = {name: Qwen2VLImageProcessorPil(**fields) for name, fields in PROCESSORS.items()}
+
+def backend(module: str) -> Any:
+    """The PIL backend of a module of transformers."""
+    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    return next(getattr(found, name) for name in found.__all__)
+
+
+def seen(module: str, step: int) -> list[list[Any]]:
+    """Of each picture its rows and columns of patches, and the digest of these."""
+    processors = {name: backend(module)(**fields) for name, fields in PROCESSORS.items()}
     found = []
     for name, kind, data in BASE.pictures(0, step):
         made = processors[kind](ImageOps.exif_transpose(Image.open(BytesIO(data))), return_tensors="np")
         ((_, rows, columns),) = made["image_grid_thw"].tolist()
         found.append([name, rows, columns, BASE.digest(made["pixel_values"])])
+    return found
+
+
+def golden(step: int = STEP) -> dict[str, Any]:
+    """step: 1 for all pictures."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    processors = {name: backend("qwen2_vl")(**fields) for name, fields in PROCESSORS.items()}
     writer = SimpleNamespace(image_processor=processors["small"], image_token="<|image_pad|>")
     prompts = []
     for text, sizes in PROMPTS:
@@ -65,13 +81,13 @@ def golden(step: int = STEP) -> dict[str, Any]:
             for at in range(len(sizes))
         ]
         prompts.append("".join(map("".join, zip(parts, [*runs, ""], strict=True))))
-    return {"pictures": found, "prompts": prompts}
+    others = {module: seen(module, step) for module in OTHERS}
+    return {"pictures": seen("qwen2_vl", step), "prompts": prompts, **others}
 
 
 if __name__ == "__main__":
     made = golden()
-    rows = ",\n".join(json.dumps(each) for each in made["pictures"])
-    prompts = ",\n".join(json.dumps(each) for each in made["prompts"])
+    lines = {name: ",\n".join(json.dumps(each) for each in rows) for name, rows in made.items()}
     file = BASE.GOLDEN / "patches.json"
-    file.write_text(f'{{"pictures": [\n{rows}\n],\n"prompts": [\n{prompts}\n]}}\n')
+    file.write_text("{" + ",\n".join(f'"{name}": [\n{rows}\n]' for name, rows in lines.items()) + "}\n")
     print(len(made["pictures"]), file.stat().st_size)

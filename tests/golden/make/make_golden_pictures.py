@@ -3,12 +3,13 @@
 Writes ../images/tokens.json: for each family the prompt's token ids, the positions where features of the two tiles (or
 of the first) of golden.npz go, the 48 likeliest tokens one after the other, in float32, and the smallest gap between
 the two likeliest.
-For Qwen3-VL and Qwen3.5, two prompts: with its first picture, and with its second and third.
+For towers over patches, two prompts: with its first picture, and with its second and third.
 """
 
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ FAMILIES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "gemma3_vision": "Gemma3ForConditionalGeneration",
 }
-PATCHES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_5_vision": "Qwen3_5ForConditionalGeneration"}
+PATCHES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5_vision": "Qwen3_5ForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
+    "glm_ocr": "GlmOcrForConditionalGeneration",
+}
 GOLDEN = Path(__file__).parents[1]
 NEW_TOKENS = 48
 
@@ -78,14 +84,12 @@ def both_ways(config: Any, embedded: torch.Tensor, starts: list[int], length: in
 
 @torch.no_grad()
 def tokens_of_patches(name: str) -> list[dict[str, object]]:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    families = runpy.run_path(str(Path(__file__).with_name("make_golden_families.py")))
     directory = GOLDEN / "families" / name
     kind = getattr(transformers, PATCHES[name])
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     arrays, config = np.load(directory / "golden.npz"), model.config
-    size, image = config.vision_config.patch_size, config.image_token_id
-    processor = Qwen2VLImageProcessorPil(patch_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    image, processor = config.image_token_id, families["patch_processor"](config)
     found = []
     for tiles in ((0,), (1, 2)):
         pictures = [arrays[f"tile{at}"] for at in tiles]

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from xla_engine.model_loader.families import deltas, dense, experts, gemma4, hybrids, latent, mamba, variants
+from xla_engine.model_loader.families import (
+    deltas,
+    dense,
+    experts,
+    gemma4,
+    hybrids,
+    latent,
+    mamba,
+    ocr,
+    variants,
+)
 from xla_engine.model_loader.families.dense import LLAMA, QWEN2, QWEN3
 from xla_engine.model_loader.families.encoders import ENCODERS, encoder_fields, encoder_of
 from xla_engine.model_loader.families.family import Family, Source, tensor_sources
@@ -46,6 +56,7 @@ _ALL = (
     *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3, latent.GLM4_MOE_LITE),
     *(mamba.GRANITE_HYBRID, mamba.FALCON_H1, mamba.NEMOTRON_H, mamba.MAMBA2),
     *(variants.STABLELM, variants.STARCODER2, variants.PHI),
+    ocr.PADDLEOCR_VL,
 )
 OTHER_DECODERS: dict[tuple[str, Any], Family] = {  # of the same vision model, by the type of text_config
     (family.architecture, family.text_type): family for family in (dense.MINISTRAL3_VISION,)
