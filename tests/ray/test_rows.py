@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,10 @@ def test_an_actor_takes_options_by_vllms_names(actor: type[EngineActor]) -> None
 
 
 def test_rows_have_receipts_that_are_written_to_one_file(
-    actor: type[EngineActor], embedded: XlaBatchEngine, tmp_path: Path
+    actor: type[EngineActor], embedded: XlaBatchEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two actors, with a row that ran twice in another place; errors too; and an auditor accepts them."""
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)  # actors say when they began
     stage = ModelStage(id_column="key", receipts=True, sampling={"top_p": 0.9})
     one, two = (batch_of(actor(stage), ROWS[part]) for part in (slice(3), slice(3, None)))
     again = batch_of(actor(stage), list(reversed(ROWS)))
