@@ -23,6 +23,11 @@ def is_ahead() -> bool:
     return _devices.value is not None
 
 
+def on_this_host(count: int) -> int:
+    """How many of `count` devices this host has, if it shares them evenly with others."""
+    return count if is_ahead() else max(count // jax.process_count(), 1)
+
+
 def platform() -> str:
     """Their platform: "cpu", "gpu" or "tpu"."""
     return jax.default_backend() if _devices.value is None else str(_devices.value[0].platform)

@@ -71,6 +71,8 @@ class LLM:
             checkpoint recommends, "engine" those of `SamplingParams`.
         data_parallel_size: number of engines, each in a process of its own, that share this machine's devices, cores
             and memory. Results are the same. If a process dies, it is restarted and its requests run elsewhere.
+        num_hosts, coordinator: share one model with the devices of other hosts, on which `xla-engine join` runs;
+            `coordinator` is an address HOST:PORT of this host (docs/more_than_one_machine.md).
         engine_options: further fields of `EngineConfig`, or their names in docs/from_vllm.md. Raises ConfigError for
             an option that can have no effect.
 
@@ -94,12 +96,22 @@ class LLM:
         dtype: str = "auto",
         seed: int = 0,
         data_parallel_size: int = 1,
+        num_hosts: int = 1,
+        coordinator: str | None = None,
         **engine_options: Any,
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "dtype": dtype, "seed": seed}
         config = engine_config({"generation_config": "model"} | sizes | engine_options)
         with startup_line(sys.stderr) as progress:
-            self._hold(open_engine(model, config, engines=data_parallel_size, progress=progress))
+            engine = open_engine(
+                model,
+                config,
+                engines=data_parallel_size,
+                num_hosts=num_hosts,
+                coordinator=coordinator,
+                progress=progress,
+            )
+        self._hold(engine)
 
     @classmethod
     def from_engine(cls, engine: EngineClient) -> LLM:

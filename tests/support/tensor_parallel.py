@@ -127,8 +127,8 @@ def run(
     return [{int(size): result for size, result in found.items()} for found in every]
 
 
-def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """What one engine gives for requests of every kind that arrive while others run.
+def result(job: dict[str, Any], size: int, hosts: Any = None) -> dict[str, Any]:
+    """What one engine gives for requests of every kind that arrive while others run. hosts: `Hosts` that share it.
 
     model: a golden family, the path of a model, or one of `MODELS` and `WIDE_MODELS`. dtype. engine: options.
     tokens: of each request.
@@ -143,6 +143,7 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     from xla_engine.equivalence.verify import verify
     from xla_engine.graphs.model import spec
     from xla_engine.model_loader.checkpoint import load_checkpoint
+    from xla_engine.runner.follower import follow
 
     dtype = job.get("dtype", "bfloat16")
     if (model := (MODELS | WIDE_MODELS).get(job["model"])) is not None:
@@ -153,7 +154,10 @@ def _result(job: dict[str, Any], size: int) -> dict[str, Any]:
     generator = np.random.default_rng(5)
     beginning = generator.integers(1, 198, 48).tolist()
     least = mock.patch.object(spec, "LEAST", job.get("least", spec.LEAST))
-    with least, XlaBatchEngine(checkpoint, None, config) as engine:
+    with least, XlaBatchEngine(checkpoint, None, config, hosts=hosts) as engine:
+        if hosts is not None and not hosts.is_first:
+            follow(engine.runner, hosts)
+            return {}
         report = verify(engine, requests=asked, schedules=1) if (asked := job.get("verifies")) else None
         outputs: dict[str, Any] = {}
         submitted: list[str] = []
@@ -228,4 +232,4 @@ def _collectives(text: str) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     sizes = sys.argv[2:]
-    print(json.dumps([{size: _result(job, int(size)) for size in sizes} for job in json.loads(sys.argv[1])]))
+    print(json.dumps([{size: result(job, int(size)) for size in sizes} for job in json.loads(sys.argv[1])]))

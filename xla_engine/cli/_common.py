@@ -52,6 +52,19 @@ data_parallel_option = click.option(
     default=1,
     help="Number of engines on this machine, each in a process; results are the same.",
 )
+hosts_options = together(
+    click.option(
+        "--num-hosts",
+        type=click.IntRange(1, 4096),
+        default=1,
+        help="Number of hosts whose devices share the model; run xla-engine join on the others.",
+    ),
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="With --num-hosts: an address of this host at which the others join; the next port is used, too.",
+    ),
+)
 model_option = click.option(
     "--model",
     metavar="MODEL",
@@ -290,7 +303,8 @@ def load_engine(
     with _start_limit(limit_s), startup_line(screen) as progress:
         progress = progress if times is None else times.following(progress)
         model = options["files"] if engines == 1 else options["model"]
-        engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress)
+        hosts = {name: options[name] for name in ("num_hosts", "coordinator") if name in options}
+        engine = open_engine(model, EngineConfig(**fields), engines=engines, progress=progress, **hosts)
     resume_collections()
     with engine:
         for number, (name, path) in enumerate(options.get("lora_modules", {}).items(), 1):
@@ -348,7 +362,8 @@ def sampling_fields(options: dict[str, Any], *, for_reader: bool = False, **give
         check_model(options, EngineConfig(**config_fields(options)))
         from xla_engine.runner.jax_settings import check_platform
 
-        check_platform()  # if there is no such device, that is all that is said
+        if options.get("num_hosts", 1) == 1:  # jax joins other hosts before it is used
+            check_platform()  # if there is no such device, that is all that is said
         used = ", ".join(f"{name} {fields[name]}" for name in defaults)
         click.echo(
             f"(the model recommends no sampling: {used}; --temperature 0 gives the likeliest text)", err=True

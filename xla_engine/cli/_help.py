@@ -24,7 +24,7 @@ SECTIONS = {
     "While it runs": "status_path metrics_path step_log_path verbose",
     "Tables": """
         prompt_column prompt_template image_column id_column sampling_columns keep_columns json_columns journal""",
-    "More than one engine": "shard data_parallel_size",
+    "More than one engine": "shard data_parallel_size num_hosts coordinator",
     "Defaults of requests": """
         max_tokens temperature seed truncate_prompt_tokens schema_path generation_config
         override_generation_config chat system""",

@@ -118,6 +118,7 @@ def _encoding(context: click.Context, option: click.Parameter, value: str | None
 @_common.pooling_options
 @_common.time_limits
 @_common.data_parallel_option
+@_common.hosts_options
 @click.option(
     "--lag",
     type=click.IntRange(0, 1),

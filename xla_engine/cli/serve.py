@@ -114,6 +114,7 @@ def _keys_in(path: Path | None) -> tuple[str, ...]:
 @_common.pooling_options
 @_common.time_limits
 @_common.data_parallel_option
+@_common.hosts_options
 @_common.scheduling_options
 @_common.phase_timers_option
 @click.option("--seed", type=int, default=0, help="Seed for batch lines that have none.")

@@ -53,6 +53,7 @@ from xla_engine.runner.devices import start_profile, stop_profile
 from xla_engine.runner.drafting.proposers import device_proposer_of
 from xla_engine.runner.encoder_runner import EncoderRunner
 from xla_engine.runner.features import FeatureBuffer
+from xla_engine.runner.hosts import Hosts
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.jax_settings import check_platform, with_own_settings
 from xla_engine.runner.kept_leaves import leaves_on_disk
@@ -108,6 +109,7 @@ class XlaBatchEngine:
         pooler: PoolingForm | None = None,
         tower: VisionTower | str = NO_PICTURES,
         pictures: PictureReader | None = None,
+        hosts: Hosts | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights onto the device and compile all programs.
@@ -116,11 +118,16 @@ class XlaBatchEngine:
         pooler: how prompts are pooled if `config.runner` is "pooling"; None takes the last token's vector.
         tower: encodes pictures; or why there is none, which requests with pictures are told.
         pictures: reads the pictures that requests name; None takes decoded ones only. Closed with the engine.
+        hosts: that share the model's devices, see `Hosts`; None: only this one.
         progress: called at each step of the start: weights, C++ kernels, programs, self-check.
         """
         config = config or EngineConfig()
         pooler = (pooler or PoolingForm()) if config.pools else None
         device_proposer = device_proposer_of(config, checkpoint, tokenizer, draft)
+        if hosts is not None:
+            if checkpoint.config.encodes:
+                raise ConfigError("an encoder runs on one host: leave num_hosts out")
+            hosts.check_same("model (give the same --model)", checkpoint.fingerprint)
 
         def start(config: EngineConfig, shares: Runner | None = None) -> Runner | EncoderRunner:
             if checkpoint.config.encodes:
@@ -135,6 +142,7 @@ class XlaBatchEngine:
                 pooling=None if pooler is None else pooler.pooling_type,
                 tower=None if isinstance(tower, str) else tower,
                 leaves=None if shares is None else shares.weights.leaves,
+                hosts=hosts,
                 progress=progress,
             )
 
@@ -156,7 +164,8 @@ class XlaBatchEngine:
                 assert isinstance(other, Runner)
                 return other
 
-            self.self_check = self_check(runner, vocab_size, checkpoint.fingerprint, with_pool)
+            always = hosts is not None
+            self.self_check = self_check(runner, vocab_size, checkpoint.fingerprint, with_pool, always=always)
         scheduler = Scheduler(scheduler_config(config, runner, self.self_check, checkpoint.fingerprint))
         pipeline: StepPipeline[InFlight] = StepPipeline(scheduler, lag=config.lag)
         kept = KeptRequests(config.keep_finished, lambda name: pipeline.scheduler.ended.pop(name, None))
@@ -168,7 +177,11 @@ class XlaBatchEngine:
             shadow=ShadowProbe(runner, config) if config.shadow_rate and isinstance(runner, Runner) else None,
             timer=PhaseTimer() if config.phase_timers else None,
             step_timeout_s=config.step_timeout_s,
+            hosts=hosts,
         )
+        if hosts is not None and isinstance(runner, Runner):
+            state.watches, hosts.on_lost = True, state.waiter.wake.set
+            runner.lead()
         state.masks.on_made = state.ready.set
         if isinstance(runner, Runner):  # an encoder has none of these
             state.speculator = make_speculator(config, runner, self.self_check, table)
@@ -231,12 +244,13 @@ class XlaBatchEngine:
         model: str | Path | ModelFiles | None = None,
         config: EngineConfig | None = None,
         *,
+        hosts: Hosts | None = None,
         progress: StartupProgress = silent,
     ) -> XlaBatchEngine:
         """Load a model and compile it.
 
         model: a Hugging Face directory, a Hub id or a GGUF file; None is the embedded model. See `open_model`.
-        progress: as in the constructor.
+        hosts, progress: as in the constructor.
 
         Raises CheckpointError.
         """
@@ -254,6 +268,7 @@ class XlaBatchEngine:
                 pooler=described.pooling,
                 tower=load_tower(described),
                 pictures=load_reader(described),
+                hosts=hosts,
                 progress=progress,
             )
         engine.default_params = SamplingParams.from_mapping(described.sampling_defaults)
@@ -785,6 +800,8 @@ class XlaBatchEngine:
         state.masks.close()
         if state.prefixes is not None:
             state.prefixes.storage.close()
+        if state.hosts is not None:
+            state.hosts.close()
         if not state.device_lost:  # freeing the memory of a device that does not answer would hang, too
             self.runner.close()
 

@@ -109,8 +109,7 @@ class Loop:
             else:
                 self._recovery.faults.plan = step.plan
         except DeviceLostError as error:
-            state.device_lost = True
-            self._recovery.fail(str(error))
+            self._recovery.device_lost(str(error))
         except Exception as error:
             self._recovery.after(error)
         finally:
@@ -146,8 +145,7 @@ class Loop:
                 self._delivery.deliver(step.plan, answer, events)
                 state.turn.incomplete = False
             except DeviceLostError as error:
-                state.device_lost = True
-                recovery.fail(str(error))
+                recovery.device_lost(str(error))
             except Exception as error:
                 recovery.after(error)
             finally:

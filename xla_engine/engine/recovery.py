@@ -213,6 +213,9 @@ class Recovery:
         After a request has failed alone, the canary runs first.
         """
         state, cause = self._state, f"{type(error).__name__}: {error}"
+        if state.hosts is not None and state.hosts.why_lost() is not None:
+            self.device_lost(cause)
+            return
         if (why := self.faults.record(cause)) is not None:
             self.fail(why)
             return
@@ -271,6 +274,12 @@ class Recovery:
         except Exception as error:
             self.fail(f"the device state was lost and cannot be rebuilt: {type(error).__name__}: {error}")
         state.turn.incomplete = False
+
+    def device_lost(self, cause: str) -> None:
+        """Close the engine, whose device is gone, or another host that shares the model."""
+        hosts = self._state.hosts
+        self._state.device_lost = True
+        self.fail(cause if hosts is None or hosts.lost is None else hosts.lost)
 
     def fail(self, cause: str) -> None:
         """As `XlaBatchEngine.fail`."""

@@ -18,6 +18,7 @@ from xla_engine.observability.observer import Observers
 from xla_engine.observability.phases import PhaseTimer
 from xla_engine.observability.stats import WorkCounters
 from xla_engine.runner.encoder_runner import EncoderRunner
+from xla_engine.runner.hosts import Hosts
 from xla_engine.runner.in_flight import InFlight
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Scheduler
@@ -77,6 +78,7 @@ class EngineState:
         every step. By default it does so only while a request has a deadline.
     ready: set when background work is done or a request arrives or ends; cleared when a turn begins.
     idle: the last turn had nothing to do.
+    hosts: other hosts that share the model; None: there are none.
     expired: how many requests have passed their deadlines.
     last_answer: when the device last answered, or was last without work.
     closed: why the engine was closed. draining: no new requests are accepted.
@@ -89,6 +91,7 @@ class EngineState:
     speculator: Speculator | None = None
     prefixes: StoredPrefixes | None = None
     shadow: ShadowProbe | None = None
+    hosts: Hosts | None = None
     timer: PhaseTimer | None = None
     masks: MaskMaker = field(default_factory=MaskMaker)
     observers: Observers = field(default_factory=Observers)
@@ -139,7 +142,10 @@ class EngineState:
         return self.prefixes is not None and self.prefixes.reading is not None
 
     def time_left(self, began: float) -> float:
-        """Seconds until the next deadline or until a step, waited for since `began`, times out; 0 if it has."""
+        """Seconds until the next deadline or until a step, waited for since `began`, times out; 0 if it has, or if
+        another host is gone."""
+        if self.hosts is not None and self.hosts.lost is not None:
+            return 0
         now = self.clock()
         until = math.inf if self.step_timeout_s is None else began + self.step_timeout_s
         return 0 if now >= until else max(min(until, self.next_deadline()) - now, 1e-3)

@@ -49,6 +49,10 @@ class WeightUpdates:
                 "requests are running or waiting, and each must use one set of weights: call update_weights when "
                 "they have ended (drain), or abort them (abort_all)"
             )
+        if self._state.hosts is not None:
+            raise InvalidRequestError(
+                "weights are updated on one host only: start the engine without num_hosts"
+            )
         if self._config.quantization in KEPT:
             raise InvalidRequestError(
                 f"quantization {self._config.quantization!r} keeps the weights packed as in the file: start the "

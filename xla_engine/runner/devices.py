@@ -8,7 +8,7 @@ only moves arrays there.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,33 @@ _ANYWHERE = PartitionSpec()
 _LOADERS = 2  # threads; more would read faster, and hold more of the weights twice
 
 
+@dataclass(frozen=True, slots=True)
+class HostShards:
+    """A copy of what this host's devices have of an array that is sharded over several hosts.
+
+    shape: of the whole array. shards: in the order of this host's devices.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[np.ndarray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.shards)
+
+
+def to_host(array: Any) -> np.ndarray | HostShards:
+    """Copy an array to the host, or this host's part of it. `Devices.pieces` copies it back."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return HostShards(array.shape, tuple(np.asarray(each.data) for each in array.addressable_shards))
+
+
 class Devices:
-    """A mesh of `count` devices; None: a single device without a mesh. Raises ConfigError if there are fewer."""
+    """A mesh of `count` devices; None: a single device without a mesh. Raises ConfigError if there are fewer.
+
+    If `jax.distributed` has joined several hosts, each of them has as many of the devices.
+    """
 
     def __init__(self, count: int | None) -> None:
         self._mesh = None if count is None else Mesh(np.array(_first(count)), (AXIS,))
@@ -56,7 +81,19 @@ class Devices:
 
     def put(self, tree: Any) -> Any:
         """Copy host arrays to every device."""
-        return jax.device_put(tree) if self._everywhere is None else jax.device_put(tree, self._everywhere)
+        if self._everywhere is None:
+            return jax.device_put(tree)
+        if jax.process_count() == 1:
+            return jax.device_put(tree, self._everywhere)
+        return jax.tree.map(self._replicated, tree)
+
+    def _replicated(self, array: Any) -> jax.Array:
+        """A host array on every device of all hosts, which all have the same; jax itself would compare them."""
+        assert self._mesh is not None and self._everywhere is not None
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:  # it is there
+            return array
+        parts = [jax.device_put(array, device) for device in self._mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(np.shape(array), self._everywhere, parts)
 
     def zeros(self, local: Any, whole: Any) -> Any:
         """Arrays of zeros. local, whole: the abstract arrays on one device, and on all together."""
@@ -97,6 +134,8 @@ class Devices:
             return {part: self.put(array) for part, array in whole.items()}
         parts: dict[str, list[jax.Array]] = {}
         for place, device in enumerate(self._mesh.devices.flat):
+            if device.process_index != jax.process_index():
+                continue
             for part, array in self._stored(spec, weights, name, place).items():
                 parts.setdefault(part, []).append(jax.block_until_ready(jax.device_put(array, device)))
         return {part: self._joined(spec, part, arrays) for part, arrays in parts.items()}
@@ -170,7 +209,7 @@ class Devices:
         """The function that copies the content of slots or blocks, as these programs read it, back to the devices."""
         for mine, every in zip(local, whole, strict=True):
             if mine.name in READS:
-                return functools.partial(jax.device_put, device=self._read(mine, every))
+                return functools.partial(_put_pieces, shardings=self._read(mine, every))
         return self.put
 
     def _read(self, local: Program, whole: Program) -> Any:
@@ -219,7 +258,9 @@ class Devices:
         leaf = spec.leaves[name]
         assert leaf.cut is not None and self._mesh is not None
         sharding = NamedSharding(self._mesh, PartitionSpec(*[None] * leaf.cut.axis, AXIS))
-        return jax.make_array_from_single_device_arrays(leaf.on_devices(len(parts)).shape, sharding, parts)
+        return jax.make_array_from_single_device_arrays(
+            leaf.on_devices(self._mesh.size).shape, sharding, parts
+        )
 
 
 class HeldWeights:
@@ -265,14 +306,36 @@ class HeldWeights:
             self.leaves[place] = leaf
 
 
+def _put_pieces(pieces: Any, shardings: Any) -> Any:
+    """Copy arrays, or what `to_host` made of them, to where shardings say."""
+
+    def put(piece: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(piece, jax.Array) and not piece.is_fully_addressable:  # it is there
+            return piece
+        if not isinstance(piece, HostShards):
+            return jax.device_put(piece, sharding)
+        devices = sharding.mesh.local_devices
+        parts = [jax.device_put(part, device) for part, device in zip(piece.shards, devices, strict=True)]
+        return jax.make_array_from_single_device_arrays(piece.shape, sharding, parts)
+
+    return jax.tree.map(put, pieces, shardings)
+
+
 def _specs(shardings: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def _first(count: int) -> Sequence[Any]:
-    there = target.devices()
-    if len(there) >= count:
-        return there[:count]
+    there, hosts = target.devices(), 1 if target.is_ahead() else jax.process_count()
+    by_host = [[each for each in there if hosts == 1 or each.process_index == host] for host in range(hosts)]
+    if all(len(each) * hosts >= count for each in by_host):
+        return [device for each in by_host for device in each[: count // hosts]]
+    if hosts > 1:
+        fewest = min(range(hosts), key=lambda host: len(by_host[host]))
+        raise ConfigError(
+            f"tensor_parallel_size {count} over {hosts} hosts needs {count // hosts} devices of each, and host "
+            f"{fewest} has {len(by_host[fewest])}: give at most {hosts * len(by_host[fewest])}"
+        )
     who, remedy = "the topology" if target.is_ahead() else "jax", f"use at most {len(there)}"
     if there[0].platform == "cpu":
         remedy = (

@@ -13,6 +13,7 @@ from xla_engine.graphs.kv_cache.cache import KVCache, states_of, with_states
 from xla_engine.graphs.kv_cache.moves import blocks_per_call, num_spans
 from xla_engine.graphs.row_state.rows import RowState
 from xla_engine.runner.device_state import DeviceState
+from xla_engine.runner.devices import to_host
 from xla_engine.runner.programs import (
     COPY,
     COPY_BLOCKS,
@@ -55,7 +56,8 @@ class ParkedState:
     def __post_init__(self) -> None:
         """Start the copy to the host."""
         for leaf in jax.tree.leaves((self.pieces, self.row)):
-            leaf.copy_to_host_async()
+            if leaf.is_fully_addressable:
+                leaf.copy_to_host_async()
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +65,7 @@ class ParkedState:
 
     def settle(self) -> None:
         """Finish the copy, and free the device arrays."""
-        self.pieces, self.row = jax.tree.map(np.asarray, (self.pieces, self.row))
+        self.pieces, self.row = jax.tree.map(to_host, (self.pieces, self.row))
 
 
 class SlotMoves:

@@ -100,12 +100,12 @@ def available_bytes(device: Any) -> int | None:
 def total_to_each(device: Any, devices: int) -> int | None:
     """The total memory of each of `devices` devices like `device`, used or not, so that it is the same at every start.
 
-    On the host all devices share its memory. None if unknown.
+    On the host all its devices share its memory. None if unknown.
     """
     if device.platform != "cpu":
         return _limit_and_use(device)[0]
     total = host_memory.total()
-    return None if total is None else total // devices
+    return None if total is None else total // target.on_this_host(devices)
 
 
 def _limit_and_use(device: Any) -> tuple[int | None, int]:
@@ -132,7 +132,9 @@ NOTHING = ExtraMemory()
 def available_to_each(device: Any, devices: int) -> int | None:
     """`available_bytes` for each of `devices` devices like `device`: on the host they share its memory."""
     available = available_bytes(device)
-    return available if available is None or device.platform != "cpu" else available // devices
+    if available is None or device.platform != "cpu":
+        return available
+    return available // target.on_this_host(devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

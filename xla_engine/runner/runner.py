@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from xla_engine.runner.devices import HeldWeights
 from xla_engine.runner.dispatch import Dispatch, Sizes
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
+from xla_engine.runner.hosts import Hosts
 from xla_engine.runner.in_flight import (
     DecodeSamples,
     FirstSamples,
@@ -53,6 +55,7 @@ from xla_engine.runner.program_store import program_store
 from xla_engine.runner.programs import CONTINUE, PROMPT_LOGITS, logits_programs, make_programs
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.step_costs import StepCosts, measure
+from xla_engine.runner.step_messages import StepSender
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.vision_tower import VisionTower
 from xla_engine.scheduler import Plan, StepResult
@@ -86,6 +89,7 @@ class Runner:
         pooling: str | None = None,
         tower: VisionTower | None = None,
         leaves: Sequence[jax.Array] | None = None,
+        hosts: Hosts | None = None,
         progress: StartupProgress = silent,
     ) -> None:
         """Load the weights and compile all programs.
@@ -94,14 +98,20 @@ class Runner:
         pooling: one of `graphs.config.POOLING_TYPES`; None: prompts are not pooled.
         tower: encodes pictures; None: prompts have none.
         leaves: on the device already, of another runner of the model, which must be closed later.
+        hosts: that share the model; None: only this one.
         """
         check_platform()
+        self._hosts = hosts
+        self._sender: StepSender | None = None
         config = self._with_features(config, tower)
         if config.compile_cache:
             use_compile_cache(compile_cache_directory())
         self.compiles = CompileCounter()
         progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
-        planned = plan_engine(config, model, dtype, stored_kinds(weights), jax.devices()[0], device_proposer)
+        device = jax.local_devices()[0]
+        planned = plan_engine(config, model, dtype, stored_kinds(weights), device, device_proposer)
+        if hosts is not None and (agreed := hosts.agree(planned.config)) != planned.config:
+            planned = plan_engine(agreed, model, dtype, stored_kinds(weights), device)
         self._take_plan(planned, pooling)
         self._load(planned, weights, leaves, progress)
         self._connect()
@@ -201,6 +211,9 @@ class Runner:
         if self._store is not None and self._store.has_new:
             self._store.tidy()
         release_free_memory()  # and what compiling or loading programs has freed
+        if self._hosts is not None:
+            progress(StartupStep("waiting for the other hosts"))
+            self._hosts.meet()
         progress(StartupStep("first calls"))
         self._warm_up()
         self.compile_seconds = time.perf_counter() - began
@@ -215,6 +228,8 @@ class Runner:
         settings: must have the requests whose prompt completes in this plan, those that resume, and rows that join the
             decode step. drafts: for the rows of a verify step.
         """
+        if self._sender is not None:
+            self._tell({"op": "start", **self._sender.message(plan, settings)})
         self._start_moves(plan, settings)
         for table in plan.moves.tables:
             self.state.host.set_blocks(table.slot.index, table.start, table.blocks)
@@ -254,7 +269,8 @@ class Runner:
 
     def discard(self, request_id: str) -> None:
         """Remove the parked state of a request that has ended."""
-        self._parked.pop(request_id, None)
+        if self._parked.pop(request_id, None) is not None:
+            self._tell({"op": "discard", "request_id": request_id})
 
     def prompt_scores(self, step: InFlight) -> list[PromptScores | PooledChunk]:
         """Fetch a started step's results about prompts: log-probabilities of their tokens, and pooled vectors."""
@@ -270,6 +286,8 @@ class Runner:
 
         Compiles its programs at the first use. Nothing may be in flight before and after.
         """
+        if self._hosts is not None:
+            raise ConfigError("logits of prompts are given on one host only: leave num_hosts out")
         if not self._gives_logits:
             make = functools.partial(logits_programs, self.spec, self.config, self.config.prefill_lanes)
             programs = make(self.weights.leaves)
@@ -298,6 +316,19 @@ class Runner:
 
     def reset(self) -> None:
         """Reset row state, counters and parked states as at start-up; the cache keeps its content."""
+        self._tell({"op": "reset"})
+        self._reset()
+
+    def lead(self) -> None:
+        """Tell the other hosts of all that starts here from now on. Until then, all of them start the same."""
+        if self._hosts is not None and self._hosts.is_first:
+            self._sender = StepSender()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._sender is not None and self._hosts is not None:
+            self._hosts.send(message)
+
+    def _reset(self) -> None:
         self.state.reset()
         self.dispatch.reset()
         self._parked.clear()
@@ -391,7 +422,8 @@ class Runner:
 
     def blank(self) -> None:
         """`reset`, and also fill the cache with zeros, so that runs repeat bit for bit. Nothing may be in flight."""
-        self.reset()
+        self._tell({"op": "blank"})
+        self._reset()
         self.state.blank_cache()
         if self._device_proposer is not None:
             self._device_proposer.blank()

@@ -74,6 +74,17 @@ class TokenMask:
                 "allow more"
             )
 
+    @classmethod
+    def received(cls, vocab_size: int, *, constrained: bool) -> TokenMask:
+        """A mask whose words another process computes, for `set_words`."""
+        mask = cls(vocab_size)
+        mask.constrained = constrained
+        return mask
+
+    def set_words(self, words: np.ndarray) -> None:
+        """Take words as they are, u32 `[ceil(V / 32)]`."""
+        self._made = _Made(self._tokens, 0, words)
+
     @property
     def words(self) -> np.ndarray:
         """The latest mask, u32 `[ceil(V / 32)]`, in the format of `graphs.row_state.rows.Tables`. Read-only."""

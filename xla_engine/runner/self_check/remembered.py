@@ -24,13 +24,19 @@ from xla_engine.utils.cores import cores
 
 
 def self_check(
-    runner: Runner, vocab_size: int, fingerprint: str, with_pool: WithPool | None = None
+    runner: Runner,
+    vocab_size: int,
+    fingerprint: str,
+    with_pool: WithPool | None = None,
+    *,
+    always: bool = False,
 ) -> SelfCheck | None:
     """The result of `run_self_check`, or the cached one of an earlier start. fingerprint: of the checkpoint.
 
-    With `EngineConfig.compile_cache` off, the check always runs and its result is not cached.
+    always: run the check, as all hosts must that share a model. With `EngineConfig.compile_cache` off, it always runs,
+    too, and its result is not cached.
     """
-    if not runner.config.compile_cache:
+    if always or not runner.config.compile_cache:
         return run_self_check(runner, vocab_size, with_pool)
     directory = private_directory(compile_cache_directory() / "self_checks")
     path = directory / f"{_key(runner, vocab_size, fingerprint)}.json"
