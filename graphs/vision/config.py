@@ -111,13 +111,13 @@ BUCKETS = (256, 1024, 4096, 16384)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
     """A tower over the patches of a picture of any proportions, with rotary embedding over rows and columns: that of
-    Qwen3-VL, with taps (technical report, Bai et al. 2025; DeepStack, Meng et al. 2024), or of PaddleOCR-VL (technical
-    report, Cui et al. 2025).
+    Qwen3-VL, with taps (technical report, Bai et al. 2025; DeepStack, Meng et al. 2024), of PaddleOCR-VL (technical
+    report, Cui et al. 2025), or of GLM-OCR (technical report of GLM-4.1V, Hong et al. 2025; transformers' `glm_ocr`).
 
     hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: of the tower.
     patch_size: side of a patch, pixels. frames: a patch is seen this many times, as those of a video are.
     merge_size: this many patches in either direction become one token of the prompt.
-    position_side: learned positions in a row, between which those of a picture are interpolated.
+    position_side: learned positions in a row, between which those of a picture are interpolated; 0 if there are none.
     rope_theta: base of the rotary embedding.
     taps: layers after which features are taken that are added behind the decoder's first layers.
     text_size: features of a token in the decoder.
@@ -125,6 +125,8 @@ class PatchConfig:
     layer_norm_eps: of the tower's norms.
     flat: as in PaddleOCR-VL, a patch is seen once, the interpolated positions are those of the centres of patches and
         not of their corners, and the last layer has a norm of its own before the merger's.
+    gated: as in GLM-OCR, layers have RMSNorms, norms of query and key heads and an MLP with a gate, and the merger has
+        a gate too.
     """
 
     hidden_size: int
@@ -141,6 +143,7 @@ class PatchConfig:
     axes: tuple[int, ...]
     layer_norm_eps: float = 1e-6
     flat: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % (4 * self.num_attention_heads):
@@ -166,8 +169,13 @@ class PatchConfig:
 
     @property
     def merger_eps(self) -> float:
-        """Of the norm before the merger."""
-        return 1e-5 if self.flat else self.layer_norm_eps
+        """Of the LayerNorm before or in the merger."""
+        return 1e-5 if self.flat or self.gated else self.layer_norm_eps
+
+    @property
+    def merger_size(self) -> int:
+        """Inner features of a gated merger: three times those of a token."""
+        return CHANNELS * self.text_size
 
     @property
     def averages(self) -> bool:

@@ -46,6 +46,17 @@ def linear_shapes(name: str, rows: int, columns: int) -> Shapes:
 
 def layer_shapes(c: Config) -> Shapes:
     d, f = c.hidden_size, c.intermediate_size
+    if isinstance(c, PatchConfig) and c.gated:
+        return {
+            "norm1": (d,),
+            "q_norm": (c.head_dim,),
+            "k_norm": (c.head_dim,),
+            "norm2": (d,),
+            **linear_shapes("qkv", 3 * d, d),
+            **linear_shapes("output", d, d),
+            **linear_shapes("gate_up", 2 * f, d),
+            **linear_shapes("down", d, f),
+        }
     return {
         **norm_shapes("norm1", d),
         **linear_shapes("qkv", 3 * d, d),
@@ -126,11 +137,15 @@ def heads(c: Config, leaves: Leaves, x: jax.Array, angles: jax.Array | None = No
     angles: cosines and sines by which queries and keys turn, float32 `[R, 2, Dh/2]`; None: they do not.
     """
     dtype = leaves["qkv"].dtype
-    made = linear(leaves, "qkv", layer_norm(leaves, "norm1", x, c.layer_norm_eps)).astype(dtype)
+    made = linear(leaves, "qkv", normed(leaves, "norm1", x, c.layer_norm_eps)).astype(dtype)
     split = made.reshape(len(x), 3, c.num_attention_heads, c.head_dim)
     if angles is None:
         return list(split.transpose(1, 2, 0, 3))
-    turned = [apply_rope(split[:, at].astype(jnp.float32), angles).astype(dtype) for at in (0, 1)]
+    own = [split[:, at].astype(jnp.float32) for at in (0, 1)]
+    if "q_norm" in leaves:
+        norms = (leaves["q_norm"], leaves["k_norm"])
+        own = [rms_norm(each, norm, c.layer_norm_eps) for each, norm in zip(own, norms, strict=True)]
+    turned = [apply_rope(each, angles).astype(dtype) for each in own]
     return [each.transpose(1, 0, 2) for each in (*turned, split[:, 2])]
 
 
@@ -148,8 +163,11 @@ def attended(
 def behind(c: Config, leaves: Leaves, x: jax.Array, seen: jax.Array) -> jax.Array:
     """The residual stream `[N, D]` after the rest of a layer, behind attention."""
     x = added(c, leaves, "output", seen, x)
-    before = layer_norm(leaves, "norm2", x, c.layer_norm_eps)
-    hidden = jax.nn.gelu(linear(leaves, "up", before), approximate=True)
+    before = normed(leaves, "norm2", x, c.layer_norm_eps)
+    if "gate_up" in leaves:
+        hidden = gated(leaves, "gate_up", before)
+    else:
+        hidden = jax.nn.gelu(linear(leaves, "up", before), approximate=True)
     return added(c, leaves, "down", hidden, x)
 
 
@@ -161,7 +179,20 @@ def added(c: Config, leaves: Leaves, name: str, hidden: jax.Array, x: jax.Array)
 
 
 def linear(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
-    return rows_first(leaves[name], x) + leaves[f"{name}_bias"]
+    """A product, plus its bias if it has one."""
+    product = rows_first(leaves[name], x)
+    return product + leaves[f"{name}_bias"] if f"{name}_bias" in leaves else product
+
+
+def gated(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:
+    """The inner features `[N, F]` of an MLP with a gate (Shazeer 2020). The first half of the leaf makes the gate."""
+    gate, up = jnp.split(linear(leaves, name, x), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def normed(leaves: Leaves, name: str, x: jax.Array, eps: float) -> jax.Array:
+    """`layer_norm`, or RMSNorm (Zhang and Sennrich 2019) if the norm has no bias."""
+    return layer_norm(leaves, name, x, eps) if f"{name}_bias" in leaves else rms_norm(x, leaves[name], eps)
 
 
 def layer_norm(leaves: Leaves, name: str, x: jax.Array, eps: float) -> jax.Array:

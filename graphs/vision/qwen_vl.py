@@ -109,11 +109,15 @@ def embedded(
 
     patches: uint8 `[R, 3, p, p]`. near, share: the four learned positions around each and their shares, `[R, 4]`.
     """
+    positions = leaves["positions"].astype(jnp.float32)[near] * share[:, :, None]  # [R, 4, D]
+    return convolved(c, leaves, table, patches) + positions.sum(axis=1)
+
+
+def convolved(c: PatchConfig, leaves: Leaves, table: jax.Array, patches: jax.Array) -> jax.Array:
+    """The embeddings of patches, uint8 `[R, 3, p, p]`, without positions: float32 `[R, D]`."""
     pixels = table[jnp.arange(CHANNELS)[:, None, None], patches]  # [R, 3, p, p]
     seen = jnp.broadcast_to(pixels[:, :, None], (*pixels.shape[:2], c.frames, *pixels.shape[2:]))
-    rows = seen.reshape(len(patches), -1)  # as a convolution's kernel
-    positions = leaves["positions"].astype(jnp.float32)[near] * share[:, :, None]  # [R, 4, D]
-    return linear(leaves, "patch", rows) + positions.sum(axis=1)
+    return linear(leaves, "patch", seen.reshape(len(patches), -1))  # as a convolution's kernel
 
 
 def merged(leaves: Leaves, name: str, x: jax.Array) -> jax.Array:

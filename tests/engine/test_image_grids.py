@@ -197,7 +197,11 @@ def test_taps_that_are_not_added_would_be_found(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["qwen3_vl", pytest.param("qwen3_5_vision", marks=FULL), pytest.param("paddleocr_vl", marks=FULL)]
+    "name",
+    [
+        "qwen3_vl",
+        *(pytest.param(name, marks=FULL) for name in ("qwen3_5_vision", "paddleocr_vl", "glm_ocr")),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """Of one picture, and of two of other proportions, in one batch."""
@@ -216,7 +220,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["qwen3_5_vision", "paddleocr_vl"])
+@pytest.mark.parametrize("name", ["qwen3_5_vision", "paddleocr_vl", "glm_ocr"])
 def test_other_families_see_pictures(name: str) -> None:
     """Alone, among peers, with a cached prefix or a saved state of recurrent layers, and preempted."""
     config = replace(SMALL, mamba_cache_mode="align", mamba_block_size=16)

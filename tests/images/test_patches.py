@@ -73,6 +73,7 @@ def patches() -> SimpleNamespace:
 KINDS = {
     "pictures": ("Qwen2VLImageProcessor", False, 2),
     "paddleocr_vl": ("PaddleOCRVLImageProcessor", True, 1),
+    "glm46v": ("Glm46VImageProcessor", False, 2),
 }
 
 
@@ -126,6 +127,7 @@ def test_all_pixels_are_those_of_transformers(patches: SimpleNamespace, tmp_path
     unit=st.sampled_from((14, 28, 32)),
 )
 def test_sizes_are_those_of_transformers(width: int, height: int, unit: int) -> None:
+    from transformers.models.glm46v.image_processing_pil_glm46v import smart_resize as of_glm
     from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as of_paddle
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_qwen
 
@@ -137,6 +139,8 @@ def test_sizes_are_those_of_transformers(width: int, height: int, unit: int) -> 
     assert qwen.grid(width, height).whole == of_qwen(height, width, unit, 65536, 2**20)[::-1]
     paddle = replace(qwen, enlarged="side by side")
     assert paddle.grid(width, height).whole == of_paddle(height, width, unit, 65536, 2**20)[::-1]
+    glm = replace(qwen, enlarged="at once", frames=2)
+    assert glm.grid(width, height).whole == of_glm(2, height, width, 2, unit, 65536, 2**20)[::-1]
 
 
 def test_prompts_are_expanded_as_in_transformers(patches: SimpleNamespace, tmp_path: Path) -> None:
@@ -182,6 +186,19 @@ PADDLE = {  # that of PaddleOCR-VL
 }
 
 
+GLM = {  # that of GLM-OCR
+    "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+    "do_rescale": True,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Glm46VImageProcessor",
+    "processor_class": "Glm46VProcessor",
+}
+
+
 def test_sizes_of_processors_that_read_pages(tmp_path: Path) -> None:
     """A page of 200 dots an inch, and a line of text that is lower than a square. Files name edges in three ways."""
     processor = processor_of(tmp_path, PADDLE)
@@ -197,6 +214,14 @@ def test_sizes_of_processors_that_read_pages(tmp_path: Path) -> None:
     assert processor_of(tmp_path, without).longest_edge == 1536**2
     with pytest.raises(CheckpointError, match=r"mm_processor_kwargs: num_crops.* for PaddleOCR-VL"):
         processor_of(tmp_path, PADDLE, num_crops=3)
+    glm = processor_of(tmp_path, GLM)
+    sizes = ((1654, 2339), (900, 20), (20, 10), (6000, 4000))
+    assert [glm.grid(*size).whole for size in sizes] == [(1652, 2352), (1260, 28), (112, 56), (2688, 1792)]
+    assert processor_of(tmp_path, GLM, max_pixels=6422528).grid(1654, 2339).tokens == 4028
+    assert processor_of(tmp_path, GLM | {"temporal_patch_size": 1}).grid(6000, 4000).tokens == 12150
+    assert replace(
+        processor_of(tmp_path, {"image_processor_type": GLM["image_processor_type"]}), frames=1
+    ) == (replace(glm, longest_edge=28**2 * 15000, frames=1))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +256,7 @@ def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> Visio
     return VisionTower(found.config, found.dtype, found.weights, TABLE, slices=slices)
 
 
-TOWERS = ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl"]
+TOWERS = ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl", "glm_ocr"]
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -343,11 +368,12 @@ def test_a_question_about_a_file(model: Path, tmp_path: Path) -> None:
 
 MARKS = {  # of a family: what is before a picture, what stands for it, and what is behind
     "paddleocr_vl": ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
+    "glm_ocr": ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "fields"), [("paddleocr_vl", PADDLE)])
+@pytest.mark.parametrize(("name", "fields"), [("paddleocr_vl", PADDLE), ("glm_ocr", GLM)])
 def test_a_batch_of_pages(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """Through `LLM`, in a conversation: each page has the answer that it has alone."""
     directory, marks = tmp_path / name, MARKS[name]
@@ -480,16 +506,36 @@ def test_what_does_not_fit_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "change", "message"),
     [
-        ({"mrope_section": [9, 9, 9]}, "mrope_section"),
-        ({"mrope_interleaved": False}, "mrope_interleaved = false"),
+        ("paddleocr_vl", {"vision_config": {"hidden_act": "silu"}}, "hidden_act"),
+        ("paddleocr_vl", {"vision_config": {"num_channels": 1}}, "num_channels"),
+        ("paddleocr_vl", {"vision_config": {"image_size": 2}}, "image_size"),
+        ("paddleocr_vl", {"vision_config": {"image_size": 28}}, r"position_embedding\.weight has shape"),
+        ("glm_ocr", {"vision_config": {"attention_bias": False}}, "attention_bias = false"),
+        ("glm_ocr", {"vision_config": {"hidden_act": "gelu"}}, "only silu"),
+        ("glm_ocr", {"vision_config": {"out_hidden_size": 41}}, "out_hidden_size = 41"),
+        ("glm_ocr", {"vision_config": {"spatial_merge_size": 4}}, r"downsample\.weight has shape"),
     ],
 )
-def test_other_positions_are_refused(
-    model: Path, tmp_path: Path, fields: dict[str, Any], message: str
+def test_towers_that_read_pages_are_refused_by_name(
+    tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    directory = changed(model, tmp_path / "changed", {})
+    with pytest.raises(CheckpointError, match=message):
+        load_vision(changed(GOLDEN / "families" / name, tmp_path / "changed", change))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("qwen3_vl", {"mrope_section": [9, 9, 9]}, "mrope_section"),
+        ("qwen3_vl", {"mrope_interleaved": False}, "mrope_interleaved = false"),
+        ("paddleocr_vl", {"mrope_section": None}, "mrope_section"),
+        ("glm_ocr", {"mrope_section": [2, 3, 2]}, "add up to the 8 angles"),
+    ],
+)
+def test_other_positions_are_refused(tmp_path: Path, name: str, fields: dict[str, Any], message: str) -> None:
+    directory = changed(GOLDEN / "families" / name, tmp_path / "changed", {})
     config = json.loads((directory / "config.json").read_text())
     config["text_config"]["rope_parameters"] |= fields
     (directory / "config.json").write_text(json.dumps(config))

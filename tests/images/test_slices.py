@@ -45,6 +45,7 @@ FORMS: dict[str, Config] = {
     "qwen3_vl": PATCHES,
     "qwen3_5": replace(PATCHES, taps=()),
     "paddleocr_vl": replace(PATCHES, taps=(), frames=1, flat=True),
+    "glm_ocr": replace(PATCHES, taps=(), position_side=0, gated=True),
 }
 
 

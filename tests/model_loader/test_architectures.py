@@ -30,7 +30,6 @@ REFUSALS = {
     "DeepSeek-V3": "experts chosen by group",
     "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
-    "GLM-OCR": "Use Qwen3-VL",
     "DeepSeek-OCR-2": "Use Qwen3-VL",
 }
 
@@ -49,18 +48,21 @@ def test_a_published_configuration_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "patches", "tokens"), [("PaddleOCR-VL", 27 * 27, 3550), ("granite-docling-258M", 0, 64)]
+    ("name", "patches", "page", "tokens"),
+    [
+        ("PaddleOCR-VL", 27 * 27, (1988, 1400, 3), 3550),
+        ("GLM-OCR", 0, (2212, 1708, 3), 4819),
+        ("granite-docling-258M", None, (512, 512, 3), 64),
+    ],
 )
 def test_the_tower_of_a_published_configuration_runs(
-    name: str, patches: int, tokens: int, tmp_path: Path
+    name: str, patches: int | None, page: tuple[int, ...], tokens: int, tmp_path: Path
 ) -> None:
-    """Each leaf has its tensors. patches: that have a learned position of their own; 0 if tiles do. tokens: of a page
-    of PaddleOCR-VL, or of a tile."""
+    """Each leaf has its tensors. patches: that have a learned position of their own; None if tiles do."""
     fields = open_named(write(tmp_path, name)).config_fields()
     text, family = transformers_model(fields)
     vision = read_vision(fields, family, text)
     assert vision_sources(vision, family).keys() == leaf_shapes(vision).keys()
-    page = (1988, 1400, 3) if patches else (512, 512, 3)
     assert vision.tokens_of(page) == tokens and vision.text_size == text.hidden_size
     if isinstance(vision, PatchConfig):
         assert vision.position_side**2 == patches

@@ -237,7 +237,17 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "GLM-OCR": within(
         "GlmOcrForConditionalGeneration",
         "glm_ocr",
-        config("", "glm_ocr_text", 1536, 4608, 16, 16, 8, 59392, 131072),
+        config("", "glm_ocr_text", 1536, 4608, 16, 16, 8, 59392, 131072)
+        | {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "num_nextn_predict_layers": 1}
+        | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": [59246, 59253]}
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 1.0}
+            | {"mrope_section": [16, 24, 24]}
+        },
+        vision_config={"model_type": "glm_ocr_vision", "hidden_size": 1024, "depth": 24, "num_heads": 16}
+        | {"attention_bias": True, "intermediate_size": 4096, "hidden_act": "silu", "in_channels": 3}
+        | {"image_size": 336, "patch_size": 14, "out_hidden_size": 1536, "rms_norm_eps": 1e-5}
+        | {"spatial_merge_size": 2, "temporal_patch_size": 2, "hidden_dropout_prob": 0.0},
     ),
     "PaddleOCR-VL": config(
         "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", 1024, 3072, 18, 16, 2, 103424, 131072

@@ -51,7 +51,7 @@ class ImageDecoder:
         if grid.tokens is not None and grid.tokens * unit**2 > BUCKETS[-1]:
             raise ImageTooLargeError(
                 f"the picture has {grid.tokens} tokens; the vision tower reads at most {BUCKETS[-1] // unit**2}. Make "
-                "it smaller"
+                "it smaller, or set max_pixels in mm_processor_kwargs"
             )
         return grid
 

@@ -1,9 +1,9 @@
 """How a checkpoint cuts a picture into tiles and scales its values, as its preprocessor_config.json says.
 
-Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL and PaddleOCR-VL one in
-its proportions. Sizes and values are those of transformers' PIL backend
-(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl}.py`). With torchvision installed transformers prefers
-that, and then its pixels differ by up to two steps of 255.
+Idefics3 and SmolVLM make tiles of a grid, Gemma 3 makes one tile of each picture, and Qwen3-VL, PaddleOCR-VL and
+GLM-OCR one in its proportions. Sizes and values are those of transformers' PIL backend
+(`image_processing_pil_{idefics3,gemma3,qwen2_vl,paddleocr_vl,glm46v}.py`). With torchvision installed transformers
+prefers that, and then its pixels differ by up to two steps of 255.
 """
 
 import math
@@ -53,18 +53,20 @@ _PATCH_DEFAULTS = {  # transformers' own
 }
 _MOST_PIXELS = 2**26
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # overrides of edges of `size`
-Enlarged = Literal["never", "side by side"]
+Enlarged = Literal["never", "side by side", "at once"]
 
 
 @dataclass(frozen=True, slots=True)
 class _PatchKind:
     """model: whose processor it is. size: transformers' default. enlarged: see `PatchProcessor`.
-    has_pixels: whether published files have `_PIXELS` themselves."""
+    has_pixels: whether published files have `_PIXELS` themselves. counts_frames: whether `PatchProcessor.frames` is
+    `temporal_patch_size`, and not 1."""
 
     model: str
     size: Mapping[str, int]
     enlarged: Enlarged = "never"
     has_pixels: bool = False
+    counts_frames: bool = False
 
 
 _PATCH_KINDS = {
@@ -73,6 +75,9 @@ _PATCH_KINDS = {
     ),
     "PaddleOCRVLImageProcessor": _PatchKind(
         "PaddleOCR-VL", {"shortest_edge": 384**2, "longest_edge": 1536**2}, "side by side", has_pixels=True
+    ),
+    "Glm46VImageProcessor": _PatchKind(
+        "GLM-OCR", {"shortest_edge": 112**2, "longest_edge": 28**2 * 15000}, "at once", counts_frames=True
     ),
 }
 
@@ -138,15 +143,17 @@ class ImageProcessor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchProcessor:
-    """The processor of Qwen3-VL or PaddleOCR-VL: a picture keeps its proportions, and is one tile of whole squares of
-    patches (transformers' `image_processing_pil_{qwen2_vl,paddleocr_vl}.py`).
+    """The processor of Qwen3-VL, PaddleOCR-VL or GLM-OCR: a picture keeps its proportions, and is one tile of whole
+    squares of patches (transformers' `image_processing_pil_{qwen2_vl,paddleocr_vl,glm46v}.py`).
 
     shortest_edge, longest_edge: the fewest and the most pixels of a resized picture; the names are transformers'.
     patch_size: side of a patch, pixels. merge_size: this many patches in either direction become one token.
     resample: Pillow's number of the filter.
     rescale_factor, image_mean, image_std: of `value_table`; None if the step is left out.
     enlarged: whether a picture lower or narrower than a square is enlarged before all else: "side by side" makes first
-        its height and then its width that of a square, and the other side follows, rounded.
+        its height and then its width that of a square, and the other side follows, rounded; "at once" multiplies both
+        sides by the least factor that is enough, rounded down.
+    frames: how often the edges count each pixel.
     """
 
     shortest_edge: int
@@ -158,6 +165,7 @@ class PatchProcessor:
     image_mean: tuple[float, ...] | None
     image_std: tuple[float, ...] | None
     enlarged: Enlarged = "never"
+    frames: int = 1
 
     def grid(self, width: int, height: int) -> Grid:
         """The size of the only tile, which depends on the upright size alone."""
@@ -173,13 +181,16 @@ class PatchProcessor:
                 width, height = round(width * unit / height), unit
             if width < unit:
                 width, height = unit, round(height * unit / width)
+        if self.enlarged == "at once" and min(width, height) < unit:
+            factor = max(unit / height, unit / width)
+            width, height = int(width * factor), int(height * factor)
         sides = round(width / unit) * unit, round(height / unit) * unit
-        if sides[0] * sides[1] > self.longest_edge:
-            scale = math.sqrt(height * width / self.longest_edge)
+        if self.frames * sides[0] * sides[1] > self.longest_edge:
+            scale = math.sqrt(self.frames * height * width / self.longest_edge)
             width, height = (max(unit, math.floor(side / scale / unit) * unit) for side in (width, height))
             return width, height
-        if sides[0] * sides[1] < self.shortest_edge:
-            scale = math.sqrt(self.shortest_edge / (height * width))
+        if self.frames * sides[0] * sides[1] < self.shortest_edge:
+            scale = math.sqrt(self.shortest_edge / (self.frames * height * width))
             width, height = (math.ceil(side * scale / unit) * unit for side in (width, height))
             return width, height
         return sides
@@ -342,6 +353,7 @@ def _read_patch_processor(
         patch_size=fields.integer("patch_size", high=2**10),
         merge_size=fields.integer("merge_size", high=2**6),
         enlarged=kind.enlarged,
+        frames=fields.integer("temporal_patch_size", high=2**6, default=2) if kind.counts_frames else 1,
         **values,
     )
 

@@ -148,6 +148,7 @@ _BY_TYPE = {
     "gemma3": GEMMA3,
     **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
     "paddleocr_vl": _one_token("<|IMAGE_PLACEHOLDER|>"),
+    "glm_ocr": _one_token("<|image|>"),
 }
 
 

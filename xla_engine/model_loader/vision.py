@@ -5,6 +5,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from xla_engine.errors import CheckpointError
 from xla_engine.graphs.config import ModelConfig
@@ -41,6 +44,19 @@ _SIGLIP = {**_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12, "patch_si
 
 _FLAT_DEFAULTS = {**_DEFAULTS, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 384}
 _FLAT_DEFAULTS |= {"patch_size": 14, "spatial_merge_size": 2}
+_GATED_DEFAULTS = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "hidden_act": "silu",
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "in_channels": CHANNELS,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 1536,
+    "rms_norm_eps": 1e-5,
+}
 _PATCH_DEFAULTS = {
     "depth": 27,
     "hidden_size": 1152,
@@ -103,12 +119,14 @@ def read_vision(fields: Fields, family: Family, text: ModelConfig) -> VisionConf
     if not family.vision:
         fields.fail(
             "architectures",
-            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL, Qwen3.5 or "
-            "PaddleOCR-VL",
+            "no vision tower that is supported. Use a checkpoint of Idefics3, SmolVLM, Gemma 3, Qwen3-VL, Qwen3.5, "
+            "PaddleOCR-VL or GLM-OCR",
         )
     vision = fields.within("vision_config")
     if vision is None:
         fields.fail("vision_config", "must describe the vision tower. Download the file again")
+    if "downsample" in family.vision:
+        return _read_gated_tower(fields, vision, text)
     if {"merge_up", "final_norm"} <= family.vision.keys():
         return _read_flat_tower(fields, vision, text)
     if "merge_up" in family.vision:
@@ -163,10 +181,7 @@ def _read_patch_tower(fields: Fields, vision: Fields, text: ModelConfig, *, taps
     """taps: whether the family has some."""
     vision = vision.with_defaults(_PATCH_DEFAULTS | {"deepstack_visual_indexes": [8, 16, 24] if taps else []})
     _check_tower(vision, "in_channels")
-    if vision.integer("out_hidden_size", high=2**20) != text.hidden_size:
-        vision.fail(
-            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}. Correct the file"
-        )
+    _check_features(vision, text)
     layers = vision.values["deepstack_visual_indexes"] or []
     if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
         vision.fail("deepstack_visual_indexes", "must be a list of layers. Correct the file")
@@ -226,6 +241,42 @@ def _read_flat_tower(fields: Fields, vision: Fields, text: ModelConfig) -> Patch
         raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
 
 
+def _read_gated_tower(fields: Fields, vision: Fields, text: ModelConfig) -> PatchConfig:
+    """GLM-OCR's."""
+    vision = vision.with_defaults(_GATED_DEFAULTS)
+    _check_tower(vision, "in_channels", "silu")
+    _check_features(vision, text)
+    if not vision.flag("attention_bias", default=True):
+        vision.fail("attention_bias", "not supported (layers without biases). Use a checkpoint with true")
+    try:
+        return PatchConfig(
+            hidden_size=vision.integer("hidden_size", high=2**16),
+            intermediate_size=vision.integer("intermediate_size", high=2**16),
+            num_hidden_layers=vision.integer("depth", high=2**9),
+            num_attention_heads=vision.integer("num_heads", high=2**16),
+            patch_size=vision.integer("patch_size", high=2**10),
+            frames=vision.integer("temporal_patch_size", high=2**6),
+            merge_size=vision.integer("spatial_merge_size", high=2**6),
+            position_side=0,
+            rope_theta=_tower_theta(vision),
+            taps=(),
+            text_size=text.hidden_size,
+            axes=_axes_in_order(fields, text),
+            layer_norm_eps=vision.number("rms_norm_eps", high=1.0),
+            gated=True,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{fields.file}: vision_config: {error}. Use another checkpoint") from error
+
+
+def _check_features(vision: Fields, text: ModelConfig) -> None:
+    """Raise CheckpointError unless a tower makes what the decoder reads."""
+    if vision.integer("out_hidden_size", high=2**20) != text.hidden_size:
+        vision.fail(
+            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}. Correct the file"
+        )
+
+
 def _check_tower(vision: Fields, channels: str, activation: str = "gelu_pytorch_tanh") -> None:
     """Raise CheckpointError unless a tower reads colours and has this activation. channels: the name of its field."""
     if vision.integer(channels, high=2**10) != CHANNELS:
@@ -258,7 +309,7 @@ def _sections(fields: Fields, default: list[int] | None = None) -> tuple[Fields,
 
 
 def _axes_in_order(fields: Fields, text: ModelConfig) -> tuple[int, ...]:
-    """`PatchConfig.axes` of PaddleOCR-VL: angles of time, of rows and of columns, one section after the other."""
+    """`PatchConfig.axes` of PaddleOCR-VL and GLM-OCR: first angles of time, then those of rows, then of columns."""
     rope, sections = _sections(fields)
     if sum(sections) != text.rotary_dim // 2:
         rope.fail(
@@ -293,12 +344,21 @@ def vision_sources(config: VisionConfig | PatchConfig, family: Family) -> dict[s
         _, index, kind = leaf.split(".") if "." in leaf else ("", "", leaf)
         names = family.vision[kind]
         rest = kernel if kind == "patch" else shape[1:]
+        if kind == "downsample":
+            assert isinstance(config, PatchConfig)
+            rest = (config.hidden_size, config.merge_size, config.merge_size)
         sources[leaf] = tuple(
             Source(
                 name=name.format(index=index),
                 shape=(shape[0] // len(names), *rest),
                 offset=1.0 if kind == "soft_norm" else 0.0,  # Gemma's norms are stored minus one
+                convert=_by_patch if kind == "downsample" else None,
             )
             for name in names
         )
     return sources
+
+
+def _by_patch(kernels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows of kernels `[N, D, m, m]` in the order of joined patches: `[N, m m D]`."""
+    return np.ascontiguousarray(kernels.transpose(0, 2, 3, 1)).reshape(len(kernels), -1)

@@ -67,10 +67,13 @@ def operations(c: Config, kind: str, rows: int, part: int) -> int:
         return 6 * rows * d * d
     if kind == ROWS:
         scores = part * rows * (4 * d + _SCORE * c.num_attention_heads)
-        return 2 * part * d * (d + 2 * c.intermediate_size) + scores
+        matrices = 3 if isinstance(c, PatchConfig) and c.gated else 2
+        return 2 * part * d * (d + matrices * c.intermediate_size) + scores
     if kind == LAYER:
         return operations(c, HEADS, rows, rows) + operations(c, ROWS, rows, rows)
     joined = d if c.averages else c.merged * d
+    if isinstance(c, PatchConfig) and c.gated:
+        return 2 * part // c.merged * c.text_size * (joined + c.text_size + 3 * c.merger_size)
     if isinstance(c, PatchConfig):  # a tap, or the end
         return 2 * part // c.merged * joined * (joined + c.text_size)
     return 2 * rows // c.merged * joined * c.text_size
@@ -296,12 +299,14 @@ class VisionTower:
 
 
 def patch_inputs(c: PatchConfig, tile: Array, rows: int) -> tuple[list[Array], Array]:
-    """Patches, positions near them and their shares, as `patches.embedded` takes them, and the angles of each; all
-    with spare rows."""
+    """Patches, and positions near them with their shares if there are some, as the program before the layers takes
+    them, and the angles of each; all with spare rows."""
     patches = patches_of(tile, c.patch_size, c.merge_size)
     height, width = tile.shape[0] // c.patch_size, tile.shape[1] // c.patch_size
     row, column = places(height, width, c.merge_size)
-    near, share = interpolated(row, column, height, width, c.position_side, centred=c.flat)
+    near = (
+        interpolated(row, column, height, width, c.position_side, centred=c.flat) if c.position_side else ()
+    )
     turned = angles(np.stack([row, column], axis=1), c.rope_theta, c.head_dim)
 
     def padded(each: Array) -> Array:
@@ -309,7 +314,7 @@ def patch_inputs(c: PatchConfig, tile: Array, rows: int) -> tuple[list[Array], A
         found[: len(each)] = each
         return found
 
-    return [padded(each) for each in (patches, near, share)], padded(turned)
+    return [padded(each) for each in (patches, *near)], padded(turned)
 
 
 def patches_of(tile: Array, size: int, merge: int) -> Array:

@@ -6,7 +6,6 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
-    "GlmOcrForConditionalGeneration": ("another vision tower", "Qwen3-VL"),
     "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
     "DeepseekOCR2ForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
     "Qwen3VLMoeForConditionalGeneration": ("a vision tower beside Qwen3-MoE", "Qwen3-VL or Qwen3.5"),
