@@ -69,6 +69,7 @@ MOONLIGHT = {
     "attention.value_length_mla": 24,
     "expert_weights_scale": 2.5,
 }
+GRANITE_HYBRID = {"expert_shared_feed_forward_length": 36, "rope.scaling.finetuned": False}
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
 THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
@@ -106,6 +107,7 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("deepseek_v2", "deepseek2", DEEPSEEK2),
         ("deepseek_v2", "deepseek2", DEEPSEEK2_OLD),
         ("glm4_moe_lite", "deepseek2", GLM4_LITE),
+        ("granite_hybrid", "granitehybrid", GRANITE_HYBRID),
         ("hunyuan", "hunyuan-dense", {}),
         ("ministral3", "mistral3", {}),
         ("stablelm", "stablelm", {"use_parallel_residual": True}),  # as files say that do not have it
@@ -149,6 +151,21 @@ def test_a_float32_file_has_the_bits_of_its_source(
 def test_random_weights_too(name: str, arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
     model = write_random(tmp_path / "model", name, **fields)
     path = write_gguf(model, tmp_path / "m.gguf", arch=arch)
+    assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+def test_granite_without_experts(rotates: bool, tmp_path: Path) -> None:
+    """The shared MLP is the only one; a flag tells whether positions rotate."""
+    kind = "rope" if rotates else "nope"
+    fields = {"mamba_proj_bias": False, "position_embedding_type": kind, "mamba_conv_bias": rotates}
+    model = write_random(tmp_path / "model", "granite_hybrid_dense", **fields)
+    extra = {
+        "expert_shared_feed_forward_length": 36,
+        "rope.scaling.finetuned": rotates,
+        "expert_used_count": 2,
+    }
+    path = write_gguf(model, tmp_path / "m.gguf", arch="granitehybrid", extra=extra)
     assert_same(load_checkpoint(path), load_checkpoint(model))
 
 

@@ -22,6 +22,7 @@ Kind = gguf.GGMLQuantizationType
 INTERLEAVED = (
     "llama",
     "granite",
+    "granitehybrid",
     "smollm3",
     "mistral3",
 )  # architectures whose rotary pairs llama.cpp puts side by side
@@ -95,7 +96,7 @@ def write_gguf(
     extra: more metadata of the architecture, in place of the model's own."""
     kind_of = kind if callable(kind) else lambda _: kind
     config = json.loads((model / "config.json").read_text())
-    heads = config["num_attention_heads"]
+    heads = config.get("num_attention_heads", 0)
     keys = config.get("num_key_value_heads") or heads
     writer = gguf.GGUFWriter(str(path), arch)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -107,9 +108,12 @@ def write_gguf(
     writer.add_block_count(layers)
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    conv = [kind == "conv" for kind in config.get("layer_types") or ()]
-    writer.add_head_count_kv([0 if each else keys for each in conv] if any(conv) else keys)
-    width = config.get("head_dim") or config["hidden_size"] // heads
+    types = config.get("layers_block_type") or config.get("layer_types") or ()
+    keyless = [kind in ("conv", "mamba", "mlp") for kind in types]
+    if config["model_type"] in _MAMBA:
+        keyless = [kind != "full_attention" for kind in types]
+    writer.add_head_count_kv([0 if each else keys for each in keyless] if any(keyless) else keys)
+    width = config.get("head_dim") or config["hidden_size"] // max(heads, 1)
     writer.add_key_length(width)
     writer.add_value_length(width)
     rotated = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
@@ -152,7 +156,11 @@ def write_gguf(
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-    for name, value in {**_recurrent(config), **(extra or {})}.items():
+    for name, value in {
+        **_recurrent(config),
+        **(mamba_sizes(config) if config["model_type"] in _MAMBA else {}),
+        **(extra or {}),
+    }.items():
         adders = {float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}
         add = adders.get(type(value), writer.add_uint32)
         add(f"{arch}.{name}", value)
@@ -222,7 +230,9 @@ def write_gguf(
 
 
 def _recurrent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of DeltaNet layers."""
+    """The metadata of DeltaNet layers, or of Mamba-2 layers."""
+    if config["model_type"] in _MAMBA:
+        return mamba_sizes(config)
     if "linear_key_head_dim" not in config:
         return {}
     values = config["linear_num_value_heads"]
@@ -285,6 +295,59 @@ def _delta(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
     return {name.replace("dt_bias", "dt_proj.bias"): tensor}
 
 
+_MAMBA = {  # the names of sizes, by type of model: heads, width, groups, state, kernel
+    "granitemoehybrid": tuple(
+        f"mamba_{name}" for name in ("n_heads", "d_head", "n_groups", "d_state", "d_conv")
+    ),
+}
+
+
+def mamba_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The metadata of Mamba-2 layers."""
+    heads, width, groups, state, kernel = (config[name] for name in _MAMBA[config["model_type"]])
+    return {
+        "ssm.conv_kernel": kernel,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.inner_size": heads * width,
+        "ssm.time_step_rank": heads,
+    }
+
+
+def _mamba(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    """A tensor of a model with Mamba-2 layers as llama.cpp's converter writes it; None: as it is."""
+    stem, part = name.rpartition(".")[::2]
+    if part == "A_log":
+        return {name: -np.exp(tensor.astype(np.float32))[:, None]}
+    if part == "D":
+        return {name: tensor[:, None]}
+    if part == "dt_bias":
+        return {f"{stem}.dt_proj.bias": tensor}
+    if name.endswith("conv1d.weight"):
+        return {name: tensor[:, 0]}
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        groups = mamba_sizes(config)["ssm.group_count"]
+        return {
+            name: tensor.reshape(groups, -1) if groups > 1 else tensor
+        }  # as llama.cpp's quantiser leaves it
+    if ".shared_mlp." in name or ".block_sparse_moe." in name:
+        return _granite(name, tensor, experts=bool(config["num_local_experts"]))
+    return None
+
+
+def _granite(name: str, tensor: np.ndarray, *, experts: bool) -> dict[str, np.ndarray] | None:
+    """A tensor of Granite's MLPs: gates and ups apart; in models without experts, the shared MLP is the only one."""
+    stem = name.split(".shared_mlp.")[0].split(".block_sparse_moe.")[0]
+    names = "mlp.experts" if ".block_sparse_moe." in name else "mlp.shared_experts" if experts else "mlp"
+    if name.endswith("input_linear.weight"):
+        halves = np.split(tensor, 2, axis=-2)
+        return {
+            f"{stem}.{names}.{part}_proj.weight": np.ascontiguousarray(each)
+            for part, each in zip(("gate", "up"), halves, strict=True)
+        }
+    return {f"{stem}.{names}.down_proj.weight": tensor} if name.endswith("output_linear.weight") else None
+
+
 def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: bool) -> dict[str, np.ndarray]:
     """A tensor as llama.cpp has it; the gates and ups of gpt-oss' experts take turns."""
     if ".conv.conv.weight" in name:
@@ -296,6 +359,8 @@ def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: b
         heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
         keys = np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
         return {stem.format("k"): keys, stem.format("v"): np.ascontiguousarray(heads[:, nope:])}
+    if config["model_type"] in _MAMBA and (found := _mamba(name, tensor, config)) is not None:
+        return found
     if ".linear_attn." in name:
         return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")

@@ -16,6 +16,7 @@ import numpy as np
 
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.recurrent_forms import DeltaForm
+from xla_engine.model_loader.families.dense import MLP
 from xla_engine.model_loader.families.experts import (
     GPT_OSS,
     QWEN3_5,
@@ -27,6 +28,7 @@ from xla_engine.model_loader.families.experts import (
 )
 from xla_engine.model_loader.families.family import Source, Sources, Tensors
 from xla_engine.model_loader.families.hybrids import LFM2, LFM2_MOE
+from xla_engine.model_loader.families.mamba import GRANITE_HYBRID
 
 Array = np.ndarray[Any, Any]
 _DIGITS = Context(prec=30)
@@ -170,11 +172,50 @@ KEYS_AND_VALUES_APART: Tensors = {"kv_b": _keys_and_values}
 """Newer files of models with latent attention."""
 _LFM2: Tensors = {"conv.convolution": _whole("conv.conv.weight")}
 _LFM2_EXPERTS: Tensors = {"experts.correction": ("feed_forward.expert_bias.bias",)}
+
+
+def mamba_in(module: str, *, grouped: bool) -> Tensors:
+    """The tensors of a Mamba-2 layer, some with another number of axes. module: its name in the layer.
+
+    grouped: whether norms have a row for each group. Programs that rewrite files leave out the axis of one group.
+    """
+
+    def scale(config: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
+        assert config.mamba is not None
+        groups = config.mamba.key_heads
+        stored = (groups, shape[0] // groups) if grouped else shape
+        return (Source(name=f"{module}.norm.weight", shape=stored),)
+
+    def column(name: str, convert: Callable[[Array], Array] | None = None) -> Sources:
+        return lambda _, shape: (Source(name=name, shape=(shape[0], 1), convert=convert),)
+
+    return {
+        "mamba.convolution": _whole(f"{module}.conv1d.weight"),
+        "mamba.decay": column(f"{module}.A_log", log_decay),
+        "mamba.step_bias": (f"{module}.dt_proj.bias",),
+        "mamba.skip": column(f"{module}.D"),
+        "mamba.scale": scale,
+    }
+
+
+_SHARED = tuple(f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down"))
+_GRANITE_HYBRID: Tensors = {
+    "gate_up": MLP["gate_up"],
+    "down": MLP["down"],
+    "experts.gate_up": QWEN_EXPERTS["experts.gate_up"],
+    "experts.down": QWEN_EXPERTS["experts.down"],
+    "experts.shared_gate_up": _SHARED[:2],
+    "experts.shared_down": _SHARED[2:],
+}
 GGUF_TENSORS: dict[str, Tensors] = {  # by architecture
     GPT_OSS.architecture: _EXPERTS,
     QWEN3_NEXT.architecture: {**_delta(_grouped), "delta.projected": _projected_next},
     QWEN3_5.architecture: _QWEN3_5,
     QWEN3_5_MOE.architecture: _QWEN3_5,
+    GRANITE_HYBRID.architecture: _GRANITE_HYBRID,
     LFM2.architecture: _LFM2,
     LFM2_MOE.architecture: _LFM2 | _LFM2_EXPERTS,
+}
+MAMBA_MODULES = {  # of the models that have Mamba-2 layers, the name of these
+    GRANITE_HYBRID.architecture: "mamba",
 }

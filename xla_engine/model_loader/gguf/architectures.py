@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_engine.errors import CheckpointError
-from xla_engine.graphs.config import CLS, CONV, FULL, LAST, MEAN, SLIDING
+from xla_engine.graphs.config import CLS, CONV, FULL, LAST, MAMBA, MEAN, SLIDING
 from xla_engine.model_loader.families.encoders import BERT
 from xla_engine.model_loader.families.latent import DEEPSEEK_V2, DEEPSEEK_V3
 from xla_engine.model_loader.gguf.numbers import number, vector
@@ -159,6 +159,51 @@ def _deepseek2(file: GgufReader, values: dict[str, Any]) -> None:
         raise _unknown(file, "expert_gating_func", "experts chosen otherwise than by DeepSeek V2 and V3")
 
 
+def _mamba(file: GgufReader, heads: str, width: str) -> dict[str, Any]:
+    """Sizes of Mamba heads. heads, width: the fields for their number and the features of each."""
+    count, inner = number(file, "{arch}.ssm.time_step_rank"), number(file, "{arch}.ssm.inner_size")
+    return {heads: count, width: inner // count if count and inner else None}
+
+
+def _has(file: GgufReader, ending: str) -> bool:
+    """Whether any layer has this tensor."""
+    return any(name.endswith(ending) for name in file.tensors)
+
+
+def _jamba(file: GgufReader, values: dict[str, Any]) -> None:
+    """Mamba layers with the words of Granite and Falcon-H1."""
+    values |= _mamba(file, "mamba_n_heads", "mamba_d_head")
+    values["mamba_conv_bias"] = _has(file, ".ssm_conv1d.bias")
+    values["mamba_proj_bias"] = _has(file, ".ssm_in.bias")
+
+
+def _granite(file: GgufReader, values: dict[str, Any]) -> None:
+    if file.get("{arch}.rope.scaling.finetuned", True) is not True:
+        raise _unknown(file, "rope.scaling.finetuned", "Granite without rotary embedding")
+
+
+def _granite_hybrid(file: GgufReader, values: dict[str, Any]) -> None:
+    """Whether the model rotates is told by a flag for something else, which llama.cpp takes to be set."""
+    _jamba(file, values)
+    values["position_embedding_type"] = "rope" if file.get("{arch}.rope.scaling.finetuned", True) else "nope"
+
+
+_JAMBA = {
+    "{arch}.ssm.conv_kernel": "mamba_d_conv",
+    "{arch}.ssm.state_size": "mamba_d_state",
+    "{arch}.ssm.group_count": "mamba_n_groups",
+}
+_SIZES = ("{arch}.ssm.inner_size", "{arch}.ssm.time_step_rank")
+_GRANITE_HYBRID = Architecture(
+    name="granitehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    interleaved=True,
+    fields={"num_local_experts": 0},
+    keys={**_JAMBA, "{arch}.expert_shared_feed_forward_length": "shared_intermediate_size"},
+    keyless=MAMBA,
+    handled=(*_SIZES, "{arch}.expert_used_count"),
+    finish=_granite_hybrid,
+)
 _LFM2 = Architecture(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
@@ -189,7 +234,7 @@ _KINDS = (
     ),
     Architecture(name="llama", architecture="LlamaForCausalLM", interleaved=True),
     Architecture(name="smollm3", architecture="SmolLM3ForCausalLM", interleaved=True),
-    Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True),
+    Architecture(name="granite", architecture="GraniteForCausalLM", interleaved=True, finish=_granite),
     Architecture(name="qwen2", architecture="Qwen2ForCausalLM"),
     Architecture(name="qwen3", architecture="Qwen3ForCausalLM"),
     Architecture(name="phi3", architecture="Phi3ForCausalLM"),
@@ -297,6 +342,8 @@ _KINDS = (
     Architecture(
         name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
     ),
+    _GRANITE_HYBRID,
+    replace(_GRANITE_HYBRID, experts=True, words={"num_experts": "num_local_experts"}),
     _LFM2,
     replace(
         _LFM2,

@@ -21,7 +21,12 @@ from xla_engine.model_loader.families import ENCODERS, FAMILIES, Family
 from xla_engine.model_loader.families.dense import MINISTRAL3
 from xla_engine.model_loader.families.encoders import HEADS
 from xla_engine.model_loader.families.experts import GPT_OSS
-from xla_engine.model_loader.families.gguf_tensors import GGUF_TENSORS, KEYS_AND_VALUES_APART
+from xla_engine.model_loader.families.gguf_tensors import (
+    GGUF_TENSORS,
+    KEYS_AND_VALUES_APART,
+    MAMBA_MODULES,
+    mamba_in,
+)
 from xla_engine.model_loader.families.latent import DEEPSEEK_V2, DEEPSEEK_V3
 from xla_engine.model_loader.gguf.architectures import architecture, read_pooling_type
 from xla_engine.model_loader.gguf.numbers import KEY_HEADS, number, vector
@@ -336,6 +341,12 @@ def _from_divisors(file: GgufReader, values: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _groups_norms(file: GgufReader) -> bool:
+    """Whether norms of Mamba layers have a row for each group."""
+    shapes = [info.shape for name, info in file.tensors.items() if name.endswith(".ssm_norm.weight")]
+    return any(len(shape) > 1 for shape in shapes)
+
+
 class GgufFile:
     """`ModelFiles` of a GGUF file. The header is read once, on first use.
 
@@ -370,6 +381,8 @@ class GgufFile:
         """Rotary pairs may be adjacent, norms include their offset, and some leaves are stored otherwise. Layers
         that predict further tokens follow the model's, and are not of it."""
         own = GGUF_TENSORS.get(family.architecture, {})
+        if (module := MAMBA_MODULES.get(family.architecture)) is not None:
+            own = {**own, **mamba_in(module, grouped=_groups_norms(self.reader))}
         if "blk.0.attn_k_b.weight" in self.reader.tensors:
             own = {**own, **KEYS_AND_VALUES_APART}
         interleaved = architecture(self.reader).interleaved or config.rope_interleaved
