@@ -70,6 +70,11 @@ MOONLIGHT = {
     "expert_weights_scale": 2.5,
 }
 GRANITE_HYBRID = {"expert_shared_feed_forward_length": 36, "rope.scaling.finetuned": False}
+GEMMA4_MOE = {
+    **GEMMA4_KEYS,
+    "attention.head_count_kv": [2, 2, 1],
+    "attention.sliding_window_pattern": [True, True, False],
+}
 EXAONE = {"attention.sliding_window_pattern": [True, False, True]}
 PICTURES = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
 THIRD = {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3}
@@ -103,6 +108,7 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("glm4", "glm4", {}),
         ("gemma4", "gemma4", GEMMA4),
         ("gemma4_keys", "gemma4", GEMMA4_KEYS),
+        ("gemma4_moe", "gemma4", GEMMA4_MOE),
         ("glm4_moe", "glm4moe", GLM4_MOE),
         ("deepseek_v2", "deepseek2", DEEPSEEK2),
         ("deepseek_v2", "deepseek2", DEEPSEEK2_OLD),
@@ -197,6 +203,22 @@ def test_what_is_dealt_out_by_rows_stays_packed(tmp_path: Path) -> None:
     stored = load_checkpoint(path).weights.stored  # type: ignore[attr-defined]
     assert stored["layers.0.delta.projected"] == (("Q8_0", 256), ("Q8_0", 192), ("Q8_0", 6), ("Q8_0", 6))
     assert "layers.0.delta.output" not in stored and "layers.2.qkv" in stored
+
+
+def test_gemma4s_experts_stay_packed(tmp_path: Path) -> None:
+    fields = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
+    model = write_random(tmp_path / "model", "gemma4_moe", **fields)
+    extra = {**GEMMA4_MOE, "feed_forward_length": 64}
+    path = write_gguf(
+        model,
+        tmp_path / "m.gguf",
+        arch="gemma4",
+        kind=lambda name: Kind.Q8_0 if "_exps" in name else Kind.F32,
+        extra=extra,
+    )
+    stored = load_checkpoint(path).weights.stored  # type: ignore[attr-defined]
+    assert stored["layers.0.experts.routed_gate_up"] == (("Q8_0", 64),) * 6
+    assert stored["layers.0.experts.routed_down"] == (("Q8_0", 64),) * 6
 
 
 def _kind(name: str) -> Kind:

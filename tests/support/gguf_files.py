@@ -179,7 +179,7 @@ def write_gguf(
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
         if "moe_intermediate_size" in config or arch == "gpt-oss":
             writer.add_expert_feed_forward_length(
                 config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -193,6 +193,9 @@ def write_gguf(
         layer, part = name.split(".")[2], name.split(".")[-2]
         stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]
         tensors[f"model.layers.{layer}.mlp.experts.{_PARTS.get(part, part)}.weight"] = np.stack(stacked)
+    for name in [name for name in tensors if arch == "gemma4" and ".experts.gate_proj." in name]:
+        halves = [tensors.pop(name.replace("gate_proj", part)) for part in ("gate_proj", "up_proj")]
+        tensors[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(halves, axis=1)
     tensors = {
         name: each
         for stored, tensor in tensors.items()
@@ -364,6 +367,9 @@ def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: b
     if ".linear_attn." in name:
         return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")
+    if config["model_type"] == "gemma4_text" and stem.endswith((".router", ".experts")):
+        scales = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+        return {f"blk.{name.split('.')[2]}.{scales[part]}" if part in scales else f"{name}.weight": tensor}
     if not stem.endswith("experts") or not part.startswith(("gate_up_proj", "down_proj")):
         return {name: tensor}
     bias = part.endswith("_bias")

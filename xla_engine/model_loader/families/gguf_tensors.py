@@ -27,6 +27,7 @@ from xla_engine.model_loader.families.experts import (
     each_expert,
 )
 from xla_engine.model_loader.families.family import Source, Sources, Tensors
+from xla_engine.model_loader.families.gemma4 import GEMMA4
 from xla_engine.model_loader.families.hybrids import LFM2, LFM2_MOE
 from xla_engine.model_loader.families.mamba import GRANITE_HYBRID
 
@@ -207,11 +208,15 @@ _GRANITE_HYBRID: Tensors = {
     "experts.shared_gate_up": _SHARED[:2],
     "experts.shared_down": _SHARED[2:],
 }
+_GEMMA4: Tensors = {
+    "experts.routed_gate_up": each_expert("experts.{expert}.gate_up_proj.weight"),
+}
 GGUF_TENSORS: dict[str, Tensors] = {  # by architecture
     GPT_OSS.architecture: _EXPERTS,
     QWEN3_NEXT.architecture: {**_delta(_grouped), "delta.projected": _projected_next},
     QWEN3_5.architecture: _QWEN3_5,
     QWEN3_5_MOE.architecture: _QWEN3_5,
+    GEMMA4.architecture: _GEMMA4,
     GRANITE_HYBRID.architecture: _GRANITE_HYBRID,
     LFM2.architecture: _LFM2,
     LFM2_MOE.architecture: _LFM2 | _LFM2_EXPERTS,

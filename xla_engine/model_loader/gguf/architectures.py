@@ -194,6 +194,20 @@ _JAMBA = {
     "{arch}.ssm.group_count": "mamba_n_groups",
 }
 _SIZES = ("{arch}.ssm.inner_size", "{arch}.ssm.time_step_rank")
+_GEMMA4 = Architecture(
+    name="gemma4",
+    architecture="Gemma4ForCausalLM",
+    keys={
+        "{arch}.attention.key_length": "global_head_dim",
+        "{arch}.attention.key_length_swa": "head_dim",
+        "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
+        "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    },
+    uneven=_BY_LAYER,
+    finish=_gemma4,
+    rope=False,
+    widths=False,
+)
 _GRANITE_HYBRID = Architecture(
     name="granitehybrid",
     architecture="GraniteMoeHybridForCausalLM",
@@ -242,19 +256,12 @@ _KINDS = (
     Architecture(name="gemma", architecture="GemmaForCausalLM"),
     Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
     Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
-    Architecture(
-        name="gemma4",
-        architecture="Gemma4ForCausalLM",
-        keys={
-            "{arch}.attention.key_length": "global_head_dim",
-            "{arch}.attention.key_length_swa": "head_dim",
-            "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
-            "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        },
-        uneven=_BY_LAYER,
-        finish=_gemma4,
-        rope=False,
-        widths=False,
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        fields={"enable_moe_block": True},
+        words={"num_experts_per_tok": "top_k_experts"},
+        experts=True,
     ),
     Architecture(name="command-r", architecture="CohereForCausalLM", words={"logits_scaling": "logit_scale"}),
     Architecture(

@@ -100,7 +100,9 @@ _HANDLED = {  # below, or of no account in text
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
-_EXPERT = re.compile(r"(model\.layers\.\d+\.)\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)(?:\w+\.)?experts\.(\d+)\.(\w+)\.(weight|bias)")
+_ROUTER = re.compile(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)")  # of Gemma 4
+_ROUTERS = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -169,6 +171,7 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
             known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
         stem, _, suffix = known.rpartition(".")
         known = f"{head[stem]}.{suffix}" if stem in head else known
+        known = _ROUTER.sub(lambda match: f"blk.{match[1]}.{_ROUTERS[match[2]]}", known)
         known = known.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = (
             known
