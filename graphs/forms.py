@@ -92,6 +92,10 @@ class RoutedExperts:
     beside_mlp: the experts stand beside an MLP, each with norms of its own; the router normalises the residual stream
         itself, and has a factor for each expert's output (Gemma 4).
     gelu: the experts' gate is GELU by tanh, not SiLU.
+    n_group, topk_group: a token's experts come from the best `topk_group` of `n_group` groups of the same size
+        (`graphs.experts.routing.Groups`).
+    plain: experts have no gate, but the square of ReLU between their products, and so has the shared expert.
+    moe_latent_size: width of the vector that experts take and make; 0: that of the residual stream (Nemotron 3).
     """
 
     num_experts: int
@@ -106,12 +110,25 @@ class RoutedExperts:
     shared_expert_gate: bool = True
     beside_mlp: bool = False
     gelu: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    plain: bool = False
+    moe_latent_size: int = 0
 
     def __post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds the {self.num_experts} experts"
             )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group ({self.topk_group}) exceeds the {self.n_group} groups")
+        in_group, rest = divmod(self.num_experts, self.n_group)
+        if rest:
+            raise ValueError(f"n_group ({self.n_group}) does not divide the {self.num_experts} experts")
+        if self.topk_group * in_group < self.num_experts_per_tok:
+            raise ValueError(f"topk_group ({self.topk_group}) groups of {in_group} have too few experts")
+        if self.topk_group < self.n_group and self.scoring_func == "sigmoid" and in_group < 2:
+            raise ValueError(f"n_group ({self.n_group}) leaves groups of one expert, which have no best two")
 
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever those of the layers have

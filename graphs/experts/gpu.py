@@ -33,19 +33,20 @@ def gpu_experts(
 
     gather: as in `graphs.linear.products.Products.experts`.
     """
-    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
+    gate_up, down, gate_up_bias, down_bias, limit, gelu, plain = experts
     assert not isinstance(gate_up, Quantized | Coded) and not isinstance(down, Quantized | Coded)
     count, per_row = routed.expert.shape
     blocks = _blocks(routed.expert.reshape(-1), len(gate_up))
-    most, inner, width = len(blocks.expert), gate_up.shape[1] // 2, down.shape[1]
+    most, inner, width = len(blocks.expert), gate_up.shape[1] // experts.rows_of_feature, down.shape[1]
 
     def call(kernel: Any, features: int, shape: tuple[int, int], dtype: Any, **static: Any) -> Any:
         grid, out = (pl.cdiv(features, _TILE), most), jax.ShapeDtypeStruct(shape, dtype)
         return kernel_call(kernel, grid=grid, out_shape=out, warps=4, interpret=interpret, **static)
 
     rows = x.astype(gate_up.dtype)
-    shape, gated = (most * BLOCK_ROWS, inner), {"per_row": per_row, "limit": limit, "gelu": gelu}
-    hidden = call(gated_kernel, inner, shape, down.dtype, **gated)(*blocks, rows, gate_up, gate_up_bias)
+    shape = (most * BLOCK_ROWS, inner)
+    static = {"per_row": per_row, "limit": limit, "gelu": gelu, "plain": plain}
+    hidden = call(gated_kernel, inner, shape, down.dtype, **static)(*blocks, rows, gate_up, gate_up_bias)
     hidden = hidden if gather is None else gather(hidden)
     out = call(down_kernel, width, (count * per_row, width), jnp.float32)(*blocks, hidden, down, down_bias)
     written = routed.expert[..., None] < len(gate_up)
@@ -90,15 +91,16 @@ def gated_kernel(
     assignment_ref: Ref,  # [M, R]
     used_ref: Ref,  # [1]
     rows_ref: Ref,  # [N, D]
-    gate_up_ref: Ref,  # [E, 2 F, D]
-    bias_ref: Ref | None,  # [E, 2 F]
+    gate_up_ref: Ref,  # [E, 2 F, D], or [E, F, D] if plain
+    bias_ref: Ref | None,  # [E, 2 F] or [E, F]
     hidden_ref: Ref,  # [M R, F]
     *,
     per_row: int,
     limit: float | None,
     gelu: bool,
+    plain: bool,
 ) -> None:
-    """The gated features of a block's rows."""
+    """The features between the products of a block's rows: gated, or if plain the square of ReLU."""
     first, block = pl.program_id(0) * _TILE, pl.program_id(1)
     inner, (count, width) = hidden_ref.shape[1], rows_ref.shape
 
@@ -114,19 +116,23 @@ def gated_kernel(
             inside = (feature < inner)[:, None] & (column < width)[None]
             return dot(x, load(gate_up_ref, at, inside).T)
 
-        def add(step: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        parts = range(1 if plain else 2)
+
+        def add(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             column = step * _TILE + jnp.arange(_TILE)
             x = load(rows_ref, (row[:, None], column[None]), taken[:, None] & (column < width)[None])
-            return sums[0] + product(0, x, column), sums[1] + product(1, x, column)
+            return tuple(sums[part] + product(part, x, column) for part in parts)
 
         nothing = jnp.zeros((BLOCK_ROWS, _TILE), jnp.float32)
-        gates, ups = lax.fori_loop(0, pl.cdiv(width, _TILE), add, (nothing, nothing))
+        sums = lax.fori_loop(0, pl.cdiv(width, _TILE), add, tuple(nothing for _ in parts))
         if bias_ref is not None:
-            gates += load(bias_ref, (expert, feature), feature < inner)[None]
-            ups += load(bias_ref, (expert, inner + feature), feature < inner)[None]
+            here = feature < inner
+            sums = tuple(
+                sums[part] + load(bias_ref, (expert, part * inner + feature), here)[None] for part in parts
+            )
         at = (block * BLOCK_ROWS + jnp.arange(BLOCK_ROWS)[:, None], feature[None])
-        gated = gate(gates, ups, limit, gelu=gelu)
-        store(hidden_ref, at, gated, (feature < inner)[None] & taken[:, None])
+        hidden = jnp.square(jnp.maximum(sums[0], 0.0)) if plain else gate(sums[0], sums[1], limit, gelu=gelu)
+        store(hidden_ref, at, hidden, (feature < inner)[None] & taken[:, None])
 
 
 def down_kernel(

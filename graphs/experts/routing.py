@@ -9,7 +9,7 @@ grouped into blocks of fixed size, and each row sums its experts in its own orde
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Experts(NamedTuple):
     the same order of codes.
     gate_up_bias: f32 `[E, 2 F]`, down_bias: f32 `[E, D]`, or None.
     limit: of the clamped gate, see `gate`. gelu: its activation.
+    plain: there is no gate: gate_up is `[E, F, D]`, its bias `[E, F]`, and the activation the square of ReLU.
     """
 
     gate_up: jax.Array | Quantized | Coded
@@ -45,11 +46,24 @@ class Experts(NamedTuple):
     down_bias: jax.Array | None = None
     limit: float | None = None
     gelu: bool = False
+    plain: bool = False
 
     @property
     def number(self) -> int:
         assert not isinstance(self.down, Coded)
         return len(self.down.values if isinstance(self.down, Quantized) else self.down)
+
+    @property
+    def rows_of_feature(self) -> int:
+        """How many rows of gate_up a feature between the products is made of."""
+        return 1 if self.plain else 2
+
+    def activated(self, both: jax.Array) -> jax.Array:
+        """The features between the products, flat, from those of gate_up `[2 F, R]`, or `[F, R]` if plain."""
+        if self.plain:
+            return jnp.square(jax.nn.relu(both.reshape(-1)))
+        gates, ups = both.reshape(2, -1)
+        return gate(gates, ups, self.limit, gelu=self.gelu)
 
     @property
     def row_dtype(self) -> jnp.dtype:
@@ -66,13 +80,31 @@ class Route(NamedTuple):
     weight: jax.Array
 
 
-def route(logits: jax.Array, count: int, *, renormalise: bool, live: jax.Array | None = None) -> Route:
+class Groups(NamedTuple):
+    """A row takes its experts from the best `chosen` of `number` groups of neighbours (DeepSeek-V2, arXiv 2405.04434,
+    section 2.2.2)."""
+
+    number: int = 1
+    chosen: int = 1
+
+
+ONE_GROUP = Groups()
+
+
+def route(
+    logits: jax.Array,
+    count: int,
+    *,
+    renormalise: bool,
+    groups: Groups = ONE_GROUP,
+    live: jax.Array | None = None,
+) -> Route:
     """The `count` experts with the largest `logits [N, E]` per row; of equal ones the lower index first.
 
-    Weights are softmax probabilities over all experts, or with `renormalise` over the chosen ones. Rows that are not
-    `live [N]` get no expert, so that no weights are read for them.
+    Weights are softmax probabilities over all experts, or with `renormalise` over the chosen ones. A group is as good
+    as its best expert. Rows that are not `live [N]` get no expert, so that no weights are read for them.
     """
-    chosen, expert = _largest(logits, count)
+    chosen, expert = _largest(_of_best_groups(logits, groups, 1), count)
     weight = flatly(jnp.exp, chosen - chosen[:, :1])
     over = weight if renormalise else flatly(jnp.exp, logits - chosen[:, :1])
     return Route(_of_live(expert, logits.shape[1], live), weight / sum_last(over))
@@ -85,15 +117,31 @@ def route_by_sigmoid(
     *,
     renormalise: bool,
     factor: float,
+    groups: Groups = ONE_GROUP,
     live: jax.Array | None = None,
 ) -> Route:
-    """As `route`, by the largest `sigmoid(logits) + correction [E]`; weights are sigmoids, times `factor`."""
+    """As `route`, by the largest `sigmoid(logits) + correction [E]`; weights are sigmoids, times `factor`.
+
+    A group is as good as the sum of its best two experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
     scores = flatly(jax.nn.sigmoid, logits)
-    _, expert = _largest(scores + correction, count)
+    _, expert = _largest(_of_best_groups(scores + correction, groups, 2), count)
     weight = jnp.take_along_axis(scores, expert, axis=1)
     if renormalise:
         weight = weight / (sum_last(weight) + _LEAST_SUM)
     return Route(_of_live(expert, logits.shape[1], live), weight * factor)
+
+
+def _of_best_groups(values: jax.Array, groups: Groups, best: int) -> jax.Array:
+    """`values [N, E]`, and minus infinity for experts outside the best groups. best: how many experts' values a group
+    counts for."""
+    if groups.chosen == groups.number:
+        return values
+    rows, experts = values.shape
+    found, _ = _largest(values.reshape(rows * groups.number, -1), best)
+    _, chosen = _largest(sum_last(found).reshape(rows, groups.number), groups.chosen)
+    is_chosen = jnp.any(chosen[:, :, None] == jnp.arange(groups.number), axis=1)  # [N, G]
+    return jnp.where(jnp.repeat(is_chosen, experts // groups.number, axis=1), values, -jnp.inf)
 
 
 def _largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +180,7 @@ def blocked_experts(
     Processes one block of rows of one expert at a time, so that an expert's weights are read once per block, and those
     of unused experts not at all. With `gather`, the first products of all blocks run before the second ones.
     """
-    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
+    gate_up, down, gate_up_bias, down_bias = experts[:4]
     assert not isinstance(gate_up, Coded) and not isinstance(down, Coded)
     (count, features), per_row = residual.shape, routed.expert.shape[1]
     blocks = _blocks(routed.expert.reshape(-1), experts.number)
@@ -143,10 +191,8 @@ def blocked_experts(
         both = _product(gate_up, expert, block, 1)  # [2 F, R]
         if gate_up_bias is not None:
             both = both + gate_up_bias[expert][:, None]
-        gates, ups = lax.optimization_barrier(both).reshape(2, -1)
-        return lax.optimization_barrier(gate(gates, ups, limit, gelu=gelu).astype(experts.row_dtype)).reshape(
-            -1, BLOCK_ROWS
-        )
+        hidden = experts.activated(lax.optimization_barrier(both)).astype(experts.row_dtype)
+        return lax.optimization_barrier(hidden).reshape(-1, BLOCK_ROWS)
 
     def put(out: jax.Array, place: jax.Array, hidden: jax.Array, expert: jax.Array) -> jax.Array:
         result = _product(down, expert, hidden, 0)  # [D, R]
@@ -164,7 +210,8 @@ def blocked_experts(
         out = lax.fori_loop(0, blocks.used, multiply, out)
     else:
         most = len(blocks.expert)
-        inner = (gate_up.values if isinstance(gate_up, Quantized) else gate_up).shape[1] // 2
+        rows_of_expert = (gate_up.values if isinstance(gate_up, Quantized) else gate_up).shape[1]
+        inner = rows_of_expert // experts.rows_of_feature
 
         def gate_block(index: jax.Array, hidden: jax.Array) -> jax.Array:
             return hidden.at[index].set(gated(blocks.expert[index], blocks.assignment[index]))
@@ -246,8 +293,7 @@ def native_experts(
         *routed,
         *weights,
         residual,
-        limit=np.float32(experts.limit or 0),
-        gelu=experts.gelu,
+        **_activation(experts),
     )
     return result
 
@@ -259,8 +305,8 @@ def shared_native_experts(
 
     gather: as in `graphs.linear.products.Products.experts`; rows without an expert are zero in its input.
     """
-    gate_up, down, gate_up_bias, down_bias, limit, gelu = experts
-    inner = _rows(gate_up) * residual.shape[1] // (2 * _rows(down))
+    gate_up, down, gate_up_bias, down_bias = experts[:4]
+    inner = _rows(gate_up) * residual.shape[1] // (experts.rows_of_feature * _rows(down))
     gated = jax.ffi.ffi_call(
         f"{GATED_EXPERTS}_{_kind(gate_up)}_{isa}",
         jax.ShapeDtypeStruct((routed.expert.size, inner), experts.row_dtype),
@@ -270,14 +316,18 @@ def shared_native_experts(
         routed.expert,
         *parts_of(gate_up),
         _or_nothing(gate_up_bias),
-        limit=np.float32(limit or 0),
-        gelu=gelu,
+        **_activation(experts),
     )
     call = jax.ffi.ffi_call(
         f"{DOWN_EXPERTS}_{_kind(down)}_{isa}", jax.ShapeDtypeStruct(residual.shape, jnp.float32)
     )
     result: jax.Array = call(gather(hidden), *routed, *parts_of(down), _or_nothing(down_bias), residual)
     return result
+
+
+def _activation(experts: Experts) -> dict[str, Any]:
+    """What stands between the products, as the C++ kernels take it."""
+    return {"limit": np.float32(experts.limit or 0), "gelu": experts.gelu, "plain": experts.plain}
 
 
 def _kind(weight: jax.Array | Quantized | Coded) -> str:

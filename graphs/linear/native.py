@@ -217,6 +217,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     widths.append(config.hidden_size_per_layer_input)
     if config.experts is not None:
         widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
+        widths.append(config.experts.moe_latent_size)
     if config.recurrent is not None:
         widths.append(config.recurrent.inner_features)
     if isa == "amx" or dtype == jnp.int8:

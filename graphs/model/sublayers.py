@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from xla_engine.graphs import config as layer_types  # no constant here: see `de
 from xla_engine.graphs import forms
 from xla_engine.graphs.attention.backend import AttentionWeights
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.experts.routing import Experts, Gather, Route, route, route_by_sigmoid
+from xla_engine.graphs.experts.routing import Experts, Groups, Route, route, route_by_sigmoid
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.products import (
     Activation,
@@ -297,7 +297,9 @@ def mixers_of(make: LeafMaker, c: ModelConfig, index: int) -> tuple[Mixer | None
 class Mlp(nnx.Module):
     """A gated MLP without its last product, `down`, which the layer adds to the residual stream."""
 
-    def __init__(self, make: LeafMaker, d: int, inner: int, kind: Kind, *, bias: bool, adapted: bool) -> None:
+    def __init__(
+        self, make: LeafMaker, d: int, inner: int, kind: Kind, *, bias: bool, adapted: bool = False
+    ) -> None:
         """kind: how its inner features are sharded."""
         self.kind, self.sharding = kind, make.sharding
         up, down = ("gate_up", "down") if adapted else (None, None)
@@ -315,8 +317,8 @@ class Mlp(nnx.Module):
 class PlainMlp(nnx.Module):
     """As `Mlp`, without a gate."""
 
-    def __init__(self, make: LeafMaker, d: int, inner: int, *, bias: bool) -> None:
-        self.sharding, cut = make.sharding, make.sharding.cut("mlp")
+    def __init__(self, make: LeafMaker, d: int, inner: int, kind: Kind, *, bias: bool) -> None:
+        self.kind, self.sharding, cut = kind, make.sharding, make.sharding.cut(kind)
         self.up = Linear(make, (inner, d), cut)
         self.up_bias = make.vector(inner, cut) if bias else None
         self.down = Linear(make, (d, inner), make.sharding.cut("residual"), bias=bias)
@@ -326,7 +328,9 @@ class PlainMlp(nnx.Module):
     ) -> jax.Array:
         """As `Mlp`, for an activation of `graphs.ops.encoder_rows`."""
         before, dtype = self.up(products, x, norm=norm), kept_dtype(self.up.values)
-        return self.sharding.gather(alone(products, before, value(self.up_bias), activation, dtype), "mlp")
+        return self.sharding.gather(
+            alone(products, before, value(self.up_bias), activation, dtype), self.kind
+        )
 
 
 class LayerEnd(nnx.Module):
@@ -377,24 +381,39 @@ class LayerInputs(nnx.Module):
 
 
 class RoutedMlp(nnx.Module):
-    """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`."""
+    """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`.
+
+    Experts with a width of their own, the latent size, stand between two products, and are not sharded.
+    """
 
     def __init__(self, make: LeafMaker, d: int, form: RoutedExperts, factor: float = 1.0) -> None:
         """factor: of the output where it is added to the residual stream."""
         self.form, self.sharding, self.factor = form, make.sharding, factor
-        count, inner = form.num_experts, form.moe_intermediate_size
-        shared = form.shared_expert_intermediate_size
-        pairs, residual = make.sharding.cut("expert", 1, paired=True), make.sharding.cut("residual", 1)
+        count, inner, shared = (
+            form.num_experts,
+            form.moe_intermediate_size,
+            form.shared_expert_intermediate_size,
+        )
+        latent, residual = form.moe_latent_size, make.sharding.cut("residual")
         self.router = Linear(make.unquantized, (count, d), None, bias=form.bias)
+        self.into = Linear(make, (latent, d), None) if latent else None
+        self.out_of = Linear(make, (d, latent), residual) if latent else None
+        width, rows = latent or d, inner if form.plain else 2 * inner
+        first, second = (
+            make.sharding.cut("expert", 1, paired=not form.plain),
+            make.sharding.cut("residual", 1),
+        )
+        first, second = (None, None) if latent else (first, second)
         self.gate_up_form: CodedForm | None = None
         self.down_form: CodedForm | None = None
-        self.gate_up = make.matrix((count, 2 * inner, d), pairs)
-        self.gate_up_scale = make.scales((count, 2 * inner, d), pairs)
-        self.down = make.matrix((count, d, inner), residual)
-        self.down_scale = make.scales((count, d, inner), residual)
-        self.gate_up_bias = make.vectors((count, 2 * inner), pairs) if form.bias else None
-        self.down_bias = make.vectors((count, d), residual) if form.bias else None
-        self.shared = Mlp(make, d, shared, "shared_expert", bias=False, adapted=False) if shared else None
+        self.gate_up = make.matrix((count, rows, width), first)
+        self.gate_up_scale = make.scales((count, rows, width), first)
+        self.down = make.matrix((count, width, inner), second)
+        self.down_scale = make.scales((count, width, inner), second)
+        self.gate_up_bias = make.vectors((count, rows), first) if form.bias else None
+        self.down_bias = make.vectors((count, width), second) if form.bias else None
+        shared_mlp = PlainMlp if form.plain else Mlp
+        self.shared = shared_mlp(make, d, shared, "shared_expert", bias=False) if shared else None
         gated = shared and form.shared_expert_gate
         self.shared_gate = make.unquantized.matrix((1, d)) if gated else None
         self.correction = make.vector(count) if form.scoring_func == "sigmoid" else None
@@ -426,39 +445,43 @@ class RoutedMlp(nnx.Module):
         else:
             logits = self.router(products, x)
         routed = self._routed(logits, products.live)
-        gate_up_bias, down_bias = (
+        up_bias, down_bias = (
             None if bias is None else bias[...].reshape(form.num_experts, -1)
             for bias in (self.gate_up_bias, self.down_bias)
         )
         gate_up = held(self.gate_up, self.gate_up_scale, self.gate_up_form)
         down = held(self.down, self.down_scale, self.down_form)
-        experts = Experts(gate_up, down, gate_up_bias, down_bias, form.swiglu_limit, form.gelu)
-        gather: Gather | None = None
-        if sharding.devices is not None:
-            gather = functools.partial(sharding.gather, kind="expert")
-        start = residual if self.factor == 1 else jnp.zeros_like(residual)
-        out = products.experts(experts, x, routed, sharding.own(start, "residual"), gather)
+        experts = Experts(gate_up, down, up_bias, down_bias, form.swiglu_limit, form.gelu, form.plain)
+        start = sharding.own(residual if self.factor == 1 else jnp.zeros_like(residual), "residual")
+        if self.into is not None and self.out_of is not None:
+            given = self.into(products, x)
+            made = products.experts(experts, given, routed, jnp.zeros_like(given))
+            out = self.out_of(products, made, residual=start)
+        else:
+            own = functools.partial(sharding.gather, kind="expert")
+            out = products.experts(experts, x, routed, start, None if sharding.devices is None else own)
         out = sharding.gather(out, "residual")
         if self.shared is not None:
-            shared = sharding.gather(self.shared.down(products, self.shared(products, x)), "residual")
+            hidden = self.shared(products, x, activation="relu2" if form.plain else "silu")
+            shared = sharding.gather(self.shared.down(products, hidden), "residual")
             if self.shared_gate is not None:
                 shared = _sigmoid(sum_last(_rounded(x, self.shared_gate[...]))) * shared
             out = out + shared
         return out if self.factor == 1 else residual + self.factor * out
 
     def _routed(self, logits: jax.Array, live: jax.Array | None) -> Route:
-        form, correction = self.form, value(self.correction)
-        count, renormalise = form.num_experts_per_tok, form.norm_topk_prob
-        if correction is None:
-            found = route(logits, count, renormalise=renormalise, live=live)
-            if form.routed_scaling_factor != 1:
-                found = found._replace(weight=found.weight * form.routed_scaling_factor)
-            if self.factors is None:
-                return found
-            factors = self.factors[...].at[found.expert].get(mode="clip")
-            return found._replace(weight=lax.optimization_barrier(found.weight * factors))
-        factor = form.routed_scaling_factor
-        return route_by_sigmoid(logits, correction, count, renormalise=renormalise, factor=factor, live=live)
+        form, correction, factor = self.form, value(self.correction), self.form.routed_scaling_factor
+        count, groups = form.num_experts_per_tok, Groups(form.n_group, form.topk_group)
+        rules: dict[str, Any] = {"renormalise": form.norm_topk_prob, "groups": groups, "live": live}
+        if correction is not None:
+            return route_by_sigmoid(logits, correction, count, factor=factor, **rules)
+        found = route(logits, count, **rules)
+        if factor != 1:
+            found = found._replace(weight=found.weight * factor)
+        if self.factors is None:
+            return found
+        factors = self.factors[...].at[found.expert].get(mode="clip")
+        return found._replace(weight=lax.optimization_barrier(found.weight * factors))
 
 
 class MlpBesideExperts(nnx.Module):
@@ -466,7 +489,7 @@ class MlpBesideExperts(nnx.Module):
 
     def __init__(self, make: LeafMaker, c: ModelConfig, form: RoutedExperts) -> None:
         self.config, d = c, c.hidden_size
-        self.dense = Mlp(make, d, c.intermediate_size, "mlp", bias=False, adapted=False)
+        self.dense = Mlp(make, d, c.intermediate_size, "mlp", bias=False)
         self.routed = RoutedMlp(make, d, form)
         self.dense_norm, self.routed_norm = make.vector(d), make.vector(d)
         self.routed_input_norm, self.sum_norm = make.vector(d), make.vector(d)
@@ -496,7 +519,7 @@ def mlp_of(make: LeafMaker, c: ModelConfig, index: int) -> Mlp | PlainMlp | MlpW
             return MlpBesideExperts(make, c, experts)
         return RoutedMlp(make, c.hidden_size, experts, c.residual_multiplier)
     if not c.gated_mlp:
-        return PlainMlp(make, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        return PlainMlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias)
     gate, down = c.mlp_multipliers  # the norm multiplies gates and ups, so the output is divided by it
     mlp = Mlp(make, c.hidden_size, c.intermediate_size, "mlp", bias=c.mlp_bias, adapted=True)
     mlp.down.factor = down / gate

@@ -55,6 +55,12 @@ inline Vec Gate(Vec gate, Vec up, float limit, bool gelu) {
   return Swish(gate, up + 1.0f, 1.702f);
 }
 
+// The square of ReLU (So et al. 2021); NaN stays NaN.
+inline Vec SquaredRelu(Vec x) {
+  const Vec zero = {}, positive = Select(x < zero, zero, x);
+  return positive * positive;
+}
+
 struct Fours;  // weights whose codes meet rows in eight bits (linear_fours.h)
 
 // The matrices of all experts [E, rows, K] in T, in eight bits with a scale for every 64 columns; or as a quantised file has them,
@@ -87,13 +93,15 @@ template <typename T>
 struct ExpertLayer {
   using Value = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, float>;
   const Value* x;                                     // [N, D]
-  Matrices<T> gate_up, down;                          // [E, 2 F, D] gates first, [E, D, F]
-  const float *gate_up_bias, *down_bias;              // [E, 2 F] and [E, D], or null
+  Matrices<T> gate_up, down;                          // [E, 2 F, D] gates first, or [E, F, D] if plain; [E, D, F]
+  const float *gate_up_bias, *down_bias;              // [E, 2 F] or [E, F], and [E, D]; or null
   const float *weight, *residual;                     // [N, K], [N, D]
   float* out;                                         // [N, D]
   int64_t count, width, per_row, experts, inner;      // N, D, K, E, F
   float limit;
   bool gelu;
+  bool plain;  // no gate: the square of ReLU between the products
+  int64_t Rows() const { return plain ? inner : 2 * inner; }  // of an expert in gate_up
   // If a call computes only one of the two products: the activations between them by assignment, [N K, F]; else null.
   Value* gated = nullptr;        // the first product alone goes here
   const Value* given = nullptr;  // the second alone comes from here

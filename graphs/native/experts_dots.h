@@ -133,23 +133,32 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
     }
   };
 
-  auto gate = [&](int64_t task) {  // gates and ups of features 16 task ..
-    const int64_t feature = 16 * task;
+  const auto put = [](Vec values, Value* to) {
+    if constexpr (std::is_same_v<Value, float>) {
+      Store(to, values);
+    } else {
+      Round(values, to);
+    }
+  };
+  // A task has sixteen gates beside their ups, or thirty-two features without a gate.
+  const int64_t features = layer.plain ? kFeatures : 16, apart = layer.plain ? 16 : inner;
+  auto gate = [&](int64_t task) {
+    const int64_t feature = features * task;
     const auto take = [&](int64_t at, auto& sums) {
-      const float* bias = layer.gate_up_bias ? layer.gate_up_bias + groups[at].expert * 2 * inner + feature : nullptr;
+      const float* bias = layer.gate_up_bias ? layer.gate_up_bias + groups[at].expert * layer.Rows() + feature : nullptr;
       for (int64_t r = 0; r < groups[at].rows; ++r) {
-        Vec g = Load(sums.one + r * 16), u = Load(sums.other + r * 16);
-        if (bias) g += Load(bias), u += Load(bias + inner);
+        Vec one = Load(sums.one + r * 16), other = Load(sums.other + r * 16);
+        if (bias) one += Load(bias), other += Load(bias + apart);
         Value* to = gated + gathered.assignment[groups[at].first + r] * inner + feature;
-        const Vec values = Gate(g, u, layer.limit, layer.gelu);
-        if constexpr (std::is_same_v<Value, float>) {
-          Store(to, values);
+        if (layer.plain) {
+          put(SquaredRelu(one), to);
+          put(SquaredRelu(other), to + 16);
         } else {
-          Round(values, to);
+          put(Gate(one, other, layer.limit, layer.gelu), to);
         }
       }
     };
-    multiply(layer.gate_up, 2 * inner, feature, inner + feature, rows, rows_bytes, take);
+    multiply(layer.gate_up, layer.Rows(), feature, feature + apart, rows, rows_bytes, take);
   };
 
   auto finish = [&](int64_t task) {  // features 32 task .. of every row
@@ -173,9 +182,9 @@ void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<
 
   const Phase first{group_count, prepare};
   const Phase again{group_count, prepare_hidden};
-  if (layer.gated) return InPhases(pool, first, Phase{inner / 16, gate});
+  if (layer.gated) return InPhases(pool, first, Phase{inner / features, gate});
   if (layer.given) return InPhases(pool, again, Phase{width / kFeatures, finish});
-  InPhases(pool, first, Phase{inner / 16, gate}, again, Phase{width / kFeatures, finish});
+  InPhases(pool, first, Phase{inner / features, gate}, again, Phase{width / kFeatures, finish});
 }
 
 }  // namespace xla_engine

@@ -30,16 +30,19 @@ void Set(const T*& pointer, const ffi::AnyBuffer& buffer) {
 
 // x [N, D], expert [N, K] (E: none), weight [N, K], gate_up [E, 2 F, D] gates first, down [E, D, F] (`Matrices`), their scales for
 // every 64 columns or [0, 0], biases [E, 2 F] and [E, D] or empty, residual [N, D] -> residual plus each row's experts, weighted, [N, D].
+// plain: there is no gate, and gate_up is [E, F, D].
 template <typename T>
 ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floats weight, ffi::AnyBuffer gate_up,
                    Halves gate_up_scale, ffi::AnyBuffer down, Halves down_scale, Floats gate_up_bias, Floats down_bias,
-                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit, bool gelu) {
+                   Floats residual, ffi::ResultBuffer<ffi::F32> out, float limit, bool gelu, bool plain) {
   ExpertLayer<T> layer{};
   layer.gate_up = {gate_up, gate_up_scale};
   layer.down = {down, down_scale};
   const int64_t width = x.dimensions()[1], inner = layer.down.width;
+  layer.inner = inner;
+  layer.plain = plain;
   const bool fit = layer.gate_up.width == width && layer.down.rows % width == 0 &&
-                   layer.gate_up.rows * width == layer.down.rows * 2 * inner;
+                   layer.gate_up.rows * width == layer.down.rows * layer.Rows();
   if (const std::string complaint = Complaint<T>(x, width, inner, fit); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   Set(layer.x, x);
   layer.gate_up_bias = OrNull(gate_up_bias);
@@ -51,7 +54,6 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
   layer.experts = layer.down.rows / width;
-  layer.inner = inner;
   layer.limit = limit;
   layer.gelu = gelu;
   RunExperts(pool, expert.typed_data(), layer);
@@ -62,11 +64,13 @@ ffi::Error Experts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, Floa
 // activations between the products for every assignment, [N K, F], zero where there is no expert.
 template <typename T>
 ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert, ffi::AnyBuffer gate_up, Halves gate_up_scale,
-                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit, bool gelu) {
+                        Floats gate_up_bias, ffi::Result<ffi::AnyBuffer> out, float limit, bool gelu, bool plain) {
   ExpertLayer<T> layer{};
   layer.gate_up = {gate_up, gate_up_scale};
   const int64_t width = x.dimensions()[1], inner = out->dimensions()[1];
-  const bool fit = layer.gate_up.width == width && inner && layer.gate_up.rows % (2 * inner) == 0;
+  layer.inner = inner;
+  layer.plain = plain;
+  const bool fit = layer.gate_up.width == width && inner && layer.gate_up.rows % layer.Rows() == 0;
   if (const std::string complaint = Complaint<T>(x, width, inner, fit); !complaint.empty()) return ffi::Error::InvalidArgument(complaint);
   std::memset(out->untyped_data(), 0, out->size_bytes());
   Set(layer.x, x);
@@ -74,8 +78,7 @@ ffi::Error GatedExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, Integers expert,
   layer.count = x.dimensions()[0];
   layer.width = width;
   layer.per_row = expert.dimensions()[1];
-  layer.experts = layer.gate_up.rows / (2 * inner);
-  layer.inner = inner;
+  layer.experts = layer.gate_up.rows / layer.Rows();
   layer.limit = limit;
   layer.gelu = gelu;
   layer.gated = static_cast<decltype(layer.gated)>(out->untyped_data());
@@ -107,9 +110,9 @@ ffi::Error DownExperts(ffi::ThreadPool pool, ffi::AnyBuffer hidden, Integers exp
 }
 
 // The handlers of a library of weights of type T.
-#define XLA_ENGINE_EXPERTS(Name, T)                                         \
-  XLA_ENGINE_HANDLER(XlaEngineExperts##Name, Experts<T>, "limit", "gelu")           \
-  XLA_ENGINE_HANDLER(XlaEngineGatedExperts##Name, GatedExperts<T>, "limit", "gelu") \
+#define XLA_ENGINE_EXPERTS(Name, T)                                                          \
+  XLA_ENGINE_HANDLER(XlaEngineExperts##Name, Experts<T>, "limit", "gelu", "plain")           \
+  XLA_ENGINE_HANDLER(XlaEngineGatedExperts##Name, GatedExperts<T>, "limit", "gelu", "plain") \
   XLA_ENGINE_HANDLER(XlaEngineDownExperts##Name, DownExperts<T>)
 
 }  // namespace xla_engine

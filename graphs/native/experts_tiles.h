@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "experts.h"
+#include "experts_dots.h"
 #include "tiles.h"
 
 #ifdef XLA_ENGINE_AMX
@@ -58,7 +58,9 @@ inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other
   return {upper, upper + 16 * width, kFeatures, 0};
 }
 
+// Experts without a gate are multiplied by dot products.
 inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<BFloat16>& layer) {
+  if (layer.plain) return RunExperts<BFloat16>(pool, expert, layer);
   const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
   const Gathered gathered(expert, count * per_row, layer.experts, kRows);
   const std::vector<Group>& groups = gathered.groups;

@@ -17,11 +17,14 @@ from xla_engine.graphs.experts.gpu import gpu_experts
 from xla_engine.graphs.experts.routing import (
     BLOCK_ROWS,
     Experts,
+    Groups,
     Route,
     blocked_experts,
     native_experts,
     route,
+    route_by_sigmoid,
 )
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
 from xla_engine.model_loader.quantised.mxfp4 import from_mxfp4
 from xla_engine.runner.native_library.build import register
@@ -221,6 +224,44 @@ def test_a_router_takes_the_best_and_the_lower_index_among_equals() -> None:
     np.testing.assert_allclose(
         route(logits, 2, renormalise=False).weight[2], probabilities[2, jnp.asarray([0, 3])], rtol=1e-6
     )
+
+
+def test_a_router_takes_experts_of_the_best_groups_only() -> None:
+    """Compare with an enumeration; a group counts for its best expert, with sigmoids for the sum of its best two."""
+    rng, groups = np.random.default_rng(7), Groups(4, 2)
+    logits = rng.standard_normal((200, 12)).astype(np.float32)
+    correction = rng.standard_normal(12).astype(np.float32)
+    rules: dict[str, Any] = {"renormalise": False, "groups": groups}
+    for best, found in (
+        (1, route(jnp.asarray(logits), 3, **rules)),
+        (2, route_by_sigmoid(jnp.asarray(logits), jnp.asarray(correction), 3, factor=2.0, **rules)),
+    ):
+        scores = np.asarray(jax.nn.sigmoid(logits)) if best == 2 else np.asarray(jax.nn.softmax(logits))
+        by_choice = scores + correction if best == 2 else logits
+        free = 0
+        for row, values in enumerate(by_choice):
+            worth = [sum(sorted(group)[-best:]) for group in values.reshape(4, 3)]
+            kept = {int(at) for at in np.argsort(worth)[-2:]}
+            inside = [at for at in np.argsort(-values) if at // 3 in kept][:3]
+            assert found.expert[row].tolist() == inside
+            free += inside != np.argsort(-values)[:3].tolist()
+            factor = 2.0 if best == 2 else 1.0
+            np.testing.assert_allclose(found.weight[row], factor * scores[row][inside], rtol=1e-5)
+        assert free > 50, "groups rarely mattered"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({"n_group": 5, "topk_group": 2}, "does not divide"),
+        ({"n_group": 4, "topk_group": 5}, "exceeds"),
+        ({"n_group": 12, "topk_group": 2}, "too few"),
+        ({"n_group": 12, "topk_group": 3, "scoring_func": "sigmoid"}, "no best two"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(sizes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        RoutedExperts(num_experts=12, num_experts_per_tok=3, moe_intermediate_size=8, **sizes)
 
 
 def test_mxfp4_is_dequantised_exactly() -> None:

@@ -256,7 +256,7 @@ def tower_of(dtype: str, most_tokens: int = 80, name: str = "qwen3_vl") -> Visio
     return VisionTower(found.config, found.dtype, found.weights, TABLE, slices=slices)
 
 
-TOWERS = ["qwen3_vl", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl", "glm_ocr"]
+TOWERS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5_vision", "qwen3_5_moe_vision", "paddleocr_vl", "glm_ocr"]
 
 
 @pytest.mark.parametrize("name", TOWERS)

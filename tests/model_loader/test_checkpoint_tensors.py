@@ -50,6 +50,23 @@ def test_experts_may_be_stacked(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[leaf], wanted[leaf], err_msg=leaf)
 
 
+def test_stacks_of_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As in the published files of Qwen3-VL; transformers saves them as it computes."""
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN / "qwen3_vl_moe", directory)
+    tensors = load_file(directory / "model.safetensors")
+    stacks = [name for name in tensors if ".experts." in name]
+    assert len(stacks) == 4
+    tensors |= {name: np.ascontiguousarray(tensors[name].swapaxes(1, 2)) for name in stacks}
+    save_file(tensors, directory / "model.safetensors")
+    wanted, found = (load_checkpoint(path).weights for path in (GOLDEN / "qwen3_vl_moe", directory))
+    for leaf in wanted:
+        np.testing.assert_array_equal(found[leaf], wanted[leaf], err_msg=leaf)
+    rows = np.asarray([3, 50, -1, 0])
+    for leaf in ("layers.0.experts.gate_up", "layers.2.experts.down"):
+        np.testing.assert_array_equal(found.rows(leaf, rows), wanted.rows(leaf, rows), err_msg=leaf)
+
+
 def test_a_layer_that_predicts_further_tokens_is_left_alone(tmp_path: Path) -> None:
     """GLM-4.5 has it behind the last layer; one behind that is an error."""
     directory = tmp_path / "model"

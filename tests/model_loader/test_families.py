@@ -34,6 +34,9 @@ IN_CI = (
         "gemma4",
         "gemma4_moe",
         "deepseek_v2",
+        "deepseek_v2_groups",
+        "deepseek_v3_groups",
+        "qwen3_vl_moe",
         "exaone4",
         "glm4",
         "glm4_moe",
@@ -42,7 +45,7 @@ IN_CI = (
         "starcoder2",
         "phi",
     ),
-    *("lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "olmo_hybrid"),
+    *("lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "nemotron_h", "nemotron_3_latent", "mamba2", "olmo_hybrid"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4

@@ -60,6 +60,8 @@ QWEN35_MOE.pop("intermediate_size")
 ENCODER = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "type_vocab_size": 1, "pad_token_id": 1}
 XLM = config("XLMRobertaModel", "xlm-roberta", 1024, 4096, 24, 16, 16, 250002, 8194, **ENCODER)
 LLAMA = config("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 100352, 8192, rope_theta=100000.0)
+YARN_40 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+YARN_40 |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
 
 # name -> configuration; those of the table of the issue about this year's models
 PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
@@ -141,8 +143,44 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024}
     | {"residual_multiplier": 0.22, "embedding_multiplier": 12, "logits_scaling": 6}
     | {"attention_multiplier": 0.0078125, "position_embedding_type": "nope"},
-    "Nemotron-3-Nano": config("NemotronHForCausalLM", "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144)
-    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"},
+    "Nemotron-3-Nano-30B-A3B": config(
+        "NemotronHForCausalLM", "nemotron_h", 2688, 1856, 52, 32, 2, 131072, 262144, head_dim=128
+    )
+    | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+    | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 6, "norm_topk_prob": True}
+    | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1}
+    | {"topk_group": 1, "routed_scaling_factor": 2.5, "mamba_num_heads": 64, "mamba_head_dim": 64}
+    | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "expand": 2, "chunk_size": 128}
+    | {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True, "use_bias": False}
+    | {"mlp_bias": False, "attention_bias": False, "norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
+    | {"partial_rotary_factor": 1.0, "rope_theta": 10000, "sliding_window": None},
+    "Nemotron-3-Super-120B-A12B": config(
+        "NemotronHForCausalLM", "nemotron_h", 4096, 2688, 88, 32, 2, 131072, 262144, head_dim=128
+    )
+    | {
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEM"
+        "EMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    }
+    | {"n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22, "norm_topk_prob": True}
+    | {"moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376, "n_group": 1}
+    | {"topk_group": 1, "routed_scaling_factor": 5.0, "mamba_num_heads": 128, "mamba_head_dim": 64}
+    | {"moe_latent_size": 1024, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2"},
+    "Qwen3-VL-30B-A3B": within(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        config("", "qwen3_vl_moe_text", 2048, 6144, 48, 32, 4, 151936, 262144, head_dim=128, rope_theta=5e6)
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        | {
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+        },
+        tie_word_embeddings=False,
+    )
+    | {
+        "vision_config": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+        | {"out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24]}
+    },
     "Falcon-H1-1.5B": config("FalconH1ForCausalLM", "falcon_h1", 2048, 4096, 24, 8, 2, 65537, 131072)
     | {"mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256}
     | {"mlp_multipliers": [0.7, 0.3], "ssm_multipliers": [0.3, 0.2, 0.1, 0.5, 0.4], "mamba_n_groups": 1},
@@ -157,11 +195,24 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     | {"v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2}
     | {"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+    | {"rope_scaling": YARN_40},
+    "DeepSeek-V2": config("DeepseekV2ForCausalLM", "deepseek_v2", 5120, 12288, 60, 128, 128, 102400, 163840)
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 128, "n_routed_experts": 160, "num_experts_per_tok": 6, "n_shared_experts": 2}
+    | {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 8}
+    | {"topk_group": 3, "topk_method": "group_limited_greedy", "scoring_func": "softmax"}
+    | {"norm_topk_prob": False, "routed_scaling_factor": 16.0, "rope_theta": 10000, "rope_scaling": YARN_40},
+    "DeepSeek-V3": config("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840)
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8}
+    | {"topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    | {"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "ep_size": 1, "rope_theta": 10000}
+    | {"rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0}}
     | {
-        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-        | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        | {"weight_block_size": [128, 128]}
     },
-    "DeepSeek-V3": config("DeepseekV3ForCausalLM", "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840),
     "GLM-4.7-Flash": config(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752
     )

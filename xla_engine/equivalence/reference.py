@@ -17,6 +17,7 @@ from xla_engine.equivalence.reference_arrays import (
     capped,
     convolved,
     gelu_tanh,
+    of_best_groups,
     rms_norm,
     rotated,
     sigmoid,
@@ -44,6 +45,7 @@ ARCHITECTURES = (
     ),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
+    "qwen3_vl_moe_text",
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense"),
     *MAMBA,
 )
@@ -327,12 +329,15 @@ class Reference:
         correction["lfm2_moe"] = "feed_forward.expert_bias"
         if kind in correction:  # sigmoids, and a correction that only chooses
             scores = sigmoid(scores)
-            corrected = scores + self._files.read(name + correction[kind])
-        else:
-            corrected = scores
+        corrected = scores + self._files.read(name + correction[kind]) if kind in correction else scores
+        if kind in ("glm4_moe", *_LATENT):
+            corrected = of_best_groups(corrected, *groups(c), best=2 if kind in correction else 1)
         chosen = np.argsort(-corrected, axis=1, kind="stable")[:, :count]  # [N, K]
         # Mixtral and gpt-oss weigh by a softmax over the chosen; the others, unless told so, over all.
-        renormalised = c.get("norm_topk_prob", kind in _HYBRID) or kind in ("mixtral", "gpt_oss")
+        renormalised = c.get("norm_topk_prob", kind in (*_HYBRID, "qwen3_vl_moe_text")) or kind in (
+            "mixtral",
+            "gpt_oss",
+        )
         renormalised = renormalised and kind != "deepseek_v2"
         among = np.take_along_axis(scores, chosen, axis=1) if renormalised else scores
         if kind in correction:
@@ -358,6 +363,12 @@ class Reference:
         if kind in ("mixtral", "lfm2_moe"):
             part = "block_sparse_moe" if kind == "mixtral" else "feed_forward"
             return self._numbered(x, f"{name}{part}.experts.{expert}.")
+        if kind == "qwen3_vl_moe_text":  # [E, D, 2 F], gates first, and [E, F, D]; or both as other weights
+            part = f"{name}mlp.experts."
+            weights = [self._files.read(f"{part}{each}_proj")[expert] for each in ("gate_up", "down")]
+            into, out_of = (each.T for each in weights) if weights[0].shape[1] == x.shape[1] else weights
+            gate, up = np.split(x @ into, 2, axis=1)
+            return np.asarray(silu(gate) * up @ out_of)
         if kind != "gpt_oss":
             return self._mlp(x, name, f"mlp.experts.{expert}.")
         if has(f"{name}mlp.experts.gate_up_proj"):  # [E, D, 2 F], gates and ups in turn
@@ -407,6 +418,14 @@ def activation(c: Config) -> Callable[[Array], Array]:
     default = "gelu_pytorch_tanh" if c["model_type"] in (*_GEMMA, *_PLAIN) else "silu"
     name = c.get("hidden_activation") or c.get("hidden_act") or default
     return silu if name in ("silu", "swish") else gelu_tanh
+
+
+def groups(c: Config) -> tuple[int, int]:
+    """How many groups experts stand in, and from how many of them a token takes its own."""
+    if c["model_type"] == "deepseek_v2" and c.get("topk_method") != "group_limited_greedy":
+        return 1, 1
+    count, chosen = (8, 4) if c["model_type"] == "deepseek_v3" else (1, 1)
+    return int(c.get("n_group") or count), int(c.get("topk_group") or chosen)
 
 
 def keys_of(c: Config, index: int) -> int:
@@ -546,7 +565,7 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
     defaults = {
         **dict.fromkeys(("mixtral", "gemma3_text", *_LFM2), 1e6),
         "gemma4_text": 10000.0 if sliding else 1e6,
-        **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "ernie4_5"), 500000.0),
+        **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "qwen3_vl_moe_text", "ernie4_5"), 500000.0),
         "helium": 100000.0,
         "smollm3": 2e6,
         "gpt_oss": 150000.0,

@@ -112,3 +112,16 @@ def delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array) -> Array
         memory += k[at][:, :, None] * change[:, None, :]
         out[at] = np.einsum("hkv,hk->hv", memory, q[at])
     return out
+
+
+def of_best_groups(scores: Array, count: int, chosen: int, best: int) -> Array:
+    """`scores [N, E]`, and minus infinity for experts outside the `chosen` best of `count` groups of neighbours.
+
+    A group is as good as the sum of its `best` highest scores.
+    """
+    by_group = scores.reshape(len(scores), count, -1)
+    worth = np.sort(by_group, axis=2)[:, :, -best:].sum(axis=2)
+    kept = np.argsort(-worth, axis=1, kind="stable")[:, :chosen, None]
+    found = np.full_like(by_group, -np.inf)
+    np.put_along_axis(found, kept, np.take_along_axis(by_group, kept, axis=1), axis=1)
+    return found.reshape(scores.shape)

@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xla_engine.equivalence.reference_arrays import convolved, rms_norm, silu, softmax, softplus
+from xla_engine.equivalence.reference_arrays import (
+    convolved,
+    of_best_groups,
+    rms_norm,
+    sigmoid,
+    silu,
+    softmax,
+    softplus,
+)
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 from xla_engine.equivalence.reference_rotary import Config
 
@@ -84,10 +92,11 @@ def mamba_layer(c: Config, parts: Parts, x: Array, ends: Array, index: int) -> A
 
     if c["model_type"] in ("nemotron_h", "mamba2"):  # a layer is one sublayer
         normed = parts.norm(x, f"{name}norm")
+        if has(f"{name}mixer.gate"):
+            return x + nemotron_experts(c, parts, normed, f"{name}mixer.")
         if not has(f"{name}mixer.up_proj"):
             return x + mixed(normed, "mixer")
-        hidden = np.square(np.maximum(parts.linear(normed, f"{name}mixer.up_proj"), 0))
-        return x + parts.linear(hidden, f"{name}mixer.down_proj")
+        return x + plain_mlp(parts, normed, f"{name}mixer.")
     normed = parts.norm(x, f"{name}input_layernorm")
     if c["model_type"] == "falcon_h1":  # one beside the other
         attended = parts.attention(normed * number("attention_in_multiplier"), ends, index)
@@ -105,6 +114,32 @@ def mamba_layer(c: Config, parts: Parts, x: Array, ends: Array, index: int) -> A
     if has(f"{name}block_sparse_moe.input_linear"):
         out = out + granite_experts(c, parts, normed, f"{name}block_sparse_moe.")
     return x + out * number("residual_multiplier")
+
+
+def plain_mlp(parts: Parts, x: Array, name: str) -> Array:
+    """An MLP without a gate, with the square of ReLU."""
+    hidden = np.square(np.maximum(parts.linear(x, f"{name}up_proj"), 0))
+    return parts.linear(hidden, f"{name}down_proj")
+
+
+def nemotron_experts(c: Config, parts: Parts, x: Array, name: str) -> Array:
+    """Nemotron 3's experts, chosen by corrected sigmoids, and a shared one; perhaps between two products."""
+    scores, latent = sigmoid(parts.linear(x, f"{name}gate")), parts.files.has(f"{name}fc1_latent_proj")
+    corrected = scores + parts.files.read(f"{name}gate.e_score_correction_bias")
+    corrected = of_best_groups(corrected, c.get("n_group") or 1, c.get("topk_group") or 1, best=2)
+    chosen = np.argsort(-corrected, axis=1, kind="stable")[:, : c.get("num_experts_per_tok") or 2]
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    if c.get("norm_topk_prob", True):
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    weights = weights * np.float32(c.get("routed_scaling_factor") or 1)
+    given = parts.linear(x, f"{name}fc1_latent_proj") if latent else x
+    out = np.zeros_like(given)
+    for expert in np.unique(chosen):
+        rows, places = np.nonzero(chosen == expert)
+        made = plain_mlp(parts, given[rows], f"{name}experts.{expert}.")
+        out[rows] += weights[rows, places, None] * made
+    out = parts.linear(out, f"{name}fc2_latent_proj") if latent else out
+    return out + plain_mlp(parts, x, f"{name}shared_experts.")
 
 
 def granite_experts(c: Config, parts: Parts, x: Array, name: str) -> Array:

@@ -146,7 +146,7 @@ def _one_token(token: str) -> PromptForm:
 QWEN3_VL = _one_token("<|image_pad|>")
 _BY_TYPE = {
     "gemma3": GEMMA3,
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN3_VL),
     "paddleocr_vl": _one_token("<|IMAGE_PLACEHOLDER|>"),
     "glm_ocr": _one_token("<|image|>"),
 }

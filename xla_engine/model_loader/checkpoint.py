@@ -23,7 +23,7 @@ from xla_engine.graphs.model.spec import parameter_shapes
 from xla_engine.graphs.ops.coded import KINDS
 from xla_engine.graphs.recurrent_forms import DeltaForm
 from xla_engine.model_loader.describe import ModelDescription, describe_decoder
-from xla_engine.model_loader.families import tensor_sources
+from xla_engine.model_loader.families import Source, tensor_sources
 from xla_engine.model_loader.model_files import ModelFiles, open_model
 from xla_engine.model_loader.pooling import without_head
 from xla_engine.model_loader.tensor_files import Array, GivenTensors, TensorFiles
@@ -85,6 +85,7 @@ def load_weights(model: ModelDescription) -> Checkpoint:
     sources = tensor_sources(config, model.family)
     files = model.files.tensors(source.name for stacked in sources.values() for source in stacked)
     files = without_head(files) if model.headless else files
+    sources = _in_files(sources, files)
     check_tensors(files, sources, config, model.family.ignored(config))
     target = wanted
     if wanted == "auto":
@@ -278,6 +279,17 @@ def _check_tied_head(files: TensorFiles, embedding_name: str) -> None:
             f"{head.file}: tensor lm_head.weight differs from the embedding, but config.json ties the two. "
             "Set tie_word_embeddings to false if the model has its own head, else save without lm_head.weight"
         )
+
+
+def _in_files(sources: Sources, files: TensorFiles) -> dict[str, tuple[Source, ...]]:
+    """The sources as these files store them."""
+    return {
+        leaf: tuple(
+            part.in_file(files.tensors[part.name].shape) if part.name in files.tensors else part
+            for part in stacked
+        )
+        for leaf, stacked in sources.items()
+    }
 
 
 def has_packed(files: TensorFiles, sources: Sources) -> bool:

@@ -88,6 +88,23 @@ HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 12, "intermediate_size": 44}
         | {"expand": 2, "time_step_min": 1e-9, "use_conv_bias": True},
     ),
+    "nemotron_3": (
+        "NemotronHForCausalLM",
+        0.3,
+        {**_SIZES, "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "moe"]}
+        | {"num_hidden_layers": 5, "head_dim": 16, "n_groups": 1, "mamba_num_heads": 3, "mamba_head_dim": 16}
+        | {"ssm_state_size": 12, "intermediate_size": 44, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "n_group": 4}
+        | {"topk_group": 2, "routed_scaling_factor": 1.5},
+    ),
+    "nemotron_3_latent": (
+        "NemotronHForCausalLM",
+        0.3,
+        {**_SIZES, "layer_types": ["linear_attention", "moe", "full_attention", "moe"]}
+        | {"num_hidden_layers": 4, "head_dim": 8, "n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 8}
+        | {"ssm_state_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_latent_size": 24}
+        | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 20, "norm_topk_prob": False},
+    ),
     "mamba2": (
         "Mamba2ForCausalLM",
         0.3,

@@ -220,6 +220,21 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "rope_interleave": False}
         | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
     ),
+    "deepseek_v2_groups": (
+        "DeepseekV2ForCausalLM",
+        0.4,
+        shape(36, 4, 4, n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=16)
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 24}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "routed_scaling_factor": 4.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3_groups": (
+        "DeepseekV3ForCausalLM",
+        0.4,
+        shape(36, 3, 3, n_routed_experts=12, num_experts_per_tok=4, moe_intermediate_size=16)
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 28}
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "n_group": 3, "topk_group": 2},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         0.4,
@@ -518,6 +533,20 @@ CASES |= {
             **IMAGE_IDS,
         },
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        0.35,
+        {
+            "text_config": shape(40, 5, 1, head_dim=16, num_hidden_layers=3, vocab_size=VOCABULARY)
+            | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+            | {"mlp_only_layers": [1], "tie_word_embeddings": False}
+            | rope("default", 1e4, mrope_section=[4, 2, 2], mrope_interleaved=True),
+            "vision_config": {"depth": 2, "hidden_size": 24, "intermediate_size": 20, "num_heads": 3}
+            | {"out_hidden_size": 40, "patch_size": 4, "num_position_embeddings": 16}
+            | {"deepstack_visual_indexes": [1]},
+            **IMAGE_IDS,
+        },
+    ),
     "qwen3_5_vision": (
         "Qwen3_5ForConditionalGeneration",
         0.4,
@@ -755,6 +784,7 @@ def seen(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Tiles and features; nothing of families whose pictures are not supported."""
     kinds = (
         "Qwen3VLPreTrainedModel",
+        "Qwen3VLMoePreTrainedModel",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
         "PaddleOCRVLForConditionalGeneration",

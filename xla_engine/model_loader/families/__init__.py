@@ -47,7 +47,7 @@ _ALL = (
     dense.GEMMA3_TEXT,
     *(dense.MISTRAL3, experts.QWEN3_5_VISION, dense.QWEN3_VL, dense.IDEFICS3, dense.SMOLVLM),
     *(dense.COHERE, dense.COHERE2, experts.MIXTRAL, experts.QWEN3_MOE, experts.GPT_OSS),
-    experts.GLM4_MOE,
+    *(experts.GLM4_MOE, experts.QWEN3_VL_MOE),
     variants.HUNYUAN,
     *(experts.QWEN3_NEXT, experts.QWEN3_5, experts.QWEN3_5_MOE, experts.QWEN3_5_MOE_VISION),
     *(variants.SEED_OSS, variants.ERNIE4_5, variants.HELIUM, variants.EXAONE4, variants.GLM, variants.GLM4),

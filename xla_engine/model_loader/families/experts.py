@@ -65,6 +65,11 @@ def routed_experts(fields: Fields, count: str, width: str, **others: Any) -> Rou
     )
 
 
+def groups_of(fields: Fields) -> dict[str, int]:
+    """How many groups experts stand in, and from how many of them a token takes its own."""
+    return {name: fields.integer(name, high=_MOST, default=1) for name in ("n_group", "topk_group")}
+
+
 def mlp_only_layers(fields: Fields) -> tuple[int, ...]:
     """Layers without experts: those listed, and all except every `decoder_sparse_step`-th."""
     step = fields.integer("decoder_sparse_step", high=_MOST, default=1)
@@ -134,11 +139,17 @@ QWEN3_MOE = Family(
 )
 
 
+def _qwen3_vl_moe(fields: Fields) -> dict[str, Any]:
+    """Qwen3-MoE whose experts' weights always sum to one, whatever files leave out."""
+    if not fields.flag("norm_topk_prob", default=True):
+        fields.fail(
+            "norm_topk_prob", "not supported (weights that do not sum to one). Use a plain checkpoint"
+        )
+    return _qwen3_moe(Fields(fields.file, {**fields.values, "norm_topk_prob": True}))
+
+
 # GLM-4-MoE has a router with sigmoids, a first layer without experts and a last one that predicts further tokens.
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
-    for name in ("n_group", "topk_group"):
-        if fields.integer(name, high=_MOST, default=1) != 1:
-            fields.fail(name, "not supported (experts chosen by group). Use a checkpoint with 1")
     shared = fields.integer("n_shared_experts", low=0, high=_MOST, default=1)
     experts = routed_experts(
         fields,
@@ -149,6 +160,7 @@ def _glm4_moe(fields: Fields) -> dict[str, Any]:
         shared_expert_gate=False,
         scoring_func="sigmoid",
         routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
+        **groups_of(fields),
     )
     dense = fields.integer("first_k_dense_replace", low=0, high=2**12, default=1)
     return {
@@ -199,17 +211,47 @@ def _biases(name: str, *, gated: bool) -> Sources:
     return sources
 
 
-def _transposed(name: str, *, gated: bool) -> Sources:
-    """The tensor of all experts, stored as `[experts, inputs, outputs]`."""
+def _transposed(name: str, *, gated: bool, either: bool = False) -> Sources:
+    """The tensor of all experts, stored as `[experts, inputs, outputs]`.
+
+    gated: with gates and ups in turn. either: or as `[experts, outputs, inputs]`.
+    """
 
     def convert(block: Array) -> Array:
         rows = block.swapaxes(1, 2)
         return apart(rows) if gated else rows
 
     def sources(_: ModelConfig, shape: tuple[int, ...]) -> tuple[Source, ...]:
-        return (Source(name=name, shape=(shape[0], shape[2], shape[1]), convert=convert),)
+        stored = (shape[0], shape[2], shape[1])
+        return (Source(name=name, shape=stored, convert=convert, converted=shape if either else None),)
 
     return sources
+
+
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+QWEN3_VL_MOE = within_vision_model(
+    replace(
+        QWEN3_MOE,
+        tensors={
+            **QWEN3_MOE.tensors,
+            "experts.gate_up": _transposed(_GATE_UP, gated=False, either=True),  # gates first
+            "experts.down": _transposed(_DOWN, gated=False, either=True),
+        },
+    ),
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_vl_moe",
+    model=LANGUAGE_MODEL,
+    ignores=r"model\.visual\..*",
+    text_type="qwen3_vl_moe_text",
+    flags=_qwen3_vl_moe,
+    defaults={
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "max_position_embeddings": 128000,
+    },
+    rope_theta=500000.0,
+    vision=patch_tower("model.visual.", taps=True),
+)
 
 
 def _mxfp4(name: str, *, gated: bool) -> Sources:
@@ -237,7 +279,6 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     }
 
 
-_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # Attention sinks, alternating windows, and experts with interleaved gate and up rows, often in MXFP4.
 GPT_OSS = Family(
     architecture="GptOssForCausalLM",

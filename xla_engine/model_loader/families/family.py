@@ -28,6 +28,8 @@ class Source:
     offset: added in float32 (Gemma stores norm weights minus one).
     order: the rows that the leaf takes, in the leaf's order; None for all in file order.
     convert: applied to a block of leading entries, those of `order`, before it is split into rows.
+    converted: the shape of what `convert` makes, if the file may have that instead: newer versions of transformers
+        save stacks of experts so.
     """
 
     name: str
@@ -36,6 +38,11 @@ class Source:
     offset: float = 0.0
     order: np.ndarray[Any, Any] | None = None
     convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]] | None = None
+    converted: tuple[int, ...] | None = None
+
+    def in_file(self, shape: tuple[int, ...]) -> "Source":
+        """The same for a file that has the tensor in this shape."""
+        return replace(self, shape=shape, convert=None) if shape == self.converted else self
 
     def in_engine_order(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Reorder `rows`, one entry for each file row, into the engine's rotary order."""

@@ -1,7 +1,7 @@
-"""Families with latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash. Experts are not chosen by group."""
+"""Families with latent attention: DeepSeek V2 and V3, and GLM-4.7-Flash."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import LatentForm
 from xla_engine.graphs.ops.rope import natural_log, rotary_order
 from xla_engine.model_loader.families.dense import MLP, MODEL, PRE_NORMS, layer_count
-from xla_engine.model_loader.families.experts import GLM4_MOE, QWEN_EXPERTS, routed_experts
+from xla_engine.model_loader.families.experts import GLM4_MOE, QWEN_EXPERTS, groups_of, routed_experts
 from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors, with_bias
 from xla_engine.model_loader.json_fields import Fields
 
@@ -99,13 +99,18 @@ def _latent(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _experts(**scoring: Any) -> Callable[[Fields], dict[str, Any]]:
-    """Latent attention, and experts with a shared one in all but the first layers."""
+def _groups(fields: Fields, methods: Mapping[str, bool]) -> dict[str, int]:
+    """methods: those that are known, and whether they choose experts by group; the first is the default."""
+    method = str(fields.values.get("topk_method") or next(iter(methods)))
+    if method not in methods:
+        fields.fail("topk_method", f"not supported. Use a checkpoint with {' or '.join(methods)}")
+    return groups_of(fields) if methods[method] else {}
+
+
+def _experts(methods: Mapping[str, bool], **scoring: Any) -> Callable[[Fields], dict[str, Any]]:
+    """Latent attention, and experts with a shared one in all but the first layers. methods: see `_groups`."""
 
     def flags(fields: Fields) -> dict[str, Any]:
-        for name in ("n_group", "topk_group"):
-            if fields.given(name) and fields.integer(name, high=2**16) != 1:
-                fields.fail(name, "not supported (experts chosen by group). Use a checkpoint with 1")
         width = fields.integer("moe_intermediate_size", high=_WIDEST)
         experts = routed_experts(
             fields,
@@ -117,6 +122,7 @@ def _experts(**scoring: Any) -> Callable[[Fields], dict[str, Any]]:
             norm_topk_prob="scoring_func" in scoring and fields.flag("norm_topk_prob", default=True),
             routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
             **scoring,
+            **_groups(fields, methods),
         )
         return {**_latent(fields), "experts": experts, "mlp_only_layers": _dense_layers(fields)}
 
@@ -141,7 +147,7 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     tensors=_TENSORS,
-    flags=_experts(),
+    flags=_experts({"greedy": False, "group_limited_greedy": True}),
     reads=("attention_bias", "mlp_bias", "pretraining_tp"),  # this architecture ignores the last
     defaults={
         **_DEFAULTS,
@@ -158,7 +164,7 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     tensors=_TENSORS,
-    flags=_experts(scoring_func="sigmoid"),
+    flags=_experts({"noaux_tc": True}, scoring_func="sigmoid"),
     reads=("attention_bias", "pretraining_tp"),
     defaults={
         **_DEFAULTS,
@@ -180,7 +186,7 @@ GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     tensors=_TENSORS,
-    flags=_experts(scoring_func="sigmoid"),
+    flags=_experts({"noaux_tc": True}, scoring_func="sigmoid"),
     reads=("attention_bias", "pretraining_tp"),
     defaults={
         **_DEFAULTS,

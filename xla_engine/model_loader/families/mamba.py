@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 from xla_engine.graphs.config import FULL, MAMBA, MLP, PARALLEL
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.recurrent_forms import MambaForm
 from xla_engine.model_loader.families.dense import GRANITE, TENSORS, attention_bias, layer_count
-from xla_engine.model_loader.families.experts import routed_experts
+from xla_engine.model_loader.families.experts import each_expert, groups_of, routed_experts
 from xla_engine.model_loader.families.family import Family, Source, Sources, Tensors
 from xla_engine.model_loader.families.hybrids import convolution_of
 from xla_engine.model_loader.json_fields import Fields
@@ -235,12 +236,13 @@ _BLOCKS: Tensors = {
     "input_norm": ("norm.weight",),
     **mamba_tensors("mixer"),
 }
-_PATTERN = {"M": MAMBA, "*": FULL, "-": MLP, "E": "moe"}
-_NEMOTRON_TYPES = {**_MAMBA_OR_ATTENTION, "mlp": MLP}
+_EXPERTS = "moe"
+_PATTERN = {"M": MAMBA, "*": FULL, "-": MLP, "E": _EXPERTS}
+_NEMOTRON_TYPES = {**_MAMBA_OR_ATTENTION, "mlp": MLP, _EXPERTS: _EXPERTS}
 
 
 def _nemotron_types(fields: Fields) -> tuple[str, ...]:
-    """A layer is one sublayer; older files name the types by letters."""
+    """A layer is one sublayer; older files name the types by letters. Experts are a type of their own here."""
     pattern = fields.values.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         names: list[str] = [_PATTERN.get(letter, letter) for letter in pattern]
@@ -249,11 +251,29 @@ def _nemotron_types(fields: Fields) -> tuple[str, ...]:
         name = "layers_block_type" if fields.given("layers_block_type") else "layer_types"
         given = fields.values.get(name)
         names = given if isinstance(given, list) else []
-    if "moe" in names:
-        fields.fail(
-            name, "not supported (experts without a gate). Use a Nemotron-H without them, or Qwen3-Next"
-        )
     return mamba_types(Fields(fields.file, {name: names}), name, _NEMOTRON_TYPES | {FULL: FULL})
+
+
+def _nemotron_experts(fields: Fields) -> RoutedExperts:
+    """Experts without a gate, chosen by sigmoids, and a shared one; in Nemotron 3 Super, between two products."""
+    if fields.flag("mlp_bias", default=False):
+        fields.fail("mlp_bias", "not supported (biases on experts). Use a plain checkpoint")
+    if fields.integer("n_shared_experts", low=0, high=2**16, default=1) != 1:
+        fields.fail("n_shared_experts", "not supported. Use a checkpoint with 1")
+    latent = "moe_latent_size"
+    return routed_experts(
+        fields,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        norm_topk_prob=fields.flag("norm_topk_prob", default=True),
+        shared_expert_intermediate_size=fields.integer("moe_shared_expert_intermediate_size", high=_WIDEST),
+        shared_expert_gate=False,
+        scoring_func="sigmoid",
+        routed_scaling_factor=fields.number("routed_scaling_factor", high=1e6, default=1.0),
+        plain=True,
+        moe_latent_size=fields.integer(latent, high=_WIDEST) if fields.given(latent) else 0,
+        **groups_of(fields),
+    )
 
 
 def _nemotron_h(fields: Fields) -> dict[str, Any]:
@@ -279,7 +299,9 @@ def _nemotron_h(fields: Fields) -> dict[str, Any]:
     )
     return {
         **attention_bias(fields),
-        "layer_types": types,
+        "layer_types": tuple(MLP if kind == _EXPERTS else kind for kind in types),
+        "experts": _nemotron_experts(fields) if _EXPERTS in types else None,
+        "mlp_only_layers": tuple(at for at, kind in enumerate(types) if kind != _EXPERTS),
         "num_hidden_layers": len(types),
         "mamba": form,
         "one_sublayer": True,
@@ -305,6 +327,14 @@ NEMOTRON_H = Family(
         "up_bias": ("mixer.up_proj.bias",),
         "down": ("mixer.down_proj.weight",),
         "down_bias": ("mixer.down_proj.bias",),
+        "experts.router": ("mixer.gate.weight",),
+        "experts.correction": ("mixer.gate.e_score_correction_bias",),
+        "experts.gate_up": each_expert("mixer.experts.{expert}.up_proj.weight"),
+        "experts.down": each_expert("mixer.experts.{expert}.down_proj.weight"),
+        "experts.shared_up": ("mixer.shared_experts.up_proj.weight",),
+        "experts.shared_down": ("mixer.shared_experts.down_proj.weight",),
+        "experts.into": ("mixer.fc1_latent_proj.weight",),
+        "experts.out_of": ("mixer.fc2_latent_proj.weight",),
     },
     flags=_nemotron_h,
     reads=("attention_bias", "mlp_bias", "layer_types"),
@@ -318,6 +348,10 @@ NEMOTRON_H = Family(
         "ssm_state_size": 128,
         "conv_kernel": 4,
         "max_position_embeddings": 4096,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
     },
     layer="backbone.layers.{index}.",
     ignores=r"mtp\..*",

@@ -8,7 +8,6 @@ REFUSED = {
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
     "DeepseekOCR2ForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
-    "Qwen3VLMoeForConditionalGeneration": ("a vision tower beside Qwen3-MoE", "Qwen3-VL or Qwen3.5"),
 }
 
 
