@@ -45,7 +45,16 @@ IN_CI = (
         "starcoder2",
         "phi",
     ),
-    *("lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1", "nemotron_h", "nemotron_3_latent", "mamba2", "olmo_hybrid"),
+    *(
+        "lfm2",
+        "lfm2_moe",
+        "granite_hybrid",
+        "falcon_h1",
+        "nemotron_h",
+        "nemotron_3_latent",
+        "mamba2",
+        "olmo_hybrid",
+    ),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4
