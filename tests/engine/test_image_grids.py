@@ -200,7 +200,10 @@ def test_taps_that_are_not_added_would_be_found(
     "name",
     [
         "qwen3_vl",
-        *(pytest.param(name, marks=FULL) for name in ("qwen3_5_vision", "paddleocr_vl", "glm_ocr")),
+        *(
+            pytest.param(name, marks=FULL)
+            for name in ("qwen3_vl_moe", "qwen3_5_vision", "paddleocr_vl", "glm_ocr")
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:

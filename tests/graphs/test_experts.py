@@ -34,29 +34,33 @@ COUNT, WIDTH, INNER, CHOSEN = 7, 96, 160, 3  # experts, sizes in whole tiles, ex
 Form = Callable[[Experts, Any, Route, Any], jax.Array]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def called(form: Form, arrays: Any, x: Any, routed: Route, residual: Any, limit: float | None) -> jax.Array:
-    """The limit is static, as in a model."""
-    return form(Experts(*arrays, limit), x, routed, residual)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def called(
+    form: Form, arrays: Any, x: Any, routed: Route, residual: Any, limit: float | None, plain: bool
+) -> jax.Array:
+    """The activation is static, as in a model."""
+    return form(Experts(*arrays, limit, plain=plain), x, routed, residual)
 
 
 def run(form: Form, experts: Experts, x: Any, routed: Route, residual: Any | None = None) -> np.ndarray:
     """Run one compiled call."""
     residual = jnp.asarray(x if residual is None else residual)
-    return np.asarray(called(form, experts[:4], jnp.asarray(x), routed, residual, experts.limit))
+    arrays, x = experts[:4], jnp.asarray(x)
+    return np.asarray(called(form, arrays, x, routed, residual, experts.limit, experts.plain))
 
 
-def weights(dtype: Any, *, biased: bool = False, limit: float | None = None) -> Experts:
+def weights(dtype: Any, *, biased: bool = False, limit: float | None = None, plain: bool = False) -> Experts:
     rng = np.random.default_rng(0)
 
     def draw(*shape: int, dtype: Any = dtype) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.2, dtype)
 
-    matrices = draw(COUNT, 2 * INNER, WIDTH), draw(COUNT, WIDTH, INNER)
+    features = INNER if plain else 2 * INNER
+    matrices = draw(COUNT, features, WIDTH), draw(COUNT, WIDTH, INNER)
     if not biased:
-        return Experts(*matrices, limit=limit)
-    biases = draw(COUNT, 2 * INNER, dtype=jnp.float32), draw(COUNT, WIDTH, dtype=jnp.float32)
-    return Experts(*matrices, *biases, limit)
+        return Experts(*matrices, limit=limit, plain=plain)
+    biases = draw(COUNT, features, dtype=jnp.float32), draw(COUNT, WIDTH, dtype=jnp.float32)
+    return Experts(*matrices, *biases, limit, plain=plain)
 
 
 def rows(count: int, seed: int = 1) -> np.ndarray:
@@ -81,7 +85,9 @@ def by_numpy(experts: Experts, x: np.ndarray, routed: Route) -> np.ndarray:
         for expert, share in zip(chosen, shares, strict=True):
             both = gate_up[expert] @ rounded[row] + gate_up_bias[expert]
             gates, ups = np.split(both, 2)
-            if experts.limit is None:
+            if experts.plain:
+                hidden = np.square(np.maximum(both, 0))
+            elif experts.limit is None:
                 hidden = gates / (1 + np.exp(-gates)) * ups
             else:
                 gates, ups = np.minimum(gates, experts.limit), np.clip(ups, -experts.limit, experts.limit)
@@ -117,21 +123,24 @@ def form_and_dtype(request: pytest.FixtureRequest) -> tuple[Form, Any]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("biased", "limit"), [(False, None), (True, 0.5)])
+@pytest.mark.parametrize(
+    ("biased", "limit", "plain"), [(False, None, False), (True, 0.5, False), (True, None, True)]
+)
 def test_each_form_is_the_sum_over_the_experts(
-    form_and_dtype: tuple[Form, Any], biased: bool, limit: float | None
+    form_and_dtype: tuple[Form, Any], biased: bool, limit: float | None, plain: bool
 ) -> None:
     form, dtype = form_and_dtype
-    experts, x, routed = weights(dtype, biased=biased, limit=limit), rows(61), routes(61)
+    experts, x, routed = weights(dtype, biased=biased, limit=limit, plain=plain), rows(61), routes(61)
     expected = by_numpy(experts, x, routed)
     atol = (1e-5 if dtype == jnp.float32 else 1e-2) * np.abs(expected).max()
     np.testing.assert_allclose(run(form, experts, x, routed), expected, atol=atol)
 
 
-def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, Any]) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_bits_of_a_row_do_not_depend_on_its_peers(form_and_dtype: tuple[Form, Any], plain: bool) -> None:
     """Run the row alone, among any number of rows, and among rows with the same experts, which fill several blocks."""
     form, dtype = form_and_dtype
-    experts, x, routed = weights(dtype, biased=True), rows(100), routes(100)
+    experts, x, routed = weights(dtype, biased=True, plain=plain), rows(100), routes(100)
     whole = run(form, experts, x, routed)
     for first, count in ((0, 1), (3, 8), (20, 17), (50, 48)):
         part = slice(first, first + count)
@@ -166,12 +175,18 @@ def test_experts_in_eight_bits_are_near_those_they_stand_for(kind: str) -> None:
         assert np.abs(whole - expected).max() < 0.02 * np.abs(expected - x).max()
         alone = run(form, Experts(*kept, *of, limit), x[7:8], Route(routed.expert[7:8], routed.weight[7:8]))
         assert alone.tobytes() == whole[7:8].tobytes()
+    ups = plain[0][:, :192]  # without gates
+    ungated = Experts(Quantized(*map(jnp.asarray, quantize_weight(ups))), kept[1], plain=True)
+    whole = run(form, ungated, x, routed)
+    expected = by_numpy(Experts(ups, plain[1], plain=True), x, routed)
+    assert np.abs(whole - expected).max() < 0.02 * np.abs(expected - x).max()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
-def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any, plain: bool) -> None:
     """The products between which devices gather are those of `blocked_experts` without it, bit for bit."""
-    experts, x, routed = weights(dtype, biased=True), rows(48), routes(48)
+    experts, x, routed = weights(dtype, biased=True, plain=plain), rows(48), routes(48)
     gathers = functools.partial(blocked_experts, gather=lambda hidden: hidden)
     assert run(gathers, experts, x, routed).tobytes() == run(blocked_experts, experts, x, routed).tobytes()
 

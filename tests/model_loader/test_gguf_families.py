@@ -63,6 +63,30 @@ GLM4_LITE = {
     "expert_group_count": 1,
     "expert_group_used_count": 1,
 }
+GROUPS_V2 = {
+    **DEEPSEEK2_OLD,
+    "attention.q_lora_rank": 20,
+    "attention.kv_lora_rank": 24,
+    "attention.head_count_kv": 4,
+    "attention.key_length": 16,
+    "attention.value_length": 12,
+    "expert_shared_count": 1,
+    "expert_weights_scale": 4.0,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+}
+GROUPS_V3 = {
+    **GROUPS_V2,
+    "attention.q_lora_rank": 0,
+    "attention.kv_lora_rank": 28,
+    "attention.head_count_kv": 3,
+    "attention.value_length": 16,
+    "rope.dimension_count": 4,
+    "expert_weights_scale": 2.5,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+    "expert_group_count": 3,
+}
 MOONLIGHT = {
     **GLM4_LITE,
     "attention.key_length_mla": 24,
@@ -112,6 +136,8 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("glm4_moe", "glm4moe", GLM4_MOE),
         ("deepseek_v2", "deepseek2", DEEPSEEK2),
         ("deepseek_v2", "deepseek2", DEEPSEEK2_OLD),
+        ("deepseek_v2_groups", "deepseek2", GROUPS_V2),
+        ("deepseek_v3_groups", "deepseek2", GROUPS_V3),
         ("glm4_moe_lite", "deepseek2", GLM4_LITE),
         ("granite_hybrid", "granitehybrid", GRANITE_HYBRID),
         ("hunyuan", "hunyuan-dense", {}),
@@ -186,7 +212,7 @@ def test_moonlight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"expert_group_count": 8}, "experts chosen by group"),
+        ({"expert_group_count": 8}, "does not divide the 6 experts"),
         ({"expert_gating_func": 3}, "expert_gating_func = 3"),
     ],
 )
@@ -194,6 +220,20 @@ def test_other_ways_to_choose_experts_are_refused(change: dict[str, Any], word: 
     model = GOLDEN / "families" / "deepseek_v2"
     path = write_gguf(model, tmp_path / "m.gguf", arch="deepseek2", extra=DEEPSEEK2 | change)
     assert_refused(path, word)
+
+
+def test_groups_that_a_file_does_not_tell_are_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of DeepSeek V2 and V3 are known, by the number of their experts."""
+    path = write_gguf(
+        GOLDEN / "families" / "deepseek_v2", tmp_path / "m.gguf", arch="deepseek2", extra=DEEPSEEK2
+    )
+    monkeypatch.setattr(architectures, "_UNGROUPED", 5)
+    assert_refused(path, "6 experts without their groups")
+    monkeypatch.setattr(architectures, "_GROUPS", {6: (3, 2)})
+    experts = load_checkpoint(path).config.experts
+    assert experts is not None and (experts.n_group, experts.topk_group) == (3, 2)
 
 
 def test_what_is_dealt_out_by_rows_stays_packed(tmp_path: Path) -> None:

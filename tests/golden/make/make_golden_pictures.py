@@ -24,6 +24,7 @@ FAMILIES = {
 }
 PATCHES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5_vision": "Qwen3_5ForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
     "glm_ocr": "GlmOcrForConditionalGeneration",

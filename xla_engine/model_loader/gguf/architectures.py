@@ -136,6 +136,7 @@ def _bert(file: GgufReader, values: dict[str, Any]) -> None:
 
 
 _UNGROUPED = 64  # the most experts of a published model that does not choose them by group
+_GROUPS = {160: (8, 3), 256: (8, 4)}  # of DeepSeek V2 and V3, by their experts; older files do not have them
 
 
 def _deepseek2(file: GgufReader, values: dict[str, Any]) -> None:
@@ -150,11 +151,14 @@ def _deepseek2(file: GgufReader, values: dict[str, Any]) -> None:
     values.pop("head_dim", None)
     values |= {"qk_rope_head_dim": rotary, "qk_nope_head_dim": (width or 0) - rotary, "v_head_dim": valued}
     values["q_lora_rank"] = number(file, "{arch}.attention.q_lora_rank") or None
-    many = (number(file, "{arch}.expert_count") or 0) > _UNGROUPED
-    for name in ("n_group", "topk_group"):  # which older files do not have
-        values.setdefault(name, 8 if many else 1)
+    experts = number(file, "{arch}.expert_count") or 0
+    if experts > _UNGROUPED and experts not in _GROUPS and "n_group" not in values:
+        raise _unknown(file, "expert_group_count", f"{experts} experts without their groups")
+    values |= dict(zip(("n_group", "topk_group"), _GROUPS.get(experts, (1, 1)), strict=True)) | values
+    values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
     if any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
         values |= {"architectures": [DEEPSEEK_V3.architecture], "model_type": DEEPSEEK_V3.model_type}
+        values["topk_method"] = "noaux_tc"
     elif file.get("{arch}.expert_weights_norm") or file.get("{arch}.expert_gating_func") not in (None, 0, 1):
         raise _unknown(file, "expert_gating_func", "experts chosen otherwise than by DeepSeek V2 and V3")
 
