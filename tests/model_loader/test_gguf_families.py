@@ -20,6 +20,7 @@ from tests.support.gguf_files import GEMMA4, GEMMA4_KEYS, Kind, write_gguf, writ
 from xla_engine.cli import main
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.families.gguf_tensors import log_decay
+from xla_engine.model_loader.gguf import architectures
 from xla_engine.runner.drafting.proposers import load_mtp
 
 GLM4_MOE = {  # metadata of mixtures whose experts are chosen by sigmoids
