@@ -130,6 +130,11 @@ class RoutedExperts:
         if self.topk_group < self.n_group and self.scoring_func == "sigmoid" and in_group < 2:
             raise ValueError(f"n_group ({self.n_group}) leaves groups of one expert, which have no best two")
 
+    @property
+    def widths(self) -> list[int]:
+        """Features between the products of a layer; 0 where there are none."""
+        return [self.moe_intermediate_size, self.shared_expert_intermediate_size, self.moe_latent_size]
+
 
 LATENT_EPS = 1e-6  # of the norms within latent attention, whatever those of the layers have
 

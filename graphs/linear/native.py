@@ -216,8 +216,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     widths += [] if config.latent is None else config.latent.widths(config.num_attention_heads)
     widths.append(config.hidden_size_per_layer_input)
     if config.experts is not None:
-        widths += [config.experts.moe_intermediate_size, config.experts.shared_expert_intermediate_size]
-        widths.append(config.experts.moe_latent_size)
+        widths += config.experts.widths
     if config.recurrent is not None:
         widths.append(config.recurrent.inner_features)
     if isa == "amx" or dtype == jnp.int8:
