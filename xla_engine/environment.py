@@ -57,6 +57,14 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def settings_of_programs() -> list[str]:
+    """Every variable on which compiled programs, or what is known of them, may depend, with its value: JAX's, XLA's
+    and this package's."""
+    return sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))
+    )
+
+
 def compiler() -> str:
     """The C++ compiler: `CXX`, else the system's."""
     return os.environ.get("CXX") or "c++"

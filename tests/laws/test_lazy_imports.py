@@ -94,6 +94,13 @@ def test_a_model_that_is_not_supported_is_refused_without_jax(words: str, tmp_pa
     assert names & DEVICE == set()
 
 
+def test_a_model_that_was_inspected_before_needs_no_jax() -> None:
+    for _ in range(2):
+        code, names, told = imported("inspect")
+        assert code == 0, told
+    assert names & (DEVICE | OTHERS) == set()
+
+
 def test_a_dry_run_needs_no_jax(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}

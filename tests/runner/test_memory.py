@@ -22,6 +22,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.runner.memory_plan import MemoryPlan, check_memory
 from xla_engine.tools.bench.models import LLAMA_3_2_1B
 from xla_engine.utils import host_memory
 from xla_engine.utils.sizes import size
@@ -63,9 +64,9 @@ def test_the_workspace_covers_every_graph(fixture: str, request: pytest.FixtureR
         assert taken <= limit, name
 
 
-def plan(available: int | None, **changes: Any) -> memory.MemoryPlan:
+def plan(available: int | None, **changes: Any) -> MemoryPlan:
     fields = {"weights": 1000, "slot": 7, "scratch": 3, "slots": 16, "workspace": 40}
-    return memory.MemoryPlan(**fields | changes, available=available)
+    return MemoryPlan(**fields | changes, available=available)
 
 
 @given(st.integers(0, 2000), st.integers(1, 30), st.integers(1, 64))
@@ -90,14 +91,14 @@ def test_as_many_slots_as_are_said_fit_and_no_more(available: int, slot: int, sl
 )
 def test_never_fit_is_told_with_the_arithmetic_and_a_remedy(available: int, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        memory.check_memory(plan(available))
+        check_memory(plan(available))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_what_fits_or_is_unknown_passes() -> None:
-    memory.check_memory(plan(1200))
-    memory.check_memory(plan(None))
+    check_memory(plan(1200))
+    check_memory(plan(None))
     assert plan(None).most_slots is None and "available" not in plan(None).arithmetic()
 
 

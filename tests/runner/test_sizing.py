@@ -25,6 +25,7 @@ from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import Pool, make_rows, make_tables, pack_rows
 from xla_engine.runner import memory
 from xla_engine.runner.backends import choose_attention, make_spec
+from xla_engine.runner.memory_plan import MemoryPlan
 from xla_engine.runner.sizing import (
     DEFAULT_SHARE,
     MOST_ROWS,
@@ -124,7 +125,7 @@ def test_pages_fill_what_slots_leave_and_no_more_than_slots_could_use(free: int,
     blocks = got.num_blocks
     assert blocks is not None
 
-    def plan(more: int) -> memory.MemoryPlan:
+    def plan(more: int) -> MemoryPlan:
         return memory.plan_memory(SPEC, replace(got, num_blocks=blocks + more), 300, int(free * 0.9))
 
     assert plan(0).fits and 19 <= blocks <= 19 * got.num_slots

@@ -14,8 +14,9 @@ from typing import Any
 
 from tests.support import traced_programs
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program
+from xla_engine.runner.code_digest import package_digest
 from xla_engine.runner.compile_cache import count_compile
-from xla_engine.runner.program_key import NoKeyError, package_digest, platform_key, program_key
+from xla_engine.runner.program_key import NoKeyError, platform_key, program_key
 
 _MOST = 400  # programs
 _MAKING = ("xla_engine.graphs", "xla_engine.runner")

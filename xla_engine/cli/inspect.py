@@ -49,10 +49,10 @@ def inspect(model: str | None, as_json: bool, **options: Any) -> None:
 
         named = model or embedded_model_directory()
         files, config = open_named(named), EngineConfig(**options)
-        from xla_engine.engine.inspection import inspect_model
         from xla_engine.engine.inspection_report import report_lines
+        from xla_engine.engine.kept_inspections import inspect_or_recall
 
-        report, last = inspect_model(files, config), LastRun.of(named)
+        report, last = inspect_or_recall(files, config), LastRun.of(named)
     if as_json:
         told = None if last is None else {**asdict(last), "tokens_per_s": last.tokens_per_s}
         click.echo(json.dumps(report.to_json() | {"last_run": told}))

@@ -25,6 +25,7 @@ from xla_engine.runner import memory
 from xla_engine.runner.backends import bf16_products_of, library_of, serving_device
 from xla_engine.runner.features import place_bytes, places_within
 from xla_engine.runner.kept_leaves import leaves_on_disk
+from xla_engine.runner.memory_plan import check_memory
 from xla_engine.runner.native_library.build import building_nothing
 from xla_engine.runner.sizing import resolve_length, resolve_sizes
 from xla_engine.runner.weight_form import resolve_form
@@ -139,7 +140,7 @@ def _account_encoder(report: Inspection, spec: ModelSpec, config: EngineConfig, 
     plan = memory.encoder_plan(spec, length, budget)
     report.backends = _backends(spec)
     report.memory = {"max_model_len": length, **asdict(plan), "needed": plan.needed}
-    memory.check_memory(plan)
+    check_memory(plan)
 
 
 def _backends(spec: ModelSpec) -> dict[str, str]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from xla_engine import graphs
 from xla_engine.config import EngineConfig
+from xla_engine.runner.code_digest import code_digest
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.instruction_sets import processor
 from xla_engine.runner.prefix_files.files import BlockFiles
 from xla_engine.runner.prefix_files.storage import BlockReading, PrefixStorage
-from xla_engine.runner.program_key import code_digest
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler import Plan, Request, Scheduler, stored_blocks
 

@@ -50,6 +50,7 @@ from xla_engine.runner.dispatch import Sizes
 from xla_engine.runner.in_flight import EncodedText, EncodedTexts, InFlight, PooledChunk
 from xla_engine.runner.inputs import Draft
 from xla_engine.runner.jax_settings import check_platform, in_steps, with_own_settings
+from xla_engine.runner.memory_plan import check_memory
 from xla_engine.runner.program_store import program_store
 from xla_engine.runner.row_settings import RowSettings
 from xla_engine.runner.sizing import MOST_ROWS, MOST_ROWS_ELSEWHERE
@@ -108,7 +109,7 @@ class EncoderRunner:
         self.context_length = config.context_length(limit)
         free = memory.available_to_each(jax.devices()[0], 1)
         budget = None if free is None else int(free * config.memory_utilization)
-        memory.check_memory(memory.encoder_plan(self.spec, self.context_length, budget))
+        check_memory(memory.encoder_plan(self.spec, self.context_length, budget))
         platform = jax.default_backend()
         slots = config.max_num_seqs
         slots = MOST_ROWS.get(platform, MOST_ROWS_ELSEWHERE) if slots == AUTO else slots

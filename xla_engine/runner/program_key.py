@@ -11,25 +11,22 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
-import os
 import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from xla_engine import graphs, scheduler
 from xla_engine.environment import xla_flags
 from xla_engine.graphs.inventory import Program
 from xla_engine.graphs.model.spec import ModelSpec
+from xla_engine.runner.code_digest import package_digest
 from xla_engine.runner.native_library.instruction_sets import processor
 from xla_engine.utils.cores import cores
 
-_CODE = (".py", ".cc", ".h")
 # Options of JAX that say where programs are kept, what is logged, and which transfers may be implicit.
 _IRRELEVANT = ("cache", "log", "transfer_guard", "explain", "no_tracing")
 _TRACED = ("xla_engine.graphs", "xla_engine.runner.programs", "xla_engine.runner.drafting")
@@ -41,25 +38,6 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 class NoKeyError(Exception):
     """The program's key cannot be told; the message says why."""
-
-
-def code_digest(*folders: Path) -> str:
-    """sha256 of the Python and C++ files in folders."""
-    found: set[str] = set()
-    for top in folders:
-        for folder, _, names in os.walk(top):
-            found.update(os.path.join(folder, name) for name in names if name.endswith(_CODE))
-    digest = hashlib.sha256()
-    for path in sorted(found):
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-@functools.cache
-def package_digest() -> str:
-    """`code_digest` of the package, as it was when first asked for."""
-    return code_digest(Path(__file__).parents[1], *map(Path, (*graphs.__path__, *scheduler.__path__)))
 
 
 def platform_key() -> str:

@@ -11,6 +11,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.kv_cache.cache import block_bytes, keeps_every_position, state_bytes
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.runner import memory
+from xla_engine.runner.memory_plan import MemoryPlan, check_memory
 from xla_engine.utils.sizes import size
 
 # Beyond these, more rows add little throughput but latency; `xla-engine sweep` shows the trade-off.
@@ -107,12 +108,12 @@ def resolve_sizes(
     fills_memory = config.kv_cache_memory_bytes == AUTO
     config = _with_blocks(config, spec, max_model_len)
 
-    def plan(slots: int) -> memory.MemoryPlan:
+    def plan(slots: int) -> MemoryPlan:
         return memory.plan_memory(spec, replace(config, max_num_seqs=slots), max_model_len, budget, extra)
 
     slots = SMALLEST_BATCH if config.max_num_seqs == AUTO else config.max_num_seqs
     try:
-        memory.check_memory(plan(slots))
+        check_memory(plan(slots))
     except ConfigError as error:
         assert memory_bytes is not None
         share = f"memory_utilization {config.memory_utilization:g} of {size(memory_bytes)}"

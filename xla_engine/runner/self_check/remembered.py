@@ -14,10 +14,10 @@ from pathlib import Path
 
 from xla_engine.config import EngineConfig
 from xla_engine.environment import compile_cache_directory, xla_flags
+from xla_engine.runner.code_digest import package_digest
 from xla_engine.runner.native_library.build import library_digest
 from xla_engine.runner.native_library.cache import private_directory, read_own, write_own
 from xla_engine.runner.native_library.instruction_sets import processor
-from xla_engine.runner.program_key import package_digest
 from xla_engine.runner.runner import Runner
 from xla_engine.runner.self_check.check import SelfCheck, WithPool, run_self_check
 from xla_engine.utils.cores import cores
