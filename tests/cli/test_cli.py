@@ -125,6 +125,8 @@ def test_options_reach_the_engine_and_the_lines(tmp_path: Path, engine: FakeEngi
         "preemption": False,
         "swap_space": 0.5,
         "data_parallel_size": 3,
+        "num_hosts": 1,
+        "coordinator": None,
         "tensor_parallel_size": 1,
         "max_model_len": 99,
         "dtype": "float32",
