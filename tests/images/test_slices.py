@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.images.test_features import difference
+from tests.support.architectures import PUBLISHED_THIS_YEAR
 from tests.support.pixel_values import UNIT_TABLE
 from tests.support.tiers import default
 from xla_engine.config import EngineConfig
@@ -19,6 +21,9 @@ from xla_engine.graphs.vision import layers
 from xla_engine.graphs.vision.config import PatchConfig, VisionConfig
 from xla_engine.graphs.vision.layers import HEADS, LAYER, Config
 from xla_engine.graphs.vision.programs import leaf_shapes
+from xla_engine.model_loader.config_json import transformers_model
+from xla_engine.model_loader.json_fields import Fields
+from xla_engine.model_loader.vision import read_vision
 from xla_engine.runner.vision_tower import TowerSlices, VisionTower, operations, slice_operations
 
 SIZES = {
@@ -214,3 +219,22 @@ def test_slices_of_published_shapes_are_short(
         assert [call for each in apart.of(tokens)[1] for call in each] == [
             call for each in slices for call in each
         ]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("PaddleOCR-VL", 3550), ("GLM-OCR", 4028)])
+def test_pages_wait_and_cost_what_the_pages_of_documentation_say(name: str, tokens: int) -> None:
+    """No slice is longer than the largest prefill call. A page of 1,024 tokens takes a ninth of the operations."""
+    fields = Fields(Path("config.json"), PUBLISHED_THIS_YEAR[name])
+    text, family = transformers_model(fields)
+    config, limit = read_vision(fields, family, text), slice_operations(text, EngineConfig())
+    cut = TowerSlices(config, limit=limit)
+
+    def spent(tokens: int) -> list[int]:
+        rows, slices = cut.of(tokens)
+        return [
+            sum(operations(config, call.kind, rows, cut.parts[rows]) for call in of_slice)
+            for of_slice in slices
+        ]
+
+    assert max(map(max, map(spent, (tokens, 1024)))) <= 2 * limit
+    assert 8.5 < sum(spent(tokens)) / sum(spent(1024)) < 10

@@ -28,7 +28,8 @@ REFUSALS = {
     "gemma-3n-E4B-it": "Use Gemma 3",
     "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
-    "DeepSeek-OCR-2": "Use Qwen3-VL",
+    "DeepSeek-OCR-2": "two vision towers.*Use PaddleOCR-VL",
+    "granite-for-docling-500m": "Use Granite-Docling 258M",
 }
 
 

@@ -313,6 +313,11 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
         | {"patch_size": 14, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
         | {"spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2}
     },
+    "granite-for-docling-500m": within(
+        "GraniteDoclingForConditionalGeneration",
+        "granite_docling",
+        config("", "granite_docling_text", 1024, 2048, 28, 16, 4, 133800, 32768),
+    ),
     "DeepSeek-OCR-2": within(
         "DeepseekOCR2ForCausalLM",
         "deepseek_vl_v2",

@@ -6,8 +6,14 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
-    "DeepseekOCRForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
-    "DeepseekOCR2ForCausalLM": ("another vision tower, and experts with latent attention", "Qwen3-VL"),
+    **dict.fromkeys(
+        ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "DeepseekOcr2ForConditionalGeneration"),
+        ("two vision towers, one behind the other", "PaddleOCR-VL or GLM-OCR"),
+    ),
+    "GraniteDoclingForConditionalGeneration": (
+        "features of early layers at two resolutions",
+        "Granite-Docling 258M, PaddleOCR-VL or GLM-OCR",
+    ),
 }
 
 
