@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.gguf_checks import GOLDEN, assert_refused
 from tests.support.gguf_files import GEMMA4, GEMMA4_KEYS, Kind, write_gguf, write_random
+from xla_engine import LLM, SamplingParams
 from xla_engine.cli import main
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.model_loader.families.gguf_tensors import log_decay
@@ -140,6 +141,8 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("deepseek_v2_groups", "deepseek2", GROUPS_V2),
         ("deepseek_v3_groups", "deepseek2", GROUPS_V3),
         ("glm4_moe_lite", "deepseek2", GLM4_LITE),
+        ("nemotron_h", "nemotron_h", {"feed_forward_length": [0, 44, 0, 0, 44]}),
+        ("mamba2", "mamba2", {}),
         ("granite_hybrid", "granitehybrid", GRANITE_HYBRID),
         ("hunyuan", "hunyuan-dense", {}),
         ("ministral3", "mistral3", {}),
@@ -200,6 +203,28 @@ def test_granite_without_experts(rotates: bool, tmp_path: Path) -> None:
     }
     path = write_gguf(model, tmp_path / "m.gguf", arch="granitehybrid", extra=extra)
     assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+def test_falcon_h1_with_a_norm(tmp_path: Path) -> None:
+    model = write_random(tmp_path / "model", "falcon_h1_norm", mamba_norm_before_gate=False)
+    path = write_gguf(model, tmp_path / "m.gguf", arch="falcon-h1")
+    assert_same(load_checkpoint(path), load_checkpoint(model))
+
+
+@pytest.mark.full
+def test_falcon_h1_with_its_multipliers_in_the_weights(tmp_path: Path) -> None:
+    """They are rounded there, so that logits differ in the last bits, and tokens are the same."""
+    model = GOLDEN / "families" / "falcon_h1"
+    path = write_gguf(model, tmp_path / "m.gguf", arch="falcon-h1")
+    prompts = [[*range(3, 40)], [7, 8, 9]]
+    found = []
+    for each in (path, model):
+        with LLM(each, dtype="float32", max_num_seqs=2, max_model_len=256) as llm:
+            greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+            found.append([out.outputs[0] for out in llm.generate(prompts, greedy, use_tqdm=False)])
+    for stored, source in zip(*found, strict=True):
+        assert stored.token_ids == source.token_ids
+        assert stored.cumulative_logprob == pytest.approx(source.cumulative_logprob, rel=1e-4)
 
 
 def test_moonlight(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ INTERLEAVED = (
     "llama",
     "granite",
     "granitehybrid",
+    "nemotron_h",
     "smollm3",
     "mistral3",
 )  # architectures whose rotary pairs llama.cpp puts side by side
@@ -101,17 +102,18 @@ def write_gguf(
     writer = gguf.GGUFWriter(str(path), arch)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("max_position_embeddings", 2048))
     writer.add_embedding_length(config["hidden_size"])
     predicts = (extra or {}).get("nextn_predict_layers", 0)
+    if "layers_block_type" in config:
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     layers = config["num_hidden_layers"] + predicts
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size", 0))
     writer.add_head_count(heads)
     types = config.get("layers_block_type") or config.get("layer_types") or ()
-    keyless = [kind in ("conv", "mamba", "mlp") for kind in types]
-    if config["model_type"] in _MAMBA:
-        keyless = [kind != "full_attention" for kind in types]
+    recurrent = config["model_type"] in _MAMBA
+    keyless = [kind == "conv" or (recurrent and kind != "full_attention") for kind in types]
     writer.add_head_count_kv([0 if each else keys for each in keyless] if any(keyless) else keys)
     width = config.get("head_dim") or config["hidden_size"] // max(heads, 1)
     writer.add_key_length(width)
@@ -123,6 +125,7 @@ def write_gguf(
     for name, add in {
         "rms_norm_eps": writer.add_layer_norm_rms_eps,
         "norm_eps": writer.add_layer_norm_rms_eps,
+        "layer_norm_epsilon": writer.add_layer_norm_rms_eps,
         "conv_L_cache": writer.add_shortconv_l_cache,
         "num_dense_layers": writer.add_leading_dense_block_count,
         "layer_norm_eps": writer.add_layer_norm_eps,
@@ -136,7 +139,8 @@ def write_gguf(
         "logits_scaling": writer.add_logit_scale,
         "logit_scale": writer.add_logit_scale,
     }.items():
-        if config.get(name) is not None:
+        in_weights = arch == "falcon-h1" and name == "embedding_multiplier"
+        if config.get(name) is not None and not in_weights:
             add(config[name])
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -177,6 +181,7 @@ def write_gguf(
     kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], layers)
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    experts = 0 if arch == "nemotron_h" else experts  # its configuration has them without layers
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
@@ -299,8 +304,11 @@ def _delta(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
 
 
 _MAMBA = {  # the names of sizes, by type of model: heads, width, groups, state, kernel
-    "granitemoehybrid": tuple(
-        f"mamba_{name}" for name in ("n_heads", "d_head", "n_groups", "d_state", "d_conv")
+    "nemotron_h": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+    **dict.fromkeys(
+        ("granitemoehybrid", "falcon_h1"),
+        tuple(f"mamba_{name}" for name in ("n_heads", "d_head", "n_groups", "d_state", "d_conv")),
     ),
 }
 
@@ -317,8 +325,8 @@ def mamba_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _mamba(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-    """A tensor of a model with Mamba-2 layers as llama.cpp's converter writes it; None: as it is."""
+def _mamba(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A tensor of a model with Mamba-2 layers as llama.cpp's converter writes it."""
     stem, part = name.rpartition(".")[::2]
     if part == "A_log":
         return {name: -np.exp(tensor.astype(np.float32))[:, None]}
@@ -328,6 +336,8 @@ def _mamba(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
         return {f"{stem}.dt_proj.bias": tensor}
     if name.endswith("conv1d.weight"):
         return {name: tensor[:, 0]}
+    if config["model_type"] == "falcon_h1":
+        tensor = _multiplied(name, tensor.astype(np.float32), config)
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         groups = mamba_sizes(config)["ssm.group_count"]
         return {
@@ -335,10 +345,35 @@ def _mamba(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> dict[str
         }  # as llama.cpp's quantiser leaves it
     if ".shared_mlp." in name or ".block_sparse_moe." in name:
         return _granite(name, tensor, experts=bool(config["num_local_experts"]))
-    return None
+    return {name: tensor}
 
 
-def _granite(name: str, tensor: np.ndarray, *, experts: bool) -> dict[str, np.ndarray] | None:
+def _multiplied(name: str, tensor: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """A tensor of Falcon-H1 times its multipliers."""
+    gate, down = config["mlp_multipliers"]
+    before = config["attention_in_multiplier"]
+    factors = {
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": before,
+        "k_proj": before * config["key_multiplier"],
+        "v_proj": before,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    part = name.split(".")[-2]
+    tensor = tensor * np.float32(factors.get(part, 1))
+    if part == "in_proj":
+        inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        parts = np.repeat(config["ssm_multipliers"], (inner, inner, keys, keys, config["mamba_n_heads"]))
+        tensor = tensor * parts.astype(np.float32)[:, None]
+    return tensor
+
+
+def _granite(name: str, tensor: np.ndarray, *, experts: bool) -> dict[str, np.ndarray]:
     """A tensor of Granite's MLPs: gates and ups apart; in models without experts, the shared MLP is the only one."""
     stem = name.split(".shared_mlp.")[0].split(".block_sparse_moe.")[0]
     names = "mlp.experts" if ".block_sparse_moe." in name else "mlp.shared_experts" if experts else "mlp"
@@ -348,7 +383,7 @@ def _granite(name: str, tensor: np.ndarray, *, experts: bool) -> dict[str, np.nd
             f"{stem}.{names}.{part}_proj.weight": np.ascontiguousarray(each)
             for part, each in zip(("gate", "up"), halves, strict=True)
         }
-    return {f"{stem}.{names}.down_proj.weight": tensor} if name.endswith("output_linear.weight") else None
+    return {f"{stem}.{names}.down_proj.weight" if name.endswith("output_linear.weight") else name: tensor}
 
 
 def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: bool) -> dict[str, np.ndarray]:
@@ -362,8 +397,8 @@ def _apart(name: str, tensor: np.ndarray, config: Mapping[str, Any], *, apart: b
         heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
         keys = np.ascontiguousarray(heads[:, :nope].swapaxes(1, 2))
         return {stem.format("k"): keys, stem.format("v"): np.ascontiguousarray(heads[:, nope:])}
-    if config["model_type"] in _MAMBA and (found := _mamba(name, tensor, config)) is not None:
-        return found
+    if config["model_type"] in _MAMBA:
+        return _mamba(name, tensor, config)
     if ".linear_attn." in name:
         return _delta(name, tensor, config)
     stem, _, part = name.rpartition(".")

@@ -29,7 +29,7 @@ from xla_engine.model_loader.families.experts import (
 from xla_engine.model_loader.families.family import Source, Sources, Tensors
 from xla_engine.model_loader.families.gemma4 import GEMMA4
 from xla_engine.model_loader.families.hybrids import LFM2, LFM2_MOE
-from xla_engine.model_loader.families.mamba import GRANITE_HYBRID
+from xla_engine.model_loader.families.mamba import FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 
 Array = np.ndarray[Any, Any]
 _DIGITS = Context(prec=30)
@@ -223,4 +223,7 @@ GGUF_TENSORS: dict[str, Tensors] = {  # by architecture
 }
 MAMBA_MODULES = {  # of the models that have Mamba-2 layers, the name of these
     GRANITE_HYBRID.architecture: "mamba",
+    FALCON_H1.architecture: "mamba",
+    NEMOTRON_H.architecture: "mixer",
+    MAMBA2.architecture: "mixer",
 }

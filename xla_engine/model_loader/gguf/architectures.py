@@ -192,6 +192,37 @@ def _granite_hybrid(file: GgufReader, values: dict[str, Any]) -> None:
     values["position_embedding_type"] = "rope" if file.get("{arch}.rope.scaling.finetuned", True) else "nope"
 
 
+def _falcon_h1(file: GgufReader, values: dict[str, Any]) -> None:
+    """Its multipliers are in the weights. A norm stands behind the gate, as llama.cpp computes it."""
+    _jamba(file, values)
+    values["mamba_d_ssm"] = number(file, "{arch}.ssm.inner_size")
+    values |= {"mamba_rms_norm": _has(file, ".ssm_norm.weight"), "mamba_norm_before_gate": False}
+
+
+def _nemotron_h(file: GgufReader, values: dict[str, Any]) -> None:
+    """A layer is attention if it has key heads, an MLP if it has features of one, else Mamba."""
+    values |= _mamba(file, "mamba_num_heads", "mamba_head_dim")
+    keys, features = (file.get(key) for key in _BY_LAYER)
+    if isinstance(keys, list) and isinstance(features, list) and len(keys) == len(features):
+        pairs = zip(keys, features, strict=True)
+        values["layers_block_type"] = ["attention" if k else "mlp" if f else "mamba" for k, f in pairs]
+        values["intermediate_size"] = max(features, default=0) or 1
+    values |= {
+        "attention_bias": _has(file, ".attn_q.bias"),
+        "mlp_bias": _has(file, ".ffn_up.bias"),
+        "mamba_proj_bias": _has(file, ".ssm_in.bias"),
+        "use_conv_bias": _has(file, ".ssm_conv1d.bias"),
+    }
+
+
+def _mamba2(file: GgufReader, values: dict[str, Any]) -> None:
+    """Heads of attention and MLPs, of which there are none, have the size 0."""
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        values.pop(name, None)
+    values |= _mamba(file, "num_heads", "head_dim")
+    values |= {"use_bias": _has(file, ".ssm_in.bias"), "use_conv_bias": _has(file, ".ssm_conv1d.bias")}
+
+
 _JAMBA = {
     "{arch}.ssm.conv_kernel": "mamba_d_conv",
     "{arch}.ssm.state_size": "mamba_d_state",
@@ -352,6 +383,43 @@ _KINDS = (
     ),
     Architecture(
         name="qwen3moe", architecture="Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}, experts=True
+    ),
+    Architecture(
+        name="falcon-h1",
+        architecture="FalconH1ForCausalLM",
+        keys=_JAMBA,
+        handled=_SIZES,
+        finish=_falcon_h1,
+    ),
+    Architecture(
+        name="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        interleaved=True,
+        words={"rms_norm_eps": "layer_norm_epsilon"},
+        keys={
+            "{arch}.ssm.conv_kernel": "conv_kernel",
+            "{arch}.ssm.state_size": "ssm_state_size",
+            "{arch}.ssm.group_count": "n_groups",
+        },
+        biases={},
+        handled=_SIZES,
+        uneven=_BY_LAYER[1:],
+        finish=_nemotron_h,
+        widths=False,
+    ),
+    Architecture(
+        name="mamba2",
+        architecture="Mamba2ForCausalLM",
+        words={"rms_norm_eps": "layer_norm_epsilon"},
+        keys={
+            "{arch}.ssm.conv_kernel": "conv_kernel",
+            "{arch}.ssm.state_size": "state_size",
+            "{arch}.ssm.group_count": "n_groups",
+        },
+        biases={},
+        handled=_SIZES,
+        finish=_mamba2,
+        widths=False,
     ),
     _GRANITE_HYBRID,
     replace(_GRANITE_HYBRID, experts=True, words={"num_experts": "num_local_experts"}),
