@@ -27,6 +27,7 @@ from tests.support.encoder_models import (
     write_encoder,
 )
 from tests.support.gguf_encoders import word_pieces, write_encoder_gguf, xlm_pieces
+from tests.support.gguf_files import add_tensors, write_gguf
 from tests.support.tokenizers import byte_level, xlm_roberta
 from xla_engine import LLM
 from xla_engine.cli import main
@@ -144,6 +145,47 @@ def test_a_classifier_without_its_first_layer_is_refused(tmp_path: Path) -> None
     path = write_encoder_gguf(model, tmp_path / "m.gguf", "bert", pooling=RANK)
     with pytest.raises(CheckpointError, match="leaves out the first of its two layers"):
         LLM(path, **EXACT)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_embedding_gemma(dense: bool, tmp_path: Path) -> None:
+    """Windows before and behind a token; two layers behind the mean, if the file has them."""
+    source = GOLDEN / "embeddinggemma"
+    extra = {
+        "attention.sliding_window_pattern": [True, True, True, False],
+        "pooling_type": MEAN,
+        **({"dense_2_feat_in": 64, "dense_2_feat_out": 80, "dense_3_feat_in": 80} if dense else {}),
+    }
+    path = write_gguf(source, tmp_path / "m.gguf", arch="gemma-embedding", extra=extra)
+    draw = np.random.default_rng(0)
+    layers = [draw.standard_normal(shape).astype(np.float32) for shape in ((80, 64), (48, 80))]
+    if dense:
+        named = {f"dense_{number}.weight": layer for number, layer in enumerate(layers, 2)}
+        add_tensors(path, named)
+    found, expected = described(path), described(source)
+    assert found.config == expected.config and found.pooling.pooling_type == "MEAN"
+    assert [each.weight.tolist() for each in found.pooling.dense] == [
+        layer.tolist() for layer in layers if dense
+    ]
+    stored, weights = (load_weights(each).weights for each in (found, expected))
+    assert stored.keys() == weights.keys()
+    for leaf in weights:
+        np.testing.assert_array_equal(stored[leaf], weights[leaf], err_msg=leaf)
+    assert CliRunner().invoke(main, ["inspect", str(path)]).exit_code == 0
+
+
+def test_a_decoder_that_pools(tmp_path: Path) -> None:
+    """Qwen3-Embedding: the metadata say how it pools, so that it does without an option."""
+    model = GOLDEN.parent / "families" / "qwen3"
+    path = write_gguf(model, tmp_path / "m.gguf", arch="qwen3", extra={"pooling_type": LAST})
+    found = described(path)
+    assert found.options.runner == "pooling" and found.pooling.pooling_type == "LAST"
+    path = write_gguf(model, tmp_path / "a.gguf", arch="qwen3", extra={"attention.causal": False})
+    found = described(path)
+    assert found.config.bidirectional and found.pooling.pooling_type == "MEAN"
+    path = write_gguf(model, tmp_path / "b.gguf", arch="qwen3", extra={"pooling_type": RANK})
+    with pytest.raises(CheckpointError, match=r"pooling_type = 4: not supported \(a classifier"):
+        described(path)
 
 
 def test_what_modernbert_classifies_is_not_told(tmp_path: Path) -> None:

@@ -457,8 +457,14 @@ def _like(values: np.ndarray, kind: Kind) -> np.ndarray:
     return data
 
 
-def rewrite_gguf(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write `path` anew with the metadata that `change` leaves; what it changes may have any type GGUF knows."""
+def rewrite_gguf(
+    path: Path,
+    change: Callable[[dict[str, Any]], None],
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Write `path` anew with the metadata that `change` leaves; what it changes may have any type GGUF knows.
+
+    tensors: more of them, in float32."""
     reader = gguf.GGUFReader(path)
     own = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
     before = {name: field.contents() for name, field in own.items()}
@@ -477,11 +483,18 @@ def rewrite_gguf(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
             )
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     path.with_suffix(".new").replace(path)
+
+
+def add_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write `path` anew with more tensors, in float32."""
+    rewrite_gguf(path, lambda _: None, tensors)
 
 
 def _type_of(value: Any) -> gguf.GGUFValueType:

@@ -14,7 +14,7 @@ from xla_engine.graphs.config import CLS, LAST, MEAN, POOLING_TYPES, ModelConfig
 from xla_engine.model_loader.families import ENCODERS, FAMILIES, encoder_fields, encoder_of
 from xla_engine.model_loader.families.encoders import HEADS, PREFIXES
 from xla_engine.model_loader.families.family import sees_later_tokens
-from xla_engine.model_loader.gguf.architectures import GGUF_POOLING
+from xla_engine.model_loader.gguf.architectures import GGUF_DENSE, GGUF_POOLING
 from xla_engine.model_loader.json_fields import Fields, read_json
 from xla_engine.model_loader.model_files import ModelFiles
 from xla_engine.model_loader.safetensors_files import open_weight_files
@@ -176,6 +176,8 @@ def read_pooling(
         form = replace(form, pooling_type=MEAN)
     if _has_modules(files):
         form = _with_modules(form, files.path, encodes=encodes)
+    if files.path.is_file() and (names := fields.values.get(GGUF_DENSE)):
+        form = replace(form, dense=_dense_layers(files.tensors(), names, fields))
     if (told := fields.values.get(GGUF_POOLING)) in POOLING_TYPES:
         form = replace(form, pooling_type=told)
     if encoder is not None and _architecture(fields).endswith(_CLASSIFIES):
@@ -308,6 +310,15 @@ def _dense(directory: Path) -> Dense:
         fields.fail("activation_function", f"not supported. Supported are {', '.join(_TORCH)}")
     found = open_weight_files(directory)
     return _layer(found, "linear", fields.integer("in_features", high=2**24), activation)
+
+
+def _dense_layers(found: TensorFiles, names: list[str], fields: Fields) -> tuple[Dense, ...]:
+    """Layers of a GGUF file behind the pooling: products without biases. Raises CheckpointError."""
+    layers: list[Dense] = []
+    for name in names:
+        width = len(layers[-1].bias) if layers else fields.integer("hidden_size", high=2**20)
+        layers.append(_layer(found, name, width, "identity"))
+    return tuple(layers)
 
 
 def _layer(found: TensorFiles, name: str, width: int, activation: str) -> Dense:

@@ -35,6 +35,7 @@ class Architecture:
     only: keys that may have this value alone.
     uneven: keys whose values may differ between layers, which `finish` reads.
     finish: fills in the fields that have no key of their own.
+    beside: pattern of tensors that are not the decoder's.
     rope, widths: whether rotary scaling and widths of heads are read as for most; otherwise `finish` reads them.
     """
 
@@ -53,6 +54,7 @@ class Architecture:
     only: Mapping[str, int] = field(default_factory=dict)
     uneven: tuple[str, ...] = ()
     finish: Callable[[GgufReader, dict[str, Any]], None] | None = None
+    beside: str = ""
     rope: bool = True
     widths: bool = True
 
@@ -94,7 +96,9 @@ def _gemma4(file: GgufReader, values: dict[str, Any]) -> None:
     }
 
 
-GGUF_POOLING = "gguf_pooling"  # a field beside those of config.json
+# Fields beside those of config.json.
+GGUF_POOLING = "gguf_pooling"
+GGUF_DENSE = "gguf_dense"
 _POOLING = {1: MEAN, 2: CLS, 3: LAST}
 _RANK = 4  # a classifier over the first token
 
@@ -137,6 +141,11 @@ def _bert(file: GgufReader, values: dict[str, Any]) -> None:
 
 _UNGROUPED = 64  # the most experts of a published model that does not choose them by group
 _GROUPS = {160: (8, 3), 256: (8, 4)}  # of DeepSeek V2 and V3, by their experts; older files do not have them
+
+
+def _gemma_embedding(file: GgufReader, values: dict[str, Any]) -> None:
+    """Layers behind the pooling, which llama.cpp's converter writes if asked."""
+    values[GGUF_DENSE] = [name for name in ("dense_2", "dense_3") if f"{name}.weight" in file.tensors]
 
 
 def _deepseek2(file: GgufReader, values: dict[str, Any]) -> None:
@@ -291,6 +300,14 @@ _KINDS = (
     Architecture(name="gemma", architecture="GemmaForCausalLM"),
     Architecture(name="gemma2", architecture="Gemma2ForCausalLM"),
     Architecture(name="gemma3", architecture="Gemma3ForCausalLM"),
+    Architecture(
+        name="gemma-embedding",
+        architecture="Gemma3TextModel",
+        fields={"use_bidirectional_attention": True},
+        handled=tuple(f"{{arch}}.dense_{number}_feat_{end}" for number in (2, 3) for end in ("in", "out")),
+        finish=_gemma_embedding,
+        beside=r"dense_[23]\.weight",
+    ),
     _GEMMA4,
     replace(
         _GEMMA4,

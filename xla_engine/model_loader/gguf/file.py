@@ -151,7 +151,7 @@ def config_fields(file: GgufReader) -> Fields:
             values["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     if kind.widths:
         _read_widths(file, values)
-    if kind.name in ("gemma2", "gemma3"):
+    if kind.name in ("gemma2", "gemma3", "gemma-embedding"):
         values["query_pre_attn_scalar"] = _gemma_scale(values)
     return Fields(file.path, values)
 
@@ -389,13 +389,13 @@ class GgufFile:
         if "blk.0.attn_k_b.weight" in self.reader.tensors:
             own = {**own, **KEYS_AND_VALUES_APART}
         interleaved = architecture(self.reader).interleaved or config.rope_interleaved
-        layers = config.num_hidden_layers
+        layers, beside = config.num_hidden_layers, architecture(self.reader).beside
         further = "|".join(str(layers + each) for each in range(number(self.reader, _PREDICTS) or 0))
         return replace(config, rope_interleaved=interleaved), replace(
             family,
             norm_offset=0.0,
             tensors={**family.tensors, **own},
-            ignores=rf"blk\.({further})\..*" if further else family.ignores,
+            ignores=rf"blk\.({further})\..*" if further else beside or family.ignores,
         )
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
