@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from xla_engine.graphs.alternating_form import AlternatingForm
 from xla_engine.graphs.encoder_form import EncoderForm
 from xla_engine.graphs.forms import AttentionForm, LatentForm, Rope, RopeScaling, RoutedExperts
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm, Recurrent
@@ -89,6 +90,7 @@ class ModelConfig:
     one_sublayer: a layer is a token mixer or, of type "mlp", an MLP; otherwise it is both.
     attention_output_multiplier: factor of attention's output.
     mlp_multipliers: factors of the MLP's gate and of its output.
+    alternating: what layers with several residual streams have; None: there is one.
     """
 
     vocab_size: int
@@ -151,6 +153,7 @@ class ModelConfig:
     one_sublayer: bool = False
     attention_output_multiplier: float = 1.0
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    alternating: AlternatingForm | None = None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -246,11 +249,8 @@ class ModelConfig:
     def attention(self, index: int) -> AttentionForm:
         """The attention parameters of layer `index`."""
         own = self.layer(index)
-        scale = (
-            1 / math.sqrt(own.head_dim) if self.attention_multiplier is None else self.attention_multiplier
-        )
         return AttentionForm(
-            scale=scale,
+            scale=self.attention_multiplier or 1 / math.sqrt(own.head_dim),
             window=self.sliding_window if self.layer_type(index) == SLIDING else None,
             softcap=self.attn_logit_softcapping,
             norm_eps=self.rms_norm_eps,

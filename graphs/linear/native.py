@@ -108,8 +108,7 @@ class NativeProducts:
         if bias is not None:
             both = self.linear(weight, x, norm=norm, bias=bias)
             return activated(both, activation).astype(kept_dtype(weight))
-        values, scale = parts_of(weight)
-        shape = (len(x), features_of(weight) // 2)
+        (values, scale), shape = parts_of(weight), (len(x), features_of(weight) // 2)
         ends = self._ends()
         call = self._call(GATED_LORA if ends else GATED_LINEAR, shape, kept_dtype(weight), weight=weight)
         given = x, self._live(), norm_weight(norm), values, scale
@@ -215,6 +214,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     widths += [layer.qkv_features for layer in layers]
     widths += [] if config.latent is None else config.latent.widths(config.num_attention_heads)
     widths.append(config.hidden_size_per_layer_input)
+    widths += [] if config.alternating is None else [config.alternating.laurel_rank]
     if config.experts is not None:
         widths += config.experts.widths
     if config.recurrent is not None:

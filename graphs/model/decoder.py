@@ -15,11 +15,12 @@ from flax import nnx
 from jax import lax
 
 from xla_engine.graphs.linear.products import Products, looked_up, normed
+from xla_engine.graphs.model.alternating import AlternatingLayer, Streams
 from xla_engine.graphs.model.call import Call
 from xla_engine.graphs.model.layer import Layer, StreamNorm
+from xla_engine.graphs.model.layer_inputs import LayerInputs
 from xla_engine.graphs.model.parameters import LeafMaker
 from xla_engine.graphs.model.sublayers import (
-    LayerInputs,
     Linear,
     finished_logits,
     value,
@@ -38,14 +39,24 @@ class Decoder(nnx.Module):
         shape, cut = (c.vocab_size, c.hidden_size), self.sharding.cut("vocabulary")
         tied = c.tie_word_embeddings
         self.embed = Linear(make, shape, cut, role="head" if tied else "plain")
-        self.layers = nnx.List([Layer(make, index) for index in range(c.num_hidden_layers)])
+        form = c.alternating
+        self.streams = None if form is None else Streams(make, c, form)
+        self.layers = nnx.List(
+            [
+                Layer(make, index) if form is None else AlternatingLayer(make, index, form)
+                for index in range(c.num_hidden_layers)
+            ]
+        )
         self.layer_inputs = LayerInputs(make, c, dtype) if c.hidden_size_per_layer_input else None
         self.final_norm = StreamNorm(make, c)
         self.head = None if tied else Linear(make, shape, cut, role="head")
         self.head_bias = make.vector(c.vocab_size) if c.head_bias else None
 
     def hidden(self, tokens: jax.Array, call: Call) -> Iterator[jax.Array]:
-        """The residual stream of `tokens [N]` before each layer and after the last: float32 `[N, D]`."""
+        """The residual stream of `tokens [N]` before each layer and after the last: float32 `[N, D]`.
+
+        Of a model with several streams, `[S, N, D]` before each layer, and what the head reads of them, `[N, D]`.
+        """
         x = self.embedded(tokens, call.products)
         if self.layer_inputs is not None:
             call = replace(call, inputs=self.layer_inputs(tokens, x, call.products))
@@ -67,12 +78,16 @@ class Decoder(nnx.Module):
 
         added: for each of the first layers, the rows bool `[N, 1]` to which `[N, D]` is added after it.
         """
+        x = x if self.streams is None else self.streams.several(x, call.products)
         yield x
         for index, layer in enumerate(self.layers):
             x = layer(x, call)
             if index < len(added):
                 rows, more = added[index]
                 x = jnp.where(rows, x + more, x)
+            if layer.is_last and self.streams is not None:
+                read = call.products if call.read is None else call.products.for_rows(call.read)
+                x = self.streams.one(x, read)
             yield x
 
     def normed(self, x: jax.Array) -> jax.Array:

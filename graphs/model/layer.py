@@ -8,9 +8,9 @@ from flax import nnx
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.linear.products import Input, Norm, Products, normed
 from xla_engine.graphs.model.call import Call
+from xla_engine.graphs.model.layer_inputs import LayerEnd
 from xla_engine.graphs.model.parameters import LeafMaker
 from xla_engine.graphs.model.sublayers import (
-    LayerEnd,
     Linear,
     MlpWithExperts,
     mixers_of,

@@ -97,8 +97,9 @@ def assert_same_logits(path: Path) -> None:
 
 
 def test_it_shares_no_code_with_the_engine() -> None:
-    """It is NumPy and six modules, so it cannot repeat a fault of kernels, graphs or the loader."""
-    folder, parts = Path(against_reference.__file__).parent, ("arrays", "delta", "files", "mamba", "rotary")
+    """It is NumPy and seven modules, so it cannot repeat a fault of kernels, graphs or the loader."""
+    folder = Path(against_reference.__file__).parent
+    parts = ("alternating", "arrays", "delta", "files", "mamba", "rotary")
     for file in ("reference.py", *(f"reference_{part}.py" for part in parts)):
         modules = {
             name

@@ -25,7 +25,6 @@ from xla_engine.model_loader.vision import read_vision, vision_sources
 
 # name -> words of the refusal
 REFUSALS = {
-    "gemma-3n-E4B-it": "Use Gemma 3",
     "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "DeepSeek-OCR-2": "two vision towers.*Use PaddleOCR-VL",

@@ -31,6 +31,7 @@ IN_CI = (
     *("smollm3", "ministral", "qwen2", "qwen3", "gemma3_vision"),
     *("phi3_long", "olmo2", "granite", "cohere2", "gpt_oss_mxfp4", "qwen3_next"),
     *(
+        "gemma3n",
         "gemma4",
         "gemma4_moe",
         "deepseek_v2",

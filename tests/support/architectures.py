@@ -28,6 +28,34 @@ def within(architecture: str, model_type: str, text: dict[str, Any], **fields: A
     }
 
 
+def gemma3n(layers: int, width: int, sharing: int) -> dict[str, Any]:
+    """Gemma 3n with MLPs of this width, of which the last `sharing` layers have no keys of their own."""
+    text = config("", "gemma3n_text", 2048, width, layers, 8, 2, 262400, 32768, head_dim=256)
+    own = {
+        "intermediate_size": [width] * layers,
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * (layers - 10),
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_num_inputs": 4,
+        "attention_bias": False,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "laurel_rank": 64,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * (layers // 5),
+        "num_kv_shared_layers": sharing,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": 262144,
+    }
+    return within("Gemma3nForConditionalGeneration", "gemma3n", text | own, audio_config={})
+
+
 DELTA = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -72,11 +100,8 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
         config("", "gemma4_text", 2560, 10240, 42, 8, 2, 262144, 131072, head_dim=256)
         | {"num_kv_shared_layers": 18, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 256},
     ),
-    "gemma-3n-E4B-it": within(
-        "Gemma3nForConditionalGeneration",
-        "gemma3n",
-        config("", "gemma3n_text", 2048, 16384, 35, 8, 2, 262400, 32768),
-    ),
+    "gemma-3n-E2B-it": gemma3n(30, 8192, 10),
+    "gemma-3n-E4B-it": gemma3n(35, 16384, 15),
     "all-MiniLM-L6-v2": config(
         "BertModel", "bert", 384, 1536, 6, 12, 12, 30522, 512, hidden_act="gelu", layer_norm_eps=1e-12
     ),

@@ -12,6 +12,13 @@ from functools import partial
 
 import numpy as np
 
+from xla_engine.equivalence.reference_alternating import (
+    alternating_layer,
+    layer_inputs,
+    of_input,
+    one,
+    several,
+)
 from xla_engine.equivalence.reference_arrays import (
     attend,
     capped,
@@ -47,9 +54,11 @@ ARCHITECTURES = (
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     "qwen3_vl_moe_text",
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense"),
+    "gemma3n_text",
     *MAMBA,
 )
-_GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma4_text")
+_GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
+_LATER_GEMMA = ("gemma3n_text", "gemma4_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
 _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
@@ -77,7 +86,7 @@ class Reference:
             )
         self._files, self._config, self._context_length = files, files.config, context_length
         self._stored: dict[int, tuple[Array, Array]] = {}  # keys and values that later layers see, too
-        self._inputs: Array | None = None  # of Gemma 4, [N, layers, P]
+        self._inputs: Array | None = None  # of Gemma 3n and 4, [N, layers, P]
 
     def logits(
         self,
@@ -96,10 +105,13 @@ class Reference:
         ends = np.cumsum([len(each) for each in streams])[:-1]
         x = np.concatenate(streams)  # [N, D], the residual stream of all sequences
         self._stored = {}
-        self._inputs = self._layer_inputs(np.concatenate([list(each) for each in sequences]), x)
+        parts, alternates = self._parts(), c["model_type"] == "gemma3n_text"
+        self._inputs = layer_inputs(c, parts, np.concatenate([list(each) for each in sequences]), x)
+        x = several(c, parts, x) if alternates else x
         for index in range(layer_count(c)):
             x = self._layer(x, ends, index)
             progress()
+        x = one(c, parts, x) if alternates else x
         x = self._norm(x, _FINAL_NORM.get(c["model_type"], "norm"))
         tied = c.get("tie_word_embeddings") or not self._files.has("lm_head")
         head = read("embed_tokens" if tied else "lm_head")
@@ -113,13 +125,15 @@ class Reference:
         """The residual stream `[N, D]` after layer `index`. Sequences end before rows `ends`."""
         c, name = self._config, f"layers.{index}."
         factor = np.float32(c.get("residual_multiplier") or 1)
-        parts = Parts(self._files, self._linear, self._norm, self._attention, epsilon(c))
+        parts = self._parts()
         recurrent = self._files.has(f"{name}linear_attn.A_log")
         mixer = partial(delta_net, c, parts) if recurrent else self._attention
         if c["model_type"] in _LATENT:
             mixer = self._latent_attention
         if c["model_type"] in MAMBA:
             return mamba_layer(c, parts, x, ends, index)
+        if c["model_type"] == "gemma3n_text":
+            return alternating_layer(c, parts, self._inputs, x, ends, index)
         mlp = self._experts if self._files.has(self._router(name)) else self._mlp
         if c["model_type"] in _LFM2:
             mixer = self._attention if self._files.has(f"{name}self_attn.q_proj") else self._convolution
@@ -150,6 +164,9 @@ class Reference:
         x = x + factor * mixed
         return x + factor * mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
 
+    def _parts(self) -> Parts:
+        return Parts(self._files, self._linear, self._norm, self._attention, epsilon(self._config))
+
     def _beside(self, x: Array, out: Array, name: str) -> Array:
         """What Gemma 4's MLP, `out`, and the experts beside it make of the residual stream `x [N, D]`."""
         c, read = self._config, self._files.read
@@ -171,24 +188,10 @@ class Reference:
         dense = self._norm(out, f"{name}post_feedforward_layernorm_1")
         return dense + self._norm(total, f"{name}post_feedforward_layernorm_2")
 
-    def _layer_inputs(self, tokens: Array, x: Array) -> Array | None:
-        """Gemma 4's embeddings of `tokens [N]` for each layer, `[N, layers, P]`; x: their own, `[N, D]`."""
-        read, size = self._files.read, int(self._config.get("hidden_size_per_layer_input") or 0)
-        if not self._files.has("embed_tokens_per_layer"):
-            return None
-        made = x @ read("per_layer_model_projection").T / np.float32(math.sqrt(x.shape[1]))
-        made = self._norm(made.reshape(len(x), -1, size), "per_layer_projection_norm")
-        found = read("embed_tokens_per_layer")[tokens] * np.float32(math.sqrt(size))
-        return np.asarray((made + found.reshape(made.shape)) / np.float32(math.sqrt(2)))
-
     def _with_input(self, x: Array, index: int) -> Array:
         """`x [N, D]` with what the embeddings for this layer add, times the layer's own factor."""
-        name = f"layers.{index}."
-        if self._inputs is not None:
-            gate = gelu_tanh(self._linear(x, f"{name}per_layer_input_gate"))
-            out = self._linear(gate * self._inputs[:, index], f"{name}per_layer_projection")
-            x = x + self._norm(out, f"{name}post_per_layer_input_norm")
-        return np.asarray(x * self._files.read(f"{name}layer_scalar"))
+        x = x if self._inputs is None else x + of_input(self._parts(), self._inputs, x, index)
+        return np.asarray(x * self._files.read(f"layers.{index}.layer_scalar"))
 
     def _linear(self, x: Array, name: str) -> Array:
         """`x [N, D]` times a weight `[F, D]`, plus the bias if there is one: `[N, F]`."""
@@ -198,7 +201,7 @@ class Reference:
     def _norm(self, x: Array, name: str) -> Array:
         """RMSNorm or LayerNorm, plus the bias if there is one; Gemma and Qwen3-Next store weights less one."""
         c, weight = self._config, self._files.read(name)
-        less_one = c["model_type"] in (*_GEMMA, *_HYBRID) and c["model_type"] != "gemma4_text"
+        less_one = c["model_type"] in (*_GEMMA, *_HYBRID) and c["model_type"] not in _LATER_GEMMA
         if less_one and not self._files.norms_whole:
             weight = weight + 1
         if c["model_type"] in _CENTRED:
@@ -231,11 +234,11 @@ class Reference:
         q, k, v = (each.reshape(len(x), -1, width) for each in (q, k, v))
         if per_head:
             q = self._norm(q, f"{name}q_{norms}")
-            v = rms_norm(v, np.ones(width, np.float32), epsilon(c)) if c["model_type"] == "gemma4_text" else v
+            v = rms_norm(v, np.ones(width, np.float32), epsilon(c)) if c["model_type"] in _LATER_GEMMA else v
             k = self._norm(k, f"{name}k_{norms}") if source == index else k
         if source != index:
             k, v = self._stored[source]
-        elif c.get("num_kv_shared_layers"):
+        elif sharing_layers(c):
             self._stored[index] = k, v
         k = k * np.float32(c.get("key_multiplier") or 1)  # Falcon-H1
         angles, factor = rotary(c, index, self._context_length)
@@ -428,9 +431,15 @@ def groups(c: Config) -> tuple[int, int]:
     return int(c.get("n_group") or count), int(c.get("topk_group") or chosen)
 
 
+def sharing_layers(c: Config) -> int:
+    """How many of the last layers have no keys and values of their own."""
+    found = c.get("num_kv_shared_layers", 15 if c["model_type"] == "gemma3n_text" else 0)
+    return int(found or 0)
+
+
 def keys_of(c: Config, index: int) -> int:
-    """The layer whose keys and values a layer attends to: the last of its type that has its own (Gemma 4)."""
-    first = layer_count(c) - (c.get("num_kv_shared_layers") or 0)
+    """The layer whose keys and values a layer attends to: the last of its type that has its own (Gemma 3n and 4)."""
+    first = layer_count(c) - sharing_layers(c)
     if index < first:
         return index
     return max(at for at in range(first) if slides(c, at) == slides(c, index))
@@ -465,7 +474,7 @@ def logit_factor(c: Config) -> float:
 
 
 def attention_scale(c: Config) -> float:
-    if c["model_type"] == "gemma4_text":
+    if c["model_type"] in _LATER_GEMMA:
         return 1.0
     if c["model_type"] in ("gemma2", "gemma3_text"):
         return float((c.get("query_pre_attn_scalar") or 256) ** -0.5)
@@ -486,7 +495,7 @@ def attention_cap(c: Config) -> float | None:
 
 
 def final_cap(c: Config) -> float | None:
-    default = 30.0 if c["model_type"] == "gemma2" else None
+    default = 30.0 if c["model_type"] in ("gemma2", "gemma3n_text") else None
     return c.get("final_logit_softcapping", default) if c["model_type"] in _GEMMA else None
 
 
@@ -501,6 +510,7 @@ def slides(c: Config, index: int) -> bool:
         "gemma2": 2,
         "gpt_oss": 2,
         "gemma3_text": 6,
+        "gemma3n_text": 5,
         "gemma4_text": 6,
         "olmo3": 4,
         "cohere2": 4,
@@ -526,9 +536,8 @@ def window(c: Config, index: int) -> int | None:
     switched = ("qwen2", "qwen3", "qwen3_vl_text", "smollm3")
     if c["model_type"] in switched and not c.get("use_sliding_window"):
         return None
-    default = {"gpt_oss": 128, "gemma4_text": 512, "mixtral": None, "phi3": None, "starcoder2": None}.get(
-        c["model_type"], 4096
-    )
+    usual = {"gpt_oss": 128, "mixtral": None, "phi3": None, "starcoder2": None}
+    default = (usual | dict.fromkeys(_LATER_GEMMA, 512)).get(c["model_type"], 4096)
     return c.get("sliding_window", default) if slides(c, index) else None
 
 
@@ -554,17 +563,19 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
     if not rotates(c, index):
         return np.zeros(0, np.float32), 1.0
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    sliding = kind in ("gemma3_text", "gemma4_text", "olmo3") and slides(c, index)
+    sliding = kind in ("gemma3_text", *_LATER_GEMMA, "olmo3") and slides(c, index)
     if kind == "gemma4_text" and not rope:
         rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
     if "full_attention" in rope or "sliding_attention" in rope:  # an object for each type of layer
         rope = rope.get("sliding_attention" if sliding else "full_attention") or {}
     elif sliding:  # the scaling is that of full attention
-        local = c.get("rope_local_base_freq") or (10000.0 if kind == "gemma3_text" else None)
+        local = c.get("rope_local_base_freq") or (
+            10000.0 if kind in ("gemma3_text", "gemma3n_text") else None
+        )
         rope = {"rope_theta": local or c.get("rope_theta") or rope.get("rope_theta")}
     defaults = {
         **dict.fromkeys(("mixtral", "gemma3_text", *_LFM2), 1e6),
-        "gemma4_text": 10000.0 if sliding else 1e6,
+        **dict.fromkeys(_LATER_GEMMA, 10000.0 if sliding else 1e6),
         **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "qwen3_vl_moe_text", "ernie4_5"), 500000.0),
         "helium": 100000.0,
         "smollm3": 2e6,

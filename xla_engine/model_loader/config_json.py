@@ -139,6 +139,7 @@ def transformers_model(fields: Fields) -> tuple[ModelConfig, Family]:
             "hidden_size", f"not a multiple of num_attention_heads = {heads}. Add head_dim or correct it"
         )
     fields = _with_base(fields, hidden_size // heads)
+    fields = _of_all_layers(fields, "intermediate_size") if "intermediate_size" in family.reads else fields
     rope, rope_limit = read_rope(fields, family)
     longest = _size(fields, "max_position_embeddings", default=2048)
     sizes = {
@@ -198,6 +199,18 @@ def _defaults(fields: Fields, family: Family) -> Mapping[str, Any]:
 
 def _size(fields: Fields, name: str, default: int | None = None) -> int:
     return fields.integer(name, high=_CEILINGS[name], default=default)
+
+
+def _of_all_layers(fields: Fields, name: str) -> Fields:
+    """The fields, with one number where the file has a list of the same number for each layer."""
+    value = fields.values.get(name)
+    if not isinstance(value, list) or not value:
+        return fields
+    if any(each != value[0] for each in value):
+        fields.fail(
+            name, "layers that differ in it are not supported. Use a checkpoint whose layers are alike"
+        )
+    return Fields(fields.file, {**fields.values, name: value[0]})
 
 
 def _family(fields: Fields) -> Family:

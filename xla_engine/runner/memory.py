@@ -74,7 +74,8 @@ def workspace_bytes(spec: ModelSpec, config: EngineConfig) -> int:
 
 def _activations(spec: ModelSpec) -> int:
     model = spec.config
-    widths = 4 * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
+    streams = 1 if model.alternating is None else model.alternating.streams
+    widths = 4 * streams * streams * model.hidden_size + 2 * model.qkv_features + 3 * model.intermediate_size
     if model.experts is not None:
         widths += model.experts.num_experts_per_tok * model.hidden_size
     if model.recurrent is not None:

@@ -200,6 +200,31 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         | GEMMA4_ROPE,
     ),
+    "gemma3n": (  # the last two layers have no keys of their own; widths fit the C++ products
+        "Gemma3nForCausalLM",
+        0.3,
+        shape(64, 4, 2, head_dim=16, intermediate_size=64, num_hidden_layers=5, sliding_window=22)
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY - 9}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+        | {"num_kv_shared_layers": 2, "laurel_rank": 32, "final_logit_softcapping": 30.0}
+        | {"activation_sparsity_pattern": [0.8, 0.6, 0.0, 0.0, 0.0]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            }
+        },
+    ),
+    "gemma3n_streams": (  # three streams, other widths, no scale of a layer's end
+        "Gemma3nForCausalLM",
+        0.3,
+        shape(36, 6, 3, head_dim=10, num_hidden_layers=3, sliding_window=33)
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCABULARY}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"num_kv_shared_layers": 1, "laurel_rank": 10, "altup_num_inputs": 3, "altup_correct_scale": False}
+        | {"activation_sparsity_pattern": [0.9, 0.0, 0.5], "final_logit_softcapping": 20.0}
+        | {"tie_word_embeddings": False},
+    ),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         0.4,
@@ -515,6 +540,11 @@ CASES |= {
             "audio_config": None,
         },
     ),
+    "gemma3n_vision": (  # pictures and sound are not read; `within_vision` makes the files
+        "Gemma3nForCausalLM",
+        0.3,
+        CASES["gemma3n_streams"][2] | {"tie_word_embeddings": True, "altup_correct_scale": True},
+    ),
     "mistral3_vision": (
         "Mistral3ForConditionalGeneration",
         0.4,
@@ -625,6 +655,8 @@ def main() -> None:
             quantise_files(directory, seed)
         if (published := _HYBRIDS["PUBLISHED"].get(model.config.model_type)) is not None:
             save_file(published(model), directory / "model.safetensors", metadata={"format": "pt"})
+        if name == "gemma3n_vision":
+            within_vision(directory, "Gemma3nForConditionalGeneration", "gemma3n")
         np.savez_compressed(directory / "golden.npz", seed=seed, **arrays, **features)
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(
@@ -644,13 +676,13 @@ def random_model(name: str, seed: int) -> Any:
     model = kind(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     less_one = architecture.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))  # their norm weights are stored so
-    less_one &= not architecture.startswith("Gemma4")
+    less_one &= not architecture.startswith(("Gemma4", "Gemma3n"))
     shifted = architecture.startswith(("StableLm", "Starcoder2", "PhiFor"))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(deviation * torch.randn(parameter.shape, generator=generator))
             shift = shifted and parameter_name.endswith("bias")  # one constant for all would drown the tokens
-            if parameter_name.endswith(("router.scale", "per_expert_scale")):
+            if parameter_name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
                 parameter += 1
             if "norm" in parameter_name and not shift and (not less_one or "linear_attn" in parameter_name):
                 parameter += 1
@@ -715,6 +747,24 @@ def quantise_files(directory: Path, seed: int) -> None:
     save_file(tensors, file)
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def within_vision(directory: Path, architecture: str, model_type: str) -> None:
+    """Make a saved decoder that of a vision-language model, whose tower needs a package (timm) to be made."""
+    file = directory / "model.safetensors"
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): each for name, each in load_file(file).items()
+    }
+    others = (
+        "vision_tower.timm_model.stem.weight",
+        "audio_tower.norm.weight",
+        "embed_vision.embedding.weight",
+    )
+    save_file(tensors | {f"model.{name}": torch.ones(2, 2) for name in others}, file)
+    text = json.loads((directory / "config.json").read_text())
+    whole = {"architectures": [architecture], "model_type": model_type, "text_config": text}
+    del text["architectures"]
+    (directory / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def random_prompts(seed: int) -> list[list[int]]:

@@ -66,7 +66,8 @@ class Family:
         other leaves, full names.
     mxfp4: the same for leaves that an MXFP4 checkpoint stores differently.
     flags: returns the fields of `ModelConfig` other than the sizes common to all families.
-    reads: fields that `flags` reads; any other field that would change the computation is rejected by name.
+    reads: fields that `flags` reads; any other field that would change the computation is rejected by name. Of
+        "intermediate_size", that it may be a list of equal numbers.
     defaults: values of fields that real files omit (null does not count as omitted).
     rope_theta: default of the rotary base.
     rope_local: sliding-window layers have their own rotary base, without scaling.

@@ -24,9 +24,17 @@ from xla_engine.model_loader.families.family import Family, Source, Tensors
 from xla_engine.model_loader.json_fields import Fields
 
 _LARGEST = 2**31 - 1
+LAYER_END: Tensors = {  # of the embedding of a layer
+    "end_gate": ("per_layer_input_gate.weight",),
+    "end_output": ("per_layer_projection.weight",),
+    "end_norm": ("post_per_layer_input_norm.weight",),
+}
+# Layers that attend to the keys of others have such tensors in some files, and do not use them.
+UNUSED_KEYS = r".*\.(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.weight"
+OTHER_SENSES = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*|"
 
 
-def _inputs(model: str) -> Tensors:
+def layer_inputs(model: str) -> Tensors:
     """The tensors of the embeddings of each layer. model: prefix of the decoder's tensors."""
     return {
         "layer_inputs_table": (f"{model}embed_tokens_per_layer.weight",),
@@ -63,9 +71,7 @@ _LAYER: Tensors = {
     **HEAD_NORMS,
     **MLP,
     **FOUR_NORMS,
-    "end_gate": ("per_layer_input_gate.weight",),
-    "end_output": ("per_layer_projection.weight",),
-    "end_norm": ("post_per_layer_input_norm.weight",),
+    **LAYER_END,
     "end_scalar": ("layer_scalar",),
 }
 
@@ -133,7 +139,7 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
 GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
-    tensors={**MODEL, **_LAYER, **_inputs("model.")},
+    tensors={**MODEL, **_LAYER, **layer_inputs("model.")},
     reads=("layer_types", "sliding_window", "final_logit_softcapping", "use_bidirectional_attention"),
     flags=_gemma4,
     defaults={
@@ -153,8 +159,7 @@ GEMMA4 = Family(
     activations={"gelu_pytorch_tanh": "gelu_tanh"},
     rope_theta=1e6,
     rope_local=True,
-    # Layers that attend to the keys of others have such tensors in some files, and do not use them.
-    ignores=r".*\.(self_attn\.[kv]_(proj|norm)|attn_[kv](_norm)?)\.weight",
+    ignores=UNUSED_KEYS,
 )
 # Its decoder: pictures and sound are not read.
 GEMMA4_VISION = replace(
@@ -163,11 +168,11 @@ GEMMA4_VISION = replace(
     model_type="gemma4",
     tensors={
         **GEMMA4.tensors,
-        **_inputs(LANGUAGE_MODEL),
+        **layer_inputs(LANGUAGE_MODEL),
         "embed": (f"{LANGUAGE_MODEL}embed_tokens.weight",),
         "final_norm": (f"{LANGUAGE_MODEL}norm.weight",),
     },
     layer=LANGUAGE_MODEL + "layers.{index}.",
     text_type=GEMMA4.model_type,
-    ignores=r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*|" + GEMMA4.ignores,
+    ignores=OTHER_SENSES + GEMMA4.ignores,
 )

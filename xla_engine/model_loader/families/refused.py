@@ -2,8 +2,6 @@
 
 _MLA = "latent attention (MLA)"
 REFUSED = {
-    "Gemma3nForCausalLM": ("alternating updates and embeddings of each layer", "Gemma 3"),
-    "Gemma3nForConditionalGeneration": ("alternating updates and embeddings of each layer", "Gemma 3"),
     "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     **dict.fromkeys(

@@ -32,6 +32,8 @@ def native_parts(config: EngineConfig, model: ModelConfig, dtype: str) -> frozen
         kinds.add("bf16")  # routers
         if kept and own == "fours":
             parts.add("experts_fours")
+    if model.alternating is not None:
+        kinds.add("bf16")  # routers
     if kept:
         kinds.add(own)
         parts.add(f"pack_{own}")
