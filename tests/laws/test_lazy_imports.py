@@ -38,6 +38,20 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules})
 """
 
 
+HELP = """
+import json, sys
+from click.testing import CliRunner
+from xla_engine.cli import main
+
+found = {}
+for name in main.list_commands(None):
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, (name, result.output)
+    found[name] = sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:]))
+print(json.dumps(found))
+"""
+
+
 def imported(*words: str) -> tuple[int, set[str], str]:
     """The exit status of a command, the packages that it imported, and what it wrote to standard error."""
     found = subprocess.run(
@@ -83,6 +97,18 @@ def test_commands_import_what_they_need(words: tuple[str, ...], status: int, wit
     assert status == 0 or any(
         why in told for why in ("missing", "Did you mean", "did you mean", "use at most")
     )
+
+
+def test_no_command_needs_a_device_for_its_help() -> None:
+    """All commands in one process: what one imports is there for those after it, so none may import it."""
+    found = subprocess.run(
+        [sys.executable, "-c", HELP, *sorted(DEVICE | OTHERS)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {name: names for name, names in json.loads(found.stdout).items() if names} == {}
 
 
 @pytest.mark.parametrize("words", ["inspect", "run --prompt a --model", "chat --model", "serve --model"])
