@@ -2,7 +2,8 @@
 // the rule of Mamba-2 (Dao and Gu 2024), which is the same without the correction of what the memory recalls.
 //
 // A head's memory S [Dk, Dv] is cut into columns that no operation mixes. The columns of a task stay in the first-level
-// cache while it walks through the positions of a lane, so that the memory itself is read and written once per call.
+// cache while it walks through the positions of a lane, so that the memory itself is read and written once per call. One
+// sweep over them changes them by a position and asks them for the next: four operations, one load and one store a vector.
 // Prefill, decode and verify steps run the same code for a position: their bits agree by construction.
 
 #include "buffers.h"
@@ -12,7 +13,7 @@
 namespace xla_engine {
 namespace {
 
-constexpr int64_t kParts = 4;  // vectors of columns in a task: 32 KB of memory at 128 keys
+constexpr int64_t kParts = kRegister == 16 ? 4 : 1;  // vectors of columns in a task, so that their sums stay in registers
 
 // The inputs of one position to one head: key and query [Dk], value [Dv] from the task's first column on.
 struct Position {
@@ -21,33 +22,61 @@ struct Position {
   float* out;
 };
 
-// S becomes a S + k b (v - a S^T k)^T, or without correction a S + k b v^T, and the output is S^T q, of `parts` vectors
-// of columns of S [dims, stride]. One piece of machine code for all callers.
+// What the memory recalls for a position's key, and what the query reads, of `parts` vectors of columns.
+template <int parts>
+struct Found {
+  Vec recalled[parts], read[parts];
+};
+
+// Writes the output of a position, and returns the change of the memory.
 template <bool corrects, int parts>
-__attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stride, const Position& at) {
-  Vec recalled[parts] = {}, read[parts] = {};
-  for (int64_t k = 0; k < dims; ++k) {
-    for (int p = 0; p < parts; ++p) {
-      const Vec held = Load(memory + k * stride + p * kVector);
-      if constexpr (corrects) recalled[p] = Fused(held, at.key[k], recalled[p]);
-      read[p] = Fused(held, at.query[k], read[p]);
-    }
-  }
+inline void Change(const Position& at, int64_t dims, const Found<parts>& found, Vec* change) {
   Vec products = {};
   for (int64_t k = 0; k < dims; k += kVector) products = Fused(Load(at.key + k), Load(at.query + k), products);
   const float overlap = Total(products);
-  Vec change[parts];
   for (int p = 0; p < parts; ++p) {
     const Vec value = Load(at.value + p * kVector);
-    change[p] = (corrects ? Fused(-recalled[p], at.decay, value) : value) * at.rate;
-    Store(at.out + p * kVector, Fused(change[p], overlap, read[p] * at.decay));
+    change[p] = (corrects ? Fused(-found.recalled[p], at.decay, value) : value) * at.rate;
+    Store(at.out + p * kVector, Fused(change[p], overlap, found.read[p] * at.decay));
   }
+}
+
+// One sweep over `parts` vectors of columns of S [dims, stride]: changes them by `change` of the position `at`, if there is
+// one, and asks them for `next`, if there is one.
+template <bool corrects, bool changes, bool asks, int parts>
+__attribute__((always_inline)) inline void Sweep(float* memory, int64_t dims, int64_t stride, const Position& at,
+                                                 const Vec* change, const Position& next, Found<parts>& found) {
+  found = {};
   for (int64_t k = 0; k < dims; ++k) {
     for (int p = 0; p < parts; ++p) {
       float* held = memory + k * stride + p * kVector;
-      Store(held, Fused(change[p], at.key[k], Load(held) * at.decay));
+      Vec now = Load(held);
+      if constexpr (changes) {
+        now = Fused(change[p], at.key[k], now * at.decay);
+        Store(held, now);
+      }
+      if constexpr (asks && corrects) found.recalled[p] = Fused(now, next.key[k], found.recalled[p]);
+      if constexpr (asks) found.read[p] = Fused(now, next.query[k], found.read[p]);
     }
   }
+}
+
+// For `count` positions in turn, S becomes a S + k b (v - a S^T k)^T, or without correction a S + k b v^T, and the output
+// is S^T q. One piece of machine code for all callers.
+template <bool corrects, int parts, typename Positions>
+__attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stride, int64_t count, const Positions& positions) {
+  Position at = positions(0);
+  Found<parts> found;
+  Vec change[parts];
+  Sweep<corrects, false, true, parts>(memory, dims, stride, at, change, at, found);
+  for (int64_t t = 1; t < count; ++t) {
+    Change<corrects, parts>(at, dims, found, change);
+    const Position next = positions(t);
+    Sweep<corrects, true, true, parts>(memory, dims, stride, at, change, next, found);
+    at = next;
+  }
+  Change<corrects, parts>(at, dims, found, change);
+  Sweep<corrects, true, false, parts>(memory, dims, stride, at, change, at, found);
 }
 
 // The inputs of a call: q, k [N, Hk, Dk], v [N, Hv, Dv], decay and rate [N, Hv]; lane p has the positions
@@ -59,10 +88,48 @@ struct Call {
   float* out;
 };
 
-// Every head's columns, task by task, through the positions of all lanes. columns: where those of a lane lie, holding
-// the memory before its first position.
-template <bool corrects, typename Columns>
-void Walk(ffi::ThreadPool pool, const Call& call, const Columns& columns) {
+// The memory of a lane [Hv, Dk, Dv]: that before its first position, null for zeros, and that after the last, null if
+// nobody reads it.
+struct Memory {
+  const float* before;
+  float* after;
+};
+
+// `vectors` of columns of a head's memory [dims, width], through `count` positions. They are swept where they are, or with
+// more positions side by side: a power of two apart, they would take each other's places in the cache.
+template <bool corrects, typename Positions>
+void Follow(const Memory& held, int64_t dims, int64_t width, int64_t vectors, int64_t count, const Positions& positions) {
+  constexpr int64_t kInPlace = 2;  // positions
+  const int64_t columns = vectors * kVector;
+  thread_local std::vector<float> scratch;
+  float* memory = held.after;
+  int64_t stride = width;
+  if (held.before != held.after || count > kInPlace) {
+    scratch.resize(dims * columns);
+    memory = scratch.data();
+    stride = columns;
+    if (!held.before) std::memset(memory, 0, dims * columns * sizeof(float));
+    for (int64_t k = 0; k < dims && held.before; ++k)
+      std::memcpy(memory + k * columns, held.before + k * width, columns * sizeof(float));
+  }
+  if (vectors == kParts) {
+    Advance<corrects, kParts>(memory, dims, stride, count, positions);
+  } else {
+    for (int64_t column = 0; column < columns; column += kVector)
+      Advance<corrects, 1>(memory + column, dims, stride, count, [&](int64_t t) {
+        Position at = positions(t);
+        at.value += column, at.out += column;
+        return at;
+      });
+  }
+  if (held.after && memory != held.after)
+    for (int64_t k = 0; k < dims; ++k)
+      std::memcpy(held.after + k * width, memory + k * columns, columns * sizeof(float));
+}
+
+// Every head's columns, task by task, through the positions of all lanes. memory: that of a lane.
+template <bool corrects, typename OfLane>
+void Walk(ffi::ThreadPool pool, const Call& call, const OfLane& memory) {
   const int64_t positions = call.rows / call.lanes, groups = call.heads / call.key_heads;
   const int64_t step = kParts * kVector, pieces = (call.width + step - 1) / step;
   ParallelFor(pool, call.heads * pieces, [&](int64_t task) {
@@ -70,28 +137,17 @@ void Walk(ffi::ThreadPool pool, const Call& call, const Columns& columns) {
     const int64_t vectors = std::min(kParts, (call.width - first) / kVector);
     for (int64_t lane = 0; lane < call.lanes; ++lane) {  // in order: a lane may go on where the one before it ended
       const int64_t used = call.count[lane];
-      const auto [held, stride] = columns(lane, head, first, vectors);
-      for (int64_t t = 0; t < positions; ++t) {
-        const int64_t row = lane * positions + t, at = row * call.heads + head;
-        float* to = call.out + at * call.width + first;
-        if (t >= used) {
-          std::memset(to, 0, vectors * kVector * sizeof(float));
-          continue;
-        }
+      const auto position = [&](int64_t t) -> Position {
+        const int64_t row = lane * positions + t, at = row * call.heads + head, own = at * call.width + first;
         const int64_t shared = (row * call.key_heads + head / groups) * call.dims;
-        const Position position = {call.k + shared, call.q + shared,  call.v + at * call.width + first,
-                                   call.decay[at],  call.rate[at],    to};
-        if (vectors == kParts) {
-          Advance<corrects, kParts>(held, call.dims, stride, position);
-        } else {
-          for (int64_t p = 0; p < vectors; ++p) {
-            Position one = position;
-            one.value += p * kVector;
-            one.out += p * kVector;
-            Advance<corrects, 1>(held + p * kVector, call.dims, stride, one);
-          }
-        }
-      }
+        return {call.k + shared, call.q + shared, call.v + own, call.decay[at], call.rate[at], call.out + own};
+      };
+      for (int64_t t = used; t < positions; ++t) std::memset(position(t).out, 0, vectors * kVector * sizeof(float));
+      if (used <= 0) continue;
+      const Memory whole = memory(lane);
+      const int64_t offset = head * call.dims * call.width + first;
+      const Memory own = {whole.before ? whole.before + offset : nullptr, whole.after ? whole.after + offset : nullptr};
+      Follow<corrects>(own, call.dims, call.width, vectors, used, position);
     }
   });
 }
@@ -105,12 +161,6 @@ Call Described(Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers
 
 ffi::Error Unfit() { return ffi::Error::InvalidArgument("head dimensions must come in multiples of 16"); }
 
-// The columns of one lane, and how far apart their rows are.
-struct Held {
-  float* memory;
-  int64_t stride;
-};
-
 // Memory [B, Hv, Dk, Dv] is written in place.
 template <bool corrects>
 ffi::Error Rule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
@@ -120,12 +170,9 @@ ffi::Error Rule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay
   if (call.dims % kVector || call.width % kVector) return Unfit();
   float* state = updated->typed_data();
   if (state != memory.typed_data()) std::memcpy(state, memory.typed_data(), memory.size_bytes());
-  Walk<corrects>(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
-    float* held = state + (call.slot[lane] * call.heads + head) * call.dims * call.width + first;
-    if (call.count[lane] > 0 && call.start[lane] == 0)
-      for (int64_t key = 0; key < call.dims; ++key)
-        std::memset(held + key * call.width, 0, vectors * kVector * sizeof(float));
-    return Held{held, call.width};
+  Walk<corrects>(pool, call, [&](int64_t lane) {
+    float* own = state + call.slot[lane] * call.heads * call.dims * call.width;
+    return Memory{call.start[lane] == 0 ? nullptr : own, own};
   });
   return ffi::Error::Success();
 }
@@ -136,15 +183,8 @@ ffi::Error Outputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats de
                         Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out) {
   const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());
   if (call.dims % kVector || call.width % kVector) return Unfit();
-  Walk<corrects>(pool, call, [&](int64_t lane, int64_t head, int64_t first, int64_t vectors) {
-    thread_local std::vector<float> scratch;
-    const int64_t stride = vectors * kVector;
-    scratch.resize(call.dims * stride);
-    const float* held = memory.typed_data() + (call.slot[lane] * call.heads + head) * call.dims * call.width + first;
-    if (call.count[lane] > 0)
-      for (int64_t key = 0; key < call.dims; ++key)
-        std::memcpy(scratch.data() + key * stride, held + key * call.width, stride * sizeof(float));
-    return Held{scratch.data(), stride};
+  Walk<corrects>(pool, call, [&](int64_t lane) {
+    return Memory{memory.typed_data() + call.slot[lane] * call.heads * call.dims * call.width, nullptr};
   });
   return ffi::Error::Success();
 }
