@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.recurrent.rule import has_native_rule
+from xla_engine.graphs.recurrent.native import has_native_rule
 from xla_engine.graphs.recurrent_forms import DeltaForm
 
 AXIS = "tp"  # axis of the mesh

@@ -11,7 +11,8 @@ import jax
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import ModelConfig, whole_spans
 from xla_engine.graphs.model.spec import ModelSpec
-from xla_engine.graphs.recurrent.layer import RecurrentState, make_state
+from xla_engine.graphs.recurrent.kind import RecurrentState
+from xla_engine.graphs.recurrent.layer import make_state
 from xla_engine.graphs.row_state.rows import Pool, make_rows, pack_rows
 
 KVCache = list[LayerCache | RecurrentState]

@@ -24,7 +24,7 @@ from xla_engine.graphs.linear.products import LEAST, Products
 from xla_engine.graphs.lora.form import LoraForm
 from xla_engine.graphs.model.leaves import Leaf, Leaves, Path, leaf_name
 from xla_engine.graphs.ops.coded import Order, StoredKinds
-from xla_engine.graphs.recurrent.rule import has_native_rule
+from xla_engine.graphs.recurrent.native import has_native_rule
 from xla_engine.graphs.sharding import Sharding
 
 if TYPE_CHECKING:

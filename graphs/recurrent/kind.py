@@ -7,6 +7,18 @@ import jax
 from xla_engine.graphs.recurrent.rule import Heads
 from xla_engine.graphs.recurrent_forms import Recurrent
 
+
+class RecurrentState(NamedTuple):
+    """The state of a layer for every slot, float32.
+
+    inputs: `[B, kernel - 1, mixed features]`, the convolution's last inputs.   memory: `[B, Hv, Dk, Dv]`; None
+        without a rule.
+    """
+
+    inputs: jax.Array
+    memory: jax.Array | None
+
+
 Others = tuple[jax.Array, ...]  # the parts of a projection that do not go through the convolution
 
 

@@ -15,27 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.recurrent import delta_net, mamba, short_convolution
-from xla_engine.graphs.recurrent.kind import Kind, RecurrentWeights
-from xla_engine.graphs.recurrent.rule import Heads, lane_rule, native_outputs, step_rule
+from xla_engine.graphs.recurrent.kind import Kind, RecurrentState, RecurrentWeights
+from xla_engine.graphs.recurrent.native import has_native_layer, native_layer, native_outputs
+from xla_engine.graphs.recurrent.rule import lane_rule, step_rule
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm, Recurrent
-from xla_engine.graphs.row_state.rows import Extents, put, targets
+from xla_engine.graphs.row_state.rows import Extents
 
 _KINDS: dict[type[Recurrent], Kind] = {
     DeltaForm: delta_net.KIND,
     ConvolutionForm: short_convolution.KIND,
     MambaForm: mamba.KIND,
 }
-
-
-class RecurrentState(NamedTuple):
-    """The state of a layer for every slot, float32.
-
-    inputs: `[B, kernel - 1, mixed features]`, the convolution's last inputs.   memory: `[B, Hv, Dk, Dv]`; None
-        without a rule.
-    """
-
-    inputs: jax.Array
-    memory: jax.Array | None
 
 
 def make_state(form: Recurrent, rows: int) -> RecurrentState:
@@ -57,14 +47,21 @@ def recurrent_decode(
     live: jax.Array,
     native: str | None = None,
 ) -> tuple[RecurrentState, jax.Array]:
-    """One position of every live row: `projected [B, projected features]` -> `[B, inner features]`, float32."""
+    """One position of every live row: `projected [B, projected features]` -> `[B, inner features]`, float32.
+
+    native: the instruction set whose C++ library runs the layer; None: pure JAX.
+    """
+    if native and has_native_layer(form):
+        every = jnp.arange(len(live), dtype=jnp.int32)
+        lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
+        return native_layer(form, weights, state, projected, lanes, native)
     kind = _KINDS[type(form)]
     mixed, others = kind.split(form, projected)
     window = jnp.concatenate([state.inputs, mixed[:, None]], axis=1)  # [B, kernel, features]
     convolved = _convolve(form, weights, window)[:, 0]
     heads, memory, out = kind.heads(form, weights, convolved, others), state.memory, None
     if heads is not None and memory is not None:
-        memory, out = step_rule(memory, heads, live=live, native=native, corrects=_corrects(form))
+        memory, out = step_rule(memory, heads, live=live, corrects=_corrects(form))
     inputs = jnp.where(live[:, None, None], window[:, 1:], state.inputs)
     return RecurrentState(inputs, memory), kind.output(form, weights, convolved, out, others)
 
@@ -82,25 +79,26 @@ def recurrent_prefill(
 
     A lane that starts at 0 starts from zeros.
     """
+    if native and has_native_layer(form):
+        return native_layer(form, weights, state, projected, lanes, native)
     kind = _KINDS[type(form)]
     mixed, others = kind.split(form, projected)
     inputs, window = _windows(state.inputs, mixed.reshape(len(lanes.slot), -1, mixed.shape[1]), lanes)
     convolved = _convolve(form, weights, window).reshape(mixed.shape)
     heads, memory, out = kind.heads(form, weights, convolved, others), state.memory, None
     if heads is not None and memory is not None:
-        memory, out = lane_rule(memory, heads, lanes, native=native, corrects=_corrects(form))
+        memory, out = lane_rule(memory, heads, lanes, corrects=_corrects(form))
     return RecurrentState(inputs, memory), kind.output(form, weights, convolved, out, others)
 
 
 class PendingInputs(NamedTuple):
-    """The inputs of a verify step, until it is known how many positions are accepted.
+    """What the layers of a verify step were given, until it is known how many positions are accepted.
 
-    window: `[P, kernel - 1 + T, mixed features]`, the convolution's inputs, preceded by those in the slot.
-    heads: of N = P T positions; None without a rule.
+    projected: `[P T, projected features]`.
     """
 
-    window: jax.Array
-    heads: Heads | None
+    weights: RecurrentWeights
+    projected: jax.Array
 
 
 def recurrent_verify(
@@ -114,18 +112,14 @@ def recurrent_verify(
 ) -> tuple[PendingInputs, jax.Array]:
     """`recurrent_prefill` without changing the state, for lanes of distinct slots, none of which starts at 0.
 
-    Only the C++ rule gives verify steps the bits of decode.
+    Only the C++ layers give verify steps the bits of decode, and convolutions without a rule.
     """
-    kind = _KINDS[type(form)]
-    mixed, others = kind.split(form, projected)
-    by_lane = (len(lanes.slot), -1, mixed.shape[1])
-    window = jnp.concatenate([state.inputs[lanes.slot], mixed.reshape(by_lane)], axis=1)
-    convolved = _convolve(form, weights, window).reshape(mixed.shape)
-    heads, out = kind.heads(form, weights, convolved, others), None
-    if heads is not None and state.memory is not None:
-        assert native is not None
-        out = native_outputs(state.memory, heads, lanes, native, corrects=_corrects(form))
-    return PendingInputs(window, heads), kind.output(form, weights, convolved, out, others)
+    if native and has_native_layer(form):
+        out = native_outputs(form, weights, state, projected, lanes, native)
+    else:
+        assert state.memory is None
+        _, out = recurrent_prefill(form, weights, state, projected, lanes)
+    return PendingInputs(weights, projected), out
 
 
 def recurrent_commit(
@@ -138,14 +132,9 @@ def recurrent_commit(
     native: str | None,
 ) -> RecurrentState:
     """The state after the first `count [P]` positions of each lane, which are computed again."""
-    kept = state.inputs.shape[1]
-    behind = jax.vmap(lambda window, at: lax.dynamic_slice_in_dim(window, at, kept))(pending.window, count)
-    inputs = put(state.inputs, targets(slot, count > 0, len(state.inputs)), behind)
-    memory = state.memory
-    if pending.heads is not None and memory is not None:
-        lanes = Extents(slot, jnp.ones_like(slot), count)
-        memory, _ = lane_rule(memory, pending.heads, lanes, native=native, corrects=_corrects(form))
-    return RecurrentState(inputs, memory)
+    lanes = Extents(slot, jnp.ones_like(slot), count)
+    after, _ = recurrent_prefill(form, pending.weights, state, pending.projected, lanes, native=native)
+    return after
 
 
 def _corrects(form: Recurrent) -> bool:

@@ -10,14 +10,19 @@ from xla_engine.graphs.recurrent.rule import Heads
 from xla_engine.graphs.recurrent_forms import MambaForm, Recurrent
 
 
+def scaled(form: MambaForm, projected: jax.Array) -> jax.Array:
+    """`projected [N, F]` times the factors of its parts, if they have any."""
+    keys = form.key_heads * form.key_dim
+    sizes = (form.inner_features, form.inner_features, keys, keys, form.value_heads)
+    if form.multipliers == (1.0,) * len(sizes):
+        return projected
+    return projected * jnp.asarray(np.repeat(np.asarray(form.multipliers, np.float32), sizes))
+
+
 def _split(form: Recurrent, projected: jax.Array) -> tuple[jax.Array, Others]:
     """The convolution's inputs; then gates and steps."""
     assert isinstance(form, MambaForm)
-    keys = form.key_heads * form.key_dim
-    sizes = (form.inner_features, form.inner_features, keys, keys, form.value_heads)
-    if form.multipliers != (1.0,) * len(sizes):
-        factors = np.repeat(np.asarray(form.multipliers, np.float32), sizes)
-        projected = projected * jnp.asarray(factors)
+    projected = scaled(form, projected)
     ends = (form.inner_features, form.inner_features + form.mixed_features)
     gates, mixed, steps = jnp.split(projected, ends, axis=-1)
     return mixed, (gates, steps)

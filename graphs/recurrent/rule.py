@@ -1,7 +1,4 @@
-"""The rule of recurrent layers: a memory per head that takes in one position after the other, in C++ or in pure JAX.
-
-`native` names the instruction set whose C++ library runs the rule (`xla_engine.runner.native_library.build`).
-"""
+"""The rule of recurrent layers in pure JAX: a memory per head that takes in one position after the other."""
 
 from typing import NamedTuple
 
@@ -10,23 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xla_engine.graphs.ops.fixed_order_sums import sum_last
-from xla_engine.graphs.ops.norms import flatly
 from xla_engine.graphs.ops.reductions import cumulative
-from xla_engine.graphs.recurrent_forms import ConvolutionForm, Recurrent
 from xla_engine.graphs.row_state.rows import Extents
-
-DELTA_RULE = "xla_engine_delta_rule"
-DELTA_OUTPUTS = "xla_engine_delta_outputs"
-SSD_RULE = "xla_engine_ssd_rule"
-SSD_OUTPUTS = "xla_engine_ssd_outputs"
-_VECTOR = 16  # floats
-
-
-def has_native_rule(form: Recurrent) -> bool:
-    """Whether the heads' sizes are multiples of the vector width, as the C++ kernels need; true without a rule."""
-    if isinstance(form, ConvolutionForm):
-        return True
-    return form.key_dim % _VECTOR == 0 and form.value_dim % _VECTOR == 0
 
 
 class Heads(NamedTuple):
@@ -43,37 +25,6 @@ class Heads(NamedTuple):
     log_decay: jax.Array
 
 
-def native_rule(
-    memory: jax.Array, heads: Heads, lanes: Extents, isa: str, *, corrects: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Run the positions of lanes on the memory `[B, Hv, Dk, Dv]` of their slots, in place, float32.
-
-    isa: selects the library. Returns memory and outputs `[N, Hv, Dv]`, zero in padding rows.
-    """
-    results = (_like(heads.v), _like(memory))
-    target = DELTA_RULE if corrects else SSD_RULE
-    call = jax.ffi.ffi_call(f"{target}_{isa}", results, input_output_aliases={8: 1})
-    out, memory = call(*_given(heads), *lanes, memory)
-    return memory, out
-
-
-def native_outputs(memory: jax.Array, heads: Heads, lanes: Extents, isa: str, *, corrects: bool) -> jax.Array:
-    """The outputs of `native_rule` without changing the memory; used lanes must have distinct slots."""
-    target = DELTA_OUTPUTS if corrects else SSD_OUTPUTS
-    call = jax.ffi.ffi_call(f"{target}_{isa}", _like(heads.v))
-    out: jax.Array = call(*_given(heads), *lanes, memory)
-    return out
-
-
-def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, jnp.float32)
-
-
-def _given(heads: Heads) -> tuple[jax.Array, ...]:
-    q, k, v, rate, log_decay = heads
-    return q, k, v, flatly(jnp.exp, log_decay), rate
-
-
 # The rule: a memory per head that corrects what it recalls. With key k, value v, decay a and rate b of a position, the
 # memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the output is `S^T q`. Decode does that for one position.
 # The rule of Mamba-2 (state space duality, Dao and Gu 2024, arXiv 2405.21060) is the same without the correction,
@@ -81,20 +32,16 @@ def _given(heads: Heads) -> tuple[jax.Array, ...]:
 # Prefill in pure JAX processes `SEGMENT` positions at once in the WY form of the paper (section 3.3): a small
 # triangular system solves the interactions within a segment, and segments run one after the other. Segments begin at
 # multiples of `SEGMENT` from the start of a lane. If chunks are multiples of it, a prompt is cut at the same positions
-# however it is distributed over lanes and calls. The C++ kernel (`native/delta.cc`, one call per layer) processes
-# positions one by one in either case, so that prefill gives the bits of decode.
+# however it is distributed over lanes and calls. The C++ kernel (`graphs.recurrent.native`) processes positions one by
+# one in either case, so that prefill gives the bits of decode.
 
 SEGMENT = 16  # positions that prefill processes at once
 
 
 def step_rule(
-    memory: jax.Array, heads: Heads, *, live: jax.Array, native: str | None, corrects: bool
+    memory: jax.Array, heads: Heads, *, live: jax.Array, corrects: bool
 ) -> tuple[jax.Array, jax.Array]:
     """One position of every live row: the new memory `[B, Hv, Dk, Dv]`, and the outputs `[B, Hv, Dv]`."""
-    if native:
-        every = jnp.arange(len(live), dtype=jnp.int32)
-        lanes = Extents(every, jnp.ones_like(every), live.astype(jnp.int32))
-        return native_rule(memory, heads, lanes, native, corrects=corrects)
     q, k, v, rate, log_decay = _repeated(heads)
     recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
     decay = jnp.exp(log_decay)[..., None]
@@ -105,11 +52,9 @@ def step_rule(
 
 
 def lane_rule(
-    memory: jax.Array, heads: Heads, lanes: Extents, *, native: str | None, corrects: bool
+    memory: jax.Array, heads: Heads, lanes: Extents, *, corrects: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Up to T positions of each lane, N = P T: the new memory, and the outputs `[N, Hv, Dv]`."""
-    if native:
-        return native_rule(memory, heads, lanes, native, corrects=corrects)
     slot, start, count = lanes
     number, width = slot.shape[0], heads.v.shape[0] // slot.shape[0]
     used = jnp.arange(width, dtype=jnp.int32) < count[:, None]  # [P, T]

@@ -10,8 +10,8 @@ from xla_engine.graphs.kv_cache.cache import KVCache, places
 from xla_engine.graphs.model.call import Attend
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.ops.norms import scaled_queries
-from xla_engine.graphs.recurrent.kind import RecurrentWeights
-from xla_engine.graphs.recurrent.layer import PendingInputs, RecurrentState
+from xla_engine.graphs.recurrent.kind import RecurrentState, RecurrentWeights
+from xla_engine.graphs.recurrent.layer import PendingInputs
 from xla_engine.graphs.recurrent_forms import Recurrent
 from xla_engine.graphs.row_state.rows import Rows, Tables
 

@@ -15,7 +15,8 @@ from jax import lax
 
 from xla_engine.graphs.kv_cache.cache import KVCache
 from xla_engine.graphs.linear.products import ROWS_LEFT
-from xla_engine.graphs.recurrent.layer import PendingInputs, RecurrentState, recurrent_commit
+from xla_engine.graphs.recurrent.kind import RecurrentState
+from xla_engine.graphs.recurrent.layer import PendingInputs, recurrent_commit
 from xla_engine.graphs.row_state.rows import NOT_KEPT, Extents, Rows, some_rows, targets, with_rows
 from xla_engine.graphs.sampling.logits_processors import SamplingContext
 from xla_engine.graphs.sampling.sampler import sample

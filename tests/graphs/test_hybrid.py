@@ -21,7 +21,7 @@ from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.kv_cache.cache import tree_bytes
-from xla_engine.graphs.recurrent.layer import RecurrentState
+from xla_engine.graphs.recurrent.kind import RecurrentState
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 from xla_engine.outputs import CompletionOutput
 from xla_engine.runner import dispatch

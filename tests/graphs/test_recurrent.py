@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.instruction_sets import HERE
+from tests.support.instruction_sets import HERE, NAMES
 from tests.support.tiers import default
-from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights, MambaWeights
-from xla_engine.graphs.recurrent.layer import RecurrentState, make_state, recurrent_decode, recurrent_prefill
+from xla_engine.graphs.recurrent.kind import ConvolutionWeights, DeltaWeights, MambaWeights, RecurrentState
+from xla_engine.graphs.recurrent.layer import make_state, recurrent_decode, recurrent_prefill
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
 from xla_engine.graphs.row_state.rows import Extents
 from xla_engine.runner.native_library.build import register
@@ -148,7 +149,7 @@ def forms_of(name: str, isa: str) -> Forms:
     native = None if isa == "pure JAX" else isa
     if native:
         try:
-            register(native, {"delta"})
+            register(native, {"recurrent"})
         except NativeBuildError as error:
             pytest.skip(str(error))
     case = CASES[name]
@@ -291,3 +292,27 @@ def test_prefill_gives_the_bits_of_decode(name: str, isa: str) -> None:
     other, d = steps(forms, other, 3, projected[5:])
     assert same(np.concatenate([a, b]), np.concatenate([c, d]))
     assert same_states(state, 3, other, 3)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_rates_up_to_two_are_those_of_pure_jax(isa: str) -> None:
+    forms = forms_of("DeltaNet", isa)
+    form = dataclasses.replace(DELTA, rate_factor=2.0)
+    lanes = Extents(*(np.array(values, np.int32) for values in ([2, 3], [0, 0], [16, 9])))
+    given = DELTA_WEIGHTS, poisoned(forms), sequence(forms, 32, seed=3), lanes
+    state, out = recurrent_prefill(form, *given, native=isa)
+    expected, other = recurrent_prefill(form, *given)
+    used = np.r_[:16, 16:25]
+    np.testing.assert_allclose(np.asarray(out)[used], np.asarray(other)[used], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(state.memory)[2:4], np.asarray(expected.memory)[2:4], atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["DeltaNet", "Mamba-2"])
+def test_no_instruction_set_changes_a_bit(name: str) -> None:
+    found = []
+    for isa in NAMES:
+        forms = forms_of(name, isa)
+        state, (a, b) = run(forms, poisoned(forms), chunks(3, sequence(forms, 40, seed=6)), 2)
+        found.append((np.asarray(state.inputs)[3], np.asarray(state.memory)[3], a, b))
+    assert all(same(each, other) for other in found[1:] for each, other in zip(found[0], other, strict=True))

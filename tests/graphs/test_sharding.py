@@ -18,7 +18,7 @@ from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.linear.native import NativeProducts
 from xla_engine.graphs.model.spec import ModelSpec, parameter_shapes
-from xla_engine.graphs.recurrent.rule import has_native_rule
+from xla_engine.graphs.recurrent.native import has_native_rule
 from xla_engine.graphs.sharding import Kind, Sharding, _held, _order
 from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows

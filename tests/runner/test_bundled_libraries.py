@@ -125,9 +125,9 @@ def test_a_library_that_does_not_fit_is_left_alone_with_one_line(
 
 
 def test_a_process_compiles_the_parts_that_are_asked_for(bound: list[Path]) -> None:
-    for parts in ({"attention_bf16", "sampler"}, {"sampler"}, {"delta", "sampler"}):
+    for parts in ({"attention_bf16", "sampler"}, {"sampler"}, {"recurrent", "sampler"}):
         assert build.register(None, parts) == BEST.name
-    assert [path.name for path in bound] == ["attention_bf16", "sampler", "delta"]
+    assert [path.name for path in bound] == ["attention_bf16", "sampler", "recurrent"]
     assert build.origin(BEST.name) == build.COMPILED
 
 

@@ -206,7 +206,7 @@ MOUNTED = """
 import logging, sys
 from xla_engine.runner.native_library.build import register
 logging.basicConfig(format="LOG %(message)s", stream=sys.stdout)
-print("registered", register(parts=("delta",)))
+print("registered", register(parts=("recurrent",)))
 """
 
 

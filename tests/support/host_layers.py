@@ -12,7 +12,7 @@ from xla_engine.graphs.attention.native import _LANES, _pack, _width
 from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.kv_cache.cache import KVCache, places, stores
 from xla_engine.graphs.model.spec import ModelSpec
-from xla_engine.graphs.recurrent.layer import RecurrentState
+from xla_engine.graphs.recurrent.kind import RecurrentState
 
 Layer = tuple[np.ndarray, np.ndarray]
 

@@ -30,7 +30,7 @@ from xla_engine.graphs.linear.native import (
 )
 from xla_engine.graphs.ops.coded import BLOCK, KINDS, CodedForm, Order
 from xla_engine.graphs.ops.encoder_rows import ACTIVATED, ADDED_NORM
-from xla_engine.graphs.recurrent.rule import DELTA_OUTPUTS, DELTA_RULE, SSD_OUTPUTS, SSD_RULE
+from xla_engine.graphs.recurrent.native import DELTA_NET, DELTA_NET_OUTPUTS, MAMBA, MAMBA_OUTPUTS
 from xla_engine.graphs.sampling.native import LOGPROBS, PROCESS, SAMPLE
 from xla_engine.model_loader.tensor_files import Array
 from xla_engine.model_loader.weights import Pack
@@ -54,7 +54,7 @@ _TARGETS: dict[str, tuple[str, ...]] = {
         for kind in attention.KINDS
     },
     "sampler": (SAMPLE, PROCESS, LOGPROBS, JOINED),
-    "delta": (DELTA_RULE, DELTA_OUTPUTS, SSD_RULE, SSD_OUTPUTS),
+    "recurrent": (DELTA_NET, DELTA_NET_OUTPUTS, MAMBA, MAMBA_OUTPUTS),
     "encoder": (ADDED_NORM, ACTIVATED),
     **{f"experts_{kind}": tuple(f"{each}_{kind}" for each in _EXPERTS) for kind in ("bf16", "int8", "fours")},
     **{

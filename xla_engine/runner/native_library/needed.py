@@ -19,7 +19,7 @@ def native_parts(config: EngineConfig, model: ModelConfig, dtype: str) -> frozen
     stores = "bf16" if dtype == "bfloat16" else "f32"
     parts = {"sampler", "attention_int8" if config.kv_cache_dtype == "int8" else f"attention_{stores}"}
     if model.recurrent is not None and model.convolution is None:
-        parts.add("delta")
+        parts.add("recurrent")
     if model.encoder is not None or not model.gated_mlp or model.hidden_size_per_layer_input:
         parts.add("encoder")  # activations beside products
     kinds = {"int8"} if config.quantization == "int8" else {"bf16"} if dtype == "bfloat16" else set()

@@ -1,17 +1,17 @@
-// The gated delta rule (Yang, Kautz and Hatamizadeh 2024) over slots, for XLA:CPU: position by position, in place. And
-// the rule of Mamba-2 (Dao and Gu 2024), which is the same without the correction of what the memory recalls.
+// The rule of recurrent layers: a memory for each head that takes in one position after the other. The gated delta rule (Yang,
+// Kautz and Hatamizadeh 2024), and that of Mamba-2 (Dao and Gu 2024), which is the same without the correction of what the
+// memory recalls.
 //
 // A head's memory S [Dk, Dv] is cut into columns that no operation mixes. The columns of a task stay in the first-level
 // cache while it walks through the positions of a lane, so that the memory itself is read and written once per call. One
 // sweep over them changes them by a position and asks them for the next: four operations, one load and one store a vector.
 // Prefill, decode and verify steps run the same code for a position: their bits agree by construction.
 
-#include "buffers.h"
+#pragma once
+
 #include "common.h"
-#include "parallel.h"
 
 namespace xla_engine {
-namespace {
 
 constexpr int64_t kParts = kRegister == 16 ? 4 : 1;  // vectors of columns in a task, so that their sums stay in registers
 
@@ -79,17 +79,7 @@ __attribute__((noinline)) void Advance(float* memory, int64_t dims, int64_t stri
   Sweep<corrects, true, false, parts>(memory, dims, stride, at, change, at, found);
 }
 
-// The inputs of a call: q, k [N, Hk, Dk], v [N, Hv, Dv], decay and rate [N, Hv]; lane p has the positions
-// start .. start + count of slot slot[p] in rows p T ..; out [N, Hv, Dv] is zero in rows that are padding.
-struct Call {
-  const float *q, *k, *v, *decay, *rate;
-  const int32_t *slot, *start, *count;
-  int64_t rows, lanes, heads, key_heads, dims, width;
-  float* out;
-};
-
-// The memory of a lane [Hv, Dk, Dv]: that before its first position, null for zeros, and that after the last, null if
-// nobody reads it.
+// A memory before the first position of a lane, null for zeros, and after the last, null if nobody reads it.
 struct Memory {
   const float* before;
   float* after;
@@ -126,74 +116,5 @@ void Follow(const Memory& held, int64_t dims, int64_t width, int64_t vectors, in
     for (int64_t k = 0; k < dims; ++k)
       std::memcpy(held.after + k * width, memory + k * columns, columns * sizeof(float));
 }
-
-// Every head's columns, task by task, through the positions of all lanes. memory: that of a lane.
-template <bool corrects, typename OfLane>
-void Walk(ffi::ThreadPool pool, const Call& call, const OfLane& memory) {
-  const int64_t positions = call.rows / call.lanes, groups = call.heads / call.key_heads;
-  const int64_t step = kParts * kVector, pieces = (call.width + step - 1) / step;
-  ParallelFor(pool, call.heads * pieces, [&](int64_t task) {
-    const int64_t head = task / pieces, first = task % pieces * step;
-    const int64_t vectors = std::min(kParts, (call.width - first) / kVector);
-    for (int64_t lane = 0; lane < call.lanes; ++lane) {  // in order: a lane may go on where the one before it ended
-      const int64_t used = call.count[lane];
-      const auto position = [&](int64_t t) -> Position {
-        const int64_t row = lane * positions + t, at = row * call.heads + head, own = at * call.width + first;
-        const int64_t shared = (row * call.key_heads + head / groups) * call.dims;
-        return {call.k + shared, call.q + shared, call.v + own, call.decay[at], call.rate[at], call.out + own};
-      };
-      for (int64_t t = used; t < positions; ++t) std::memset(position(t).out, 0, vectors * kVector * sizeof(float));
-      if (used <= 0) continue;
-      const Memory whole = memory(lane);
-      const int64_t offset = head * call.dims * call.width + first;
-      const Memory own = {whole.before ? whole.before + offset : nullptr, whole.after ? whole.after + offset : nullptr};
-      Follow<corrects>(own, call.dims, call.width, vectors, used, position);
-    }
-  });
-}
-
-Call Described(Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot, Integers start, Integers count,
-               float* out) {
-  return {q.typed_data(),    k.typed_data(),     v.typed_data(),     decay.typed_data(), rate.typed_data(),
-          slot.typed_data(), start.typed_data(), count.typed_data(), v.dimensions()[0],  slot.dimensions()[0],
-          v.dimensions()[1], k.dimensions()[1],  k.dimensions()[2],  v.dimensions()[2],  out};
-}
-
-ffi::Error Unfit() { return ffi::Error::InvalidArgument("head dimensions must come in multiples of 16"); }
-
-// Memory [B, Hv, Dk, Dv] is written in place.
-template <bool corrects>
-ffi::Error Rule(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
-                     Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out,
-                     ffi::ResultBuffer<ffi::F32> updated) {
-  const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());
-  if (call.dims % kVector || call.width % kVector) return Unfit();
-  float* state = updated->typed_data();
-  if (state != memory.typed_data()) std::memcpy(state, memory.typed_data(), memory.size_bytes());
-  Walk<corrects>(pool, call, [&](int64_t lane) {
-    float* own = state + call.slot[lane] * call.heads * call.dims * call.width;
-    return Memory{call.start[lane] == 0 ? nullptr : own, own};
-  });
-  return ffi::Error::Success();
-}
-
-// The same outputs for lanes that each continue a slot of their own; the memory is not changed.
-template <bool corrects>
-ffi::Error Outputs(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats decay, Floats rate, Integers slot,
-                        Integers start, Integers count, Floats memory, ffi::ResultBuffer<ffi::F32> out) {
-  const Call call = Described(q, k, v, decay, rate, slot, start, count, out->typed_data());
-  if (call.dims % kVector || call.width % kVector) return Unfit();
-  Walk<corrects>(pool, call, [&](int64_t lane) {
-    return Memory{memory.typed_data() + call.slot[lane] * call.heads * call.dims * call.width, nullptr};
-  });
-  return ffi::Error::Success();
-}
-
-}  // namespace
-
-XLA_ENGINE_HANDLER(XlaEngineDeltaRule, Rule<true>)
-XLA_ENGINE_HANDLER(XlaEngineDeltaOutputs, Outputs<true>)
-XLA_ENGINE_HANDLER(XlaEngineSsdRule, Rule<false>)
-XLA_ENGINE_HANDLER(XlaEngineSsdOutputs, Outputs<false>)
 
 }  // namespace xla_engine
