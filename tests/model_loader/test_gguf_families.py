@@ -205,6 +205,24 @@ def test_granite_without_experts(rotates: bool, tmp_path: Path) -> None:
     assert_same(load_checkpoint(path), load_checkpoint(model))
 
 
+def test_nemotron_3(tmp_path: Path) -> None:
+    """Experts without a gate, between two products."""
+    model = write_random(tmp_path / "model", "nemotron_3_latent", intermediate_size=32)
+    extra = {
+        "feed_forward_length": [0, 32, 0, 32],
+        "expert_shared_feed_forward_length": 20,
+        "expert_shared_count": 1,
+        "expert_weights_norm": False,
+        "expert_weights_scale": 1.0,
+        "expert_group_count": 1,
+        "moe_latent_size": 24,
+        "expert_gating_func": 2,
+    }
+    path = write_gguf(model, tmp_path / "m.gguf", arch="nemotron_h_moe", extra=extra)
+    assert_same(load_checkpoint(path), load_checkpoint(model))
+    assert CliRunner().invoke(main, ["inspect", str(path)]).exit_code == 0
+
+
 def test_falcon_h1_with_a_norm(tmp_path: Path) -> None:
     model = write_random(tmp_path / "model", "falcon_h1_norm", mamba_norm_before_gate=False)
     path = write_gguf(model, tmp_path / "m.gguf", arch="falcon-h1")

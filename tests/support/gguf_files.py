@@ -24,6 +24,7 @@ INTERLEAVED = (
     "granite",
     "granitehybrid",
     "nemotron_h",
+    "nemotron_h_moe",
     "smollm3",
     "mistral3",
 )  # architectures whose rotary pairs llama.cpp puts side by side

@@ -208,13 +208,20 @@ def _falcon_h1(file: GgufReader, values: dict[str, Any]) -> None:
     values |= {"mamba_rms_norm": _has(file, ".ssm_norm.weight"), "mamba_norm_before_gate": False}
 
 
+def _fed(file: GgufReader, layer: int) -> str:
+    return "moe" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "mlp"
+
+
 def _nemotron_h(file: GgufReader, values: dict[str, Any]) -> None:
-    """A layer is attention if it has key heads, an MLP if it has features of one, else Mamba."""
+    """A layer is attention if it has key heads, an MLP or experts if it has features of one, else Mamba."""
     values |= _mamba(file, "mamba_num_heads", "mamba_head_dim")
     keys, features = (file.get(key) for key in _BY_LAYER)
     if isinstance(keys, list) and isinstance(features, list) and len(keys) == len(features):
-        pairs = zip(keys, features, strict=True)
-        values["layers_block_type"] = ["attention" if k else "mlp" if f else "mamba" for k, f in pairs]
+        count = values.get("num_hidden_layers")  # those that predict further tokens follow
+        values["layers_block_type"] = [
+            "attention" if heads else _fed(file, layer) if width else "mamba"
+            for layer, (heads, width) in enumerate(zip(keys[:count], features[:count], strict=True))
+        ]
         values["intermediate_size"] = max(features, default=0) or 1
     values |= {
         "attention_bias": _has(file, ".attn_q.bias"),
@@ -250,6 +257,22 @@ _GEMMA4 = Architecture(
     uneven=_BY_LAYER,
     finish=_gemma4,
     rope=False,
+    widths=False,
+)
+_NEMOTRON_H = Architecture(
+    name="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    interleaved=True,
+    words={"rms_norm_eps": "layer_norm_epsilon"},
+    keys={
+        "{arch}.ssm.conv_kernel": "conv_kernel",
+        "{arch}.ssm.state_size": "ssm_state_size",
+        "{arch}.ssm.group_count": "n_groups",
+    },
+    biases={},
+    handled=_SIZES,
+    uneven=_BY_LAYER[1:],
+    finish=_nemotron_h,
     widths=False,
 )
 _GRANITE_HYBRID = Architecture(
@@ -408,21 +431,25 @@ _KINDS = (
         handled=_SIZES,
         finish=_falcon_h1,
     ),
-    Architecture(
-        name="nemotron_h",
-        architecture="NemotronHForCausalLM",
-        interleaved=True,
-        words={"rms_norm_eps": "layer_norm_epsilon"},
-        keys={
-            "{arch}.ssm.conv_kernel": "conv_kernel",
-            "{arch}.ssm.state_size": "ssm_state_size",
-            "{arch}.ssm.group_count": "n_groups",
+    _NEMOTRON_H,
+    replace(
+        _NEMOTRON_H,
+        name="nemotron_h_moe",  # Nemotron 3
+        words={
+            **_NEMOTRON_H.words,
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
         },
-        biases={},
-        handled=_SIZES,
-        uneven=_BY_LAYER[1:],
-        finish=_nemotron_h,
-        widths=False,
+        keys={
+            **_NEMOTRON_H.keys,
+            "{arch}.expert_shared_count": "n_shared_experts",
+            "{arch}.expert_weights_scale": "routed_scaling_factor",
+            "{arch}.expert_group_count": "n_group",
+            "{arch}.expert_group_used_count": "topk_group",
+            "{arch}.moe_latent_size": "moe_latent_size",
+        },
+        experts=True,
+        only={"{arch}.expert_gating_func": 2},
     ),
     Architecture(
         name="mamba2",

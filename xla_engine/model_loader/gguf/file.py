@@ -100,7 +100,7 @@ _HANDLED = {  # below, or of no account in text
     *(_ROPE + f"yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier", "ext_factor")),
     "{arch}.tensor_data_layout",
 }
-_EXPERT = re.compile(r"(model\.layers\.\d+\.)(?:\w+\.)?experts\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)")  # of Gemma 4
 _ROUTERS = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -168,7 +168,7 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
         expert = _EXPERT.fullmatch(known)
         if expert is not None:
             layer, place, part, suffix = expert.groups()
-            known = f"{layer}mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
+            known = f"model.layers.{layer}.mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
         stem, _, suffix = known.rpartition(".")
         known = f"{head[stem]}.{suffix}" if stem in head else known
         known = _ROUTER.sub(lambda match: f"blk.{match[1]}.{_ROUTERS[match[2]]}", known)
