@@ -29,8 +29,11 @@ from xla_engine.graphs.recurrent_forms import DeltaForm
 AXIS = "tp"  # axis of the mesh
 
 # The kinds of features: of query heads, of key/value heads, of the residual stream, inside an MLP, inside an expert or
-# the shared expert, of the output of a recurrent layer, of the vocabulary.
-Kind = Literal["queries", "keys", "residual", "mlp", "expert", "shared_expert", "values", "vocabulary"]
+# the shared expert, of what experts take if that is not the stream, of the output of a recurrent layer, of the
+# vocabulary.
+Kind = Literal[
+    "queries", "keys", "residual", "mlp", "expert", "shared_expert", "latent", "values", "vocabulary"
+]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -272,6 +275,7 @@ def _held(sharding: Sharding, kind: Kind) -> Indices:
     if c.experts is not None:
         sizes["expert"] = c.experts.moe_intermediate_size
         sizes["shared_expert"] = c.experts.shared_expert_intermediate_size
+        sizes["latent"] = c.experts.moe_latent_size
     is_odd = kind == "residual" and c.hidden_size % sharding.task
     held = (_odd if is_odd else _even)(sizes[kind], devices, sharding.task)
     is_whole = kind != "expert" and held.shape[1] < sharding.least

@@ -331,29 +331,19 @@ class PlainMlp(nnx.Module):
 
 
 class RoutedMlp(nnx.Module):
-    """A router and its experts, and perhaps a shared expert, which may have a gate `[1, D]`.
-
-    Experts with a width of their own, the latent size, stand between two products, and are not sharded.
-    """
+    """A router and its experts, between two products if they have a latent size; perhaps a shared expert, which may
+    have a gate `[1, D]`."""
 
     def __init__(self, make: LeafMaker, d: int, form: RoutedExperts, factor: float = 1.0) -> None:
         """factor: of the output where it is added to the residual stream."""
         self.form, self.sharding, self.factor = form, make.sharding, factor
-        count, inner, shared = (
-            form.num_experts,
-            form.moe_intermediate_size,
-            form.shared_expert_intermediate_size,
-        )
-        latent, residual = form.moe_latent_size, make.sharding.cut("residual")
+        count, (inner, shared, latent) = form.num_experts, form.widths
+        self.kind: Kind = "latent" if latent else "residual"  # of what experts take and make
         self.router = Linear(make.unquantized, (count, d), None, bias=form.bias)
-        self.into = Linear(make, (latent, d), None) if latent else None
-        self.out_of = Linear(make, (d, latent), residual) if latent else None
+        self.into = Linear(make, (latent, d), make.sharding.cut("latent")) if latent else None
+        self.out_of = Linear(make, (d, latent), make.sharding.cut("residual")) if latent else None
         width, rows = latent or d, inner if form.plain else 2 * inner
-        first, second = (
-            make.sharding.cut("expert", 1, paired=not form.plain),
-            make.sharding.cut("residual", 1),
-        )
-        first, second = (None, None) if latent else (first, second)
+        first, second = make.sharding.cut("expert", 1, paired=not form.plain), make.sharding.cut(self.kind, 1)
         self.gate_up_form: CodedForm | None = None
         self.down_form: CodedForm | None = None
         self.gate_up = make.matrix((count, rows, width), first)
@@ -402,15 +392,17 @@ class RoutedMlp(nnx.Module):
         gate_up = held(self.gate_up, self.gate_up_scale, self.gate_up_form)
         down = held(self.down, self.down_scale, self.down_form)
         experts = Experts(gate_up, down, up_bias, down_bias, form.swiglu_limit, form.gelu, form.plain)
-        start = sharding.own(residual if self.factor == 1 else jnp.zeros_like(residual), "residual")
-        if self.into is not None and self.out_of is not None:
-            given = self.into(products, x)
-            made = products.experts(experts, given, routed, jnp.zeros_like(given))
-            out = self.out_of(products, made, residual=start)
-        else:
-            own = functools.partial(sharding.gather, kind="expert")
-            out = products.experts(experts, x, routed, start, None if sharding.devices is None else own)
-        out = sharding.gather(out, "residual")
+        start = residual if self.factor == 1 else jnp.zeros_like(residual)
+        gather = None if sharding.devices is None else functools.partial(sharding.gather, kind="expert")
+        given, base = x, start
+        if self.into is not None:
+            given = sharding.gather(self.into(products, x), "latent")
+            base = jnp.zeros_like(given)
+        out = products.experts(experts, given, routed, sharding.own(base, self.kind), gather)
+        out = sharding.gather(out, self.kind)
+        if self.out_of is not None:
+            out = self.out_of(products, out, residual=sharding.own(start, "residual"))
+            out = sharding.gather(out, "residual")
         if self.shared is not None:
             hidden = self.shared(products, x, activation="relu2" if form.plain else "silu")
             shared = sharding.gather(self.shared.down(products, hidden), "residual")

@@ -86,7 +86,7 @@ def test_parts_of_every_weight_make_the_whole(
         every = int(np.prod(shape[:-1])) if len(shape) > 1 else shape[0]
         assert set(np.concatenate(rows).tolist()) - {-1} == set(range(every)), leaf
         if not leaf.endswith(
-            (".output", ".down", "down_bias", "output_bias", "shared_down", "embed", "head")
+            (".output", ".down", "down_bias", "output_bias", "shared_down", "embed", "head", "into", "out_of")
         ):
             assert spec.leaves[leaf].on_devices().shape == expected[leaf]
 

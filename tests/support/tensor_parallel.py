@@ -70,6 +70,7 @@ MODELS = {
             n_group=3,
             topk_group=2,
             plain=True,
+            moe_latent_size=128,
         ),
         one_sublayer=True,
         attention_output_multiplier=1.5,
