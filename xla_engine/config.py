@@ -23,7 +23,7 @@ RUNNERS = ("auto", "generate", "pooling")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SMALLEST_KEY_BUCKET = 256
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu")
+ATTENTION_BACKENDS = ("auto", "native", "xla", "gpu", "tpu")
 GGUF: Final = "gguf"
 GGUF_INT8: Final = "gguf-int8"
 KEPT: Final = (GGUF, GGUF_INT8)  # keep the encoding of a quantised file
@@ -84,8 +84,8 @@ class EngineConfig:
     key_buckets: key lengths for which attention is compiled, ascending; rounded up to multiples of the span. None
         takes at most three: 256, the whole context, and their geometric mean (findings/kv_cache.md).
     attention_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, compiled at first use;
-        "xla" is pure JAX and runs anywhere; "gpu" is Pallas kernels for CUDA, which are interpreted (slowly, for
-        tests) elsewhere.
+        "xla" is pure JAX and runs anywhere; "gpu" and "tpu" are Pallas kernels for CUDA and for TPUs, which are
+        interpreted (slowly, for tests) elsewhere.
     linear_backend: "auto" takes the fastest on this platform; "native" is C++ for the CPU, in bfloat16 or int8; "xla"
         runs anywhere; "gpu" is a Pallas kernel for CUDA in bfloat16, which is interpreted elsewhere.
     quantization: "auto" keeps the weights of a quantised checkpoint (GGUF, AWQ, GPTQ, compressed-tensors) packed if

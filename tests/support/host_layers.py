@@ -55,7 +55,7 @@ def layer_to_host(backend: Attention, layer: LayerCache, head_dim: int, layer_in
     float32.
     """
     keys, values = map(np.asarray, layer)
-    if backend.name == "gpu":
+    if backend.name in ("gpu", "tpu"):
         return keys, values
     if backend.name == "xla":
         keys, values = (np.moveaxis(leaf, 0, 2) for leaf in (keys, values))  # [B, KV, J, span, Dh]
@@ -75,7 +75,7 @@ def layer_to_host(backend: Attention, layer: LayerCache, head_dim: int, layer_in
 
 def layer_from_host(backend: Attention, keys: np.ndarray, values: np.ndarray) -> LayerCache:
     """The inverse of `layer_to_host`, bit for bit: a store of one layer."""
-    if backend.name == "gpu":
+    if backend.name in ("gpu", "tpu"):
         return LayerCache(jax.device_put(keys), jax.device_put(values))
     rows, heads, positions, head_dim = keys.shape
     if backend.name == "xla":

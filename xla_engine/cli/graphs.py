@@ -19,9 +19,16 @@ from xla_engine.utils.tables import aligned
     help="Compile for the chips of this TPU topology, on any machine: v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2, "
     "tpu7x:2x2x1. Needs the extra tpu.",
 )
+@click.option(
+    "--program",
+    "kinds",
+    metavar="NAME",
+    multiple=True,
+    help="With --topology: compile only programs whose name begins like this, such as decode; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON instead of the table.")
 @_common.model_options
-def graphs(topology: str | None, as_json: bool, **options: Any) -> None:
+def graphs(topology: str | None, kinds: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """List every compiled program: name, shapes, seconds to lower and compile, scratch and reused memory.
 
     Nothing else runs on the device, and nothing is compiled after start-up. temp is the scratch memory of one call,
@@ -41,8 +48,10 @@ def graphs(topology: str | None, as_json: bool, **options: Any) -> None:
       xla-engine graphs --topology v5e:2x2 --tensor-parallel-size 4 --model ./Llama-3.1-8B/config.json
     """
     if topology is not None:
-        _for_topology(topology, as_json, options)
+        _for_topology(topology, kinds, as_json, options)
         return
+    if kinds:
+        raise click.UsageError("--program is for --topology: an engine here compiles all of its programs.")
     with contextlib.ExitStack() as stack:
         with _common.startup_errors():
             engine = stack.enter_context(_common.load_engine(options, show=not as_json))
@@ -66,7 +75,7 @@ def _as_json(engine: Any) -> None:
     click.echo(json.dumps({"programs": programs, "cache_bytes": engine.runner.cache_bytes}))
 
 
-def _for_topology(topology: str, as_json: bool, options: dict[str, Any]) -> None:
+def _for_topology(topology: str, kinds: tuple[str, ...], as_json: bool, options: dict[str, Any]) -> None:
     """Compile for a topology and print the report."""
     from xla_engine.config import EngineConfig
     from xla_engine.environment import embedded_model_directory, prepare_to_compile_ahead
@@ -78,7 +87,8 @@ def _for_topology(topology: str, as_json: bool, options: dict[str, Any]) -> None
         from xla_engine.engine.topology import compile_for, report_lines
 
         with startup_line(sys.stderr) as progress:
-            report = compile_for(topology, options["model"] or embedded_model_directory(), config, progress)
+            model = options["model"] or embedded_model_directory()
+            report = compile_for(topology, model, config, progress, kinds=kinds)
     click.echo(json.dumps(report.to_json()) if as_json else "\n".join(report_lines(report)))
     if not report.ok:
         sys.exit(_common.SOME_FAILED)

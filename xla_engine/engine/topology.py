@@ -16,9 +16,16 @@ from xla_engine.utils.tables import aligned
 
 
 def compile_for(
-    topology: str, model: Path | str, config: EngineConfig, progress: StartupProgress = silent
+    topology: str,
+    model: Path | str,
+    config: EngineConfig,
+    progress: StartupProgress = silent,
+    *,
+    kinds: tuple[str, ...] = (),
 ) -> TopologyReport:
     """Compile the programs of an engine for a model, of which only config.json need be there.
+
+    kinds: as in `compile_ahead`.
 
     Raises CheckpointError, and ConfigError.
     """
@@ -32,7 +39,14 @@ def compile_for(
         dtype, stored = checkpoint.dtype, stored_kinds(checkpoint.weights)
     pooling = None if described.pooling is None else described.pooling.pooling_type
     return compile_ahead(
-        topology, described.options, described.config, dtype, stored, pooling=pooling, progress=progress
+        topology,
+        described.options,
+        described.config,
+        dtype,
+        stored,
+        pooling=pooling,
+        kinds=kinds,
+        progress=progress,
     )
 
 

@@ -153,11 +153,13 @@ def compile_ahead(
     stored: StoredKinds,
     *,
     pooling: str | None = None,
+    kinds: tuple[str, ...] = (),
     progress: StartupProgress = silent,
 ) -> TopologyReport:
     """Compile every program that an engine on the devices of a topology would have. Raises ConfigError.
 
-    dtype, stored: as in `plan_engine`. A program that does not compile has its `error`.
+    dtype, stored: as in `plan_engine`. kinds: how names of the wanted programs begin; none: all are wanted. A program
+    that does not compile has its `error`.
     """
     if model.encodes:
         raise ConfigError(
@@ -166,7 +168,7 @@ def compile_ahead(
     devices = devices_of(topology)
     with target.made_for(devices), own_settings():
         planned = plan_engine(config, model, dtype, stored, devices[0])
-        programs = list(programs_ahead(planned, pooling))
+        programs = [each for each in programs_ahead(planned, pooling) if each.name.startswith(kinds or ("",))]
         work = step_work(planned.spec, planned.config, planned.buckets[-1])
         weights, cache = memory.weights_bytes(planned.spec), _cache_bytes(planned)
     chip = CHIPS.get(devices[0].device_kind)

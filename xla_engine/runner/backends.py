@@ -77,6 +77,10 @@ def choose_attention(
         from xla_engine.graphs.attention.gpu import GpuAttention
 
         return GpuAttention(interpret=platform() != "gpu")
+    if name == "tpu" or (name == "auto" and platform() == "tpu"):
+        from xla_engine.graphs.attention.tpu import TpuAttention
+
+        return TpuAttention(interpret=platform() != "tpu")
     if name == "native" and platform() != "cpu":
         raise ConfigError(f"attention_backend 'native' is for the CPU, not {platform()}; use 'auto'")
     if name == "native" or (name == "auto" and platform() == "cpu"):

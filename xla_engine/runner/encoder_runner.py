@@ -102,8 +102,9 @@ class EncoderRunner:
         progress(StartupStep("C++ kernels for this CPU (some 15 s if they are compiled)"))
         form = resolve_form(config, model, dtype, stored_kinds(weights))
         self.form_note, self.spec = form.note, form.spec_of(model)
-        if self.spec.attention.name == "gpu" and model.encoder is not None and model.encoder.relative_buckets:
-            raise ConfigError('scores by distance need attention_backend "xla" on a GPU')
+        kernels = self.spec.attention.name in ("gpu", "tpu")
+        if kernels and model.encoder is not None and model.encoder.relative_buckets:
+            raise ConfigError('scores by distance need attention_backend "xla" on a GPU or TPU')
         limit = model.max_position_embeddings
         config = replace(form.config, max_model_len=config.max_model_len or limit)
         self.context_length = config.context_length(limit)
