@@ -205,6 +205,20 @@ def test_granite_without_experts(rotates: bool, tmp_path: Path) -> None:
     assert_same(load_checkpoint(path), load_checkpoint(model))
 
 
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"feed_forward_length": ["a", "b", "c", "d", "e"]}, "intermediate_size"),
+        ({"pooling_type": [1, 2]}, "pooling_type = [1, 2]"),
+        ({"ssm.time_step_rank": 0}, "mamba_num_heads"),
+    ],
+)
+def test_damaged_metadata_are_refused(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+    model = GOLDEN / "families" / "nemotron_h"
+    extra = {"feed_forward_length": [0, 44, 0, 0, 44]} | change
+    assert_refused(write_gguf(model, tmp_path / "m.gguf", arch="nemotron_h", extra=extra), word)
+
+
 def test_nemotron_3(tmp_path: Path) -> None:
     """Experts without a gate, between two products."""
     model = write_random(tmp_path / "model", "nemotron_3_latent", intermediate_size=32)

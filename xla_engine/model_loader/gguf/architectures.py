@@ -105,7 +105,7 @@ _RANK = 4  # a classifier over the first token
 
 def read_pooling_type(file: GgufReader, values: dict[str, Any]) -> None:
     """Read how a model pools, as `gguf_pooling`: in transformers' layout, files of sentence-transformers say it."""
-    kind = file.get("{arch}.pooling_type", 0)
+    kind = number(file, "{arch}.pooling_type") or 0
     if kind in _POOLING:
         values[GGUF_POOLING] = _POOLING[kind]
     elif kind == _RANK:
@@ -216,7 +216,8 @@ def _nemotron_h(file: GgufReader, values: dict[str, Any]) -> None:
     """A layer is attention if it has key heads, an MLP or experts if it has features of one, else Mamba."""
     values |= _mamba(file, "mamba_num_heads", "mamba_head_dim")
     keys, features = (file.get(key) for key in _BY_LAYER)
-    if isinstance(keys, list) and isinstance(features, list) and len(keys) == len(features):
+    told = isinstance(keys, list) and isinstance(features, list) and len(keys) == len(features)
+    if told and all(isinstance(each, int) for each in (*keys, *features)):
         count = values.get("num_hidden_layers")  # those that predict further tokens follow
         values["layers_block_type"] = [
             "attention" if heads else _fed(file, layer) if width else "mamba"
