@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.support.checkpoints import tensors_of
 from tests.support.command_line import assert_not_started, invoke
-from tests.support.gguf_files import GEMMA4, Kind, write_gguf, write_qwen3_moe
+from tests.support.gguf_files import GEMMA3N, GEMMA4, Kind, write_gguf, write_qwen3_moe
 from tests.support.quantised import CONFIG, FORMS, write_gpt_oss, write_plain, write_quantised
 from tests.support.tiers import default
 from xla_engine.equivalence import against_reference
@@ -74,6 +74,11 @@ TIERS = [(), *[(pytest.mark.full,)] * 3, *[(pytest.mark.release,)] * (len(ARCHIT
 )
 def test_gguf_files_say_what_the_engine_reads_in_them(name: str, tmp_path: Path) -> None:
     assert_same_logits(write_gguf(GOLDEN / name, tmp_path / "m.gguf", arch=ARCHITECTURES[name]))
+
+
+@pytest.mark.full
+def test_gguf_files_of_gemma3n_too(tmp_path: Path) -> None:
+    assert_same_logits(write_gguf(GOLDEN / "gemma3n", tmp_path / "m.gguf", arch="gemma3n", extra=GEMMA3N))
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from tests.support.gguf_checks import GOLDEN, assert_refused
-from tests.support.gguf_files import GEMMA4, GEMMA4_KEYS, Kind, write_gguf, write_random
+from tests.support.gguf_files import GEMMA3N, GEMMA4, GEMMA4_KEYS, Kind, write_gguf, write_random
 from xla_engine import LLM, SamplingParams
 from xla_engine.cli import main
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
@@ -132,6 +132,7 @@ def assert_same(stored: Checkpoint, source: Checkpoint) -> None:
         ("exaone4", "exaone4", EXAONE),
         ("exaone4_full", "exaone4", {}),
         ("glm4", "glm4", {}),
+        ("gemma3n", "gemma3n", GEMMA3N),
         ("gemma4", "gemma4", GEMMA4),
         ("gemma4_keys", "gemma4", GEMMA4_KEYS),
         ("gemma4_moe", "gemma4", GEMMA4_MOE),

@@ -41,6 +41,17 @@ GEMMA4 = {
     "feed_forward_length": [40, 40, 40, 80, 80],
     "rope.freq_base_swa": 1000.0,
 }
+# Of `gemma3n`: gates of its first two layers are cut off, by the numbers of shares of 0.8 and 0.6.
+GEMMA3N = {
+    "activation_sparsity_scale": [0.8416212, 0.2533471, -math.inf, -math.inf, -math.inf],
+    "altup.active_idx": 0,
+    "altup.num_inputs": 4,
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False, False],
+    "embedding_length_per_layer_input": 32,
+    "feed_forward_length": [64] * 5,
+    "rope.freq_base_swa": 1000.0,
+}
 GEMMA4_KEYS = {
     **GEMMA4,
     "attention.key_length": 16,
@@ -195,6 +206,10 @@ def write_gguf(
     tensors = {name: t for file in sorted(model.glob("*.safetensors")) for name, t in load_file(file).items()}
     tensors = {_predicting(name, config["num_hidden_layers"]): t for name, t in tensors.items()}
     tensors = {name.replace("correction_bias", "correction.bias"): t for name, t in tensors.items()}
+    for name in [name for name in tensors if "altup" in name and name.endswith("projections.0.weight")]:
+        count = sum(each.startswith(name.removesuffix("0.weight")) for each in tensors)
+        stacked = [tensors.pop(name.replace(".0.", f".{at}.")) for at in range(count)]
+        tensors[name.replace(".0.", ".")] = np.stack(stacked)
     for name in [name for name in tensors if ".experts.0." in name]:
         layer, part = name.split(".")[2], name.split(".")[-2]
         stacked = [tensors.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)]
@@ -216,12 +231,12 @@ def write_gguf(
         ):
             values = _side_by_side(values, heads if "q_proj" in name else keys)
         less_one = arch.startswith(("gemma", "qwen3next", "qwen35")) and "linear_attn" not in name
-        less_one &= arch != "gemma4"
+        less_one &= arch not in ("gemma3n", "gemma4")
         if less_one and name.endswith("norm.weight"):
             values = values + np.float32(1)
         target = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
         assert target is not None, name
-        target += ".weight" * target.endswith(("sinks", "layer_output_scale"))
+        target += ".weight" * target.endswith(("sinks", "layer_output_scale", "altup_correct_scale"))
         kind = kind_of(target)
         if values.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(target, values)

@@ -254,6 +254,7 @@ _MODEL_TYPES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "command-r": "cohere",
     "gpt-oss": "gpt_oss",
@@ -421,10 +422,23 @@ class GgufFiles:
             largest = values["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[kind]
             even = values["hidden_size"] // values["num_attention_heads"]
             values["query_pre_attn_scalar"] = even if largest else width
+        if kind == "gemma3n_text":
+            return values | self._gemma3n()
         if kind == "gemma4_text":
             return values | self._gemma4(values)
         values["rope_scaling"] = self._scaling(kind, values)
         return values
+
+    def _gemma3n(self) -> dict[str, Any]:
+        """What Gemma 3n's metadata say of its layers and streams."""
+        slides = self._fields[f"{self._kind}.attention.sliding_window_pattern"]
+        return {
+            "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+            "activation_sparsity_scale": self._fields[f"{self._kind}.activation_sparsity_scale"],
+            "altup_num_inputs": self._get("altup.num_inputs"),
+            "num_kv_shared_layers": self._get("attention.shared_kv_layers"),
+            "hidden_size_per_layer_input": self._get("embedding_length_per_layer_input"),
+        }
 
     def _gemma4(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What Gemma 4's metadata say of two kinds of layers."""

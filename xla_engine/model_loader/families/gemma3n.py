@@ -6,6 +6,8 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from xla_engine.graphs.alternating_form import AlternatingForm
 from xla_engine.graphs.config import SLIDING, ModelConfig
 from xla_engine.model_loader.families.dense import (
@@ -85,7 +87,7 @@ def _cutoffs(fields: Fields) -> tuple[float | None, ...]:
         return tuple(None if each == -math.inf else float(each) for each in found)
     if not all(0 <= share < 1 for share in found):
         fields.fail(name, "must be shares, from 0 to less than 1. Correct the file")
-    return tuple(NormalDist().inv_cdf(share) if share else None for share in found)
+    return tuple(float(np.float32(NormalDist().inv_cdf(share))) if share else None for share in found)
 
 
 _SHARES = "activation_sparsity_pattern"

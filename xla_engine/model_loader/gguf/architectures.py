@@ -59,7 +59,20 @@ class Architecture:
     widths: bool = True
 
 
+_CUTOFFS = "{arch}.activation_sparsity_scale"
 _BY_LAYER = ("{arch}.attention.head_count_kv", "{arch}.feed_forward_length")
+
+
+def _gemma3n(file: GgufReader, values: dict[str, Any]) -> None:
+    """Read what llama.cpp writes for Gemma 3n, and two sizes that only its tensors tell."""
+    values["activation_sparsity_scale"] = file.get(_CUTOFFS)
+    sizes = {
+        "laurel_rank": "blk.0.laurel_l.weight",
+        "vocab_size_per_layer_input": "per_layer_token_embd.weight",
+    }
+    for word, name in sizes.items():
+        if name in file.tensors:
+            values[word] = file.tensors[name].shape[0]
 
 
 def _gemma4(file: GgufReader, values: dict[str, Any]) -> None:
@@ -331,6 +344,18 @@ _KINDS = (
         handled=tuple(f"{{arch}}.dense_{number}_feat_{end}" for number in (2, 3) for end in ("in", "out")),
         finish=_gemma_embedding,
         beside=r"dense_[23]\.weight",
+    ),
+    Architecture(
+        name="gemma3n",
+        architecture="Gemma3nForCausalLM",
+        keys={
+            "{arch}.attention.shared_kv_layers": "num_kv_shared_layers",
+            "{arch}.embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "{arch}.altup.num_inputs": "altup_num_inputs",
+            "{arch}.altup.active_idx": "altup_active_idx",
+        },
+        handled=(_CUTOFFS,),
+        finish=_gemma3n,
     ),
     _GEMMA4,
     replace(

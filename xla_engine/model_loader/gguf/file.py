@@ -103,6 +103,7 @@ _HANDLED = {  # below, or of no account in text
 _EXPERT = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(\w+)\.(weight|bias)")
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)")  # of Gemma 4
 _ROUTERS = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+_PROJECTION = re.compile(r"(model\.altup_(?:unembed_)?projections)\.(\d+)\.(weight)")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -169,6 +170,9 @@ def tensor_names(file: GgufReader, wanted: Iterable[str]) -> dict[str, tuple[str
         if expert is not None:
             layer, place, part, suffix = expert.groups()
             known = f"model.layers.{layer}.mlp.experts.{_MIXTRAL_PARTS.get(part, part)}.{suffix}"
+        elif (expert := _PROJECTION.fullmatch(known)) is not None:  # of a stream
+            stem, place, suffix = expert.groups()
+            known = f"{stem}.{suffix}"
         stem, _, suffix = known.rpartition(".")
         known = f"{head[stem]}.{suffix}" if stem in head else known
         known = _ROUTER.sub(lambda match: f"blk.{match[1]}.{_ROUTERS[match[2]]}", known)
