@@ -73,6 +73,26 @@ def test_another_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
         describe_decoder(open_named(write(tmp_path, name)), EngineConfig(runner="auto"))
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("DeepSeek-V2", {"topk_method": "noaux_tc"}),
+        ("DeepSeek-V3", {"topk_method": "greedy"}),
+        ("DeepSeek-V3", {"n_group": 7}),
+        ("Nemotron-3-Nano-30B-A3B", {"mlp_bias": True}),
+        ("Nemotron-3-Nano-30B-A3B", {"n_shared_experts": 2}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_choose_or_make_experts_are_refused_by_name(
+    name: str, change: dict[str, object], tmp_path: Path
+) -> None:
+    path = write(tmp_path, name)
+    path.write_text(json.dumps(PUBLISHED_THIS_YEAR[name] | change))
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        describe_decoder(open_named(path), EngineConfig(runner="auto"))
+
+
 def test_inspect_says_so_from_a_config_json_alone(tmp_path: Path) -> None:
     for name, word in (
         ("all-MiniLM-L6-v2", "BertModel"),
