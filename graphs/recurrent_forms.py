@@ -14,6 +14,8 @@ class DeltaForm:
     kernel: positions that the convolution covers, including its own. norm_eps: of the output norm.
     rate_factor: of the rates; with 2, what is recalled may change its sign (Grazzi et al. 2024, arXiv 2411.12537).
     pre_norm: the layer has norms before its sublayers only, wherever those of the attention layers are.
+    gate_rank: of Kimi Delta Attention (arXiv 2510.26692): there is a decay for each channel of a key, second products
+        of this rank make decays and gates, and gates are sigmoids. 0: a decay for each head, and gates by SiLU.
     """
 
     key_heads: int
@@ -24,6 +26,7 @@ class DeltaForm:
     norm_eps: float
     rate_factor: float = 1.0
     pre_norm: bool = False
+    gate_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -31,6 +34,8 @@ class DeltaForm:
                 f"linear_num_value_heads ({self.value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({self.key_heads})"
             )
+        if self.gate_rank and self.value_heads != self.key_heads:
+            raise ValueError("decays for each channel need as many key heads as value heads")
 
     @property
     def mixed_features(self) -> int:
@@ -43,9 +48,21 @@ class DeltaForm:
         return self.value_heads * self.value_dim
 
     @property
+    def decay_features(self) -> int:
+        """Decays of a position."""
+        return self.value_heads * (self.key_dim if self.gate_rank else 1)
+
+    @property
     def projected_features(self) -> int:
-        """Rows of the fused projection: queries, keys, values, gates, then rate and step of each value head."""
-        return self.mixed_features + self.inner_features + 2 * self.value_heads
+        """Features of a position: queries, keys, values, gates, a rate of each value head, and steps of decays."""
+        return self.mixed_features + self.inner_features + self.value_heads + self.decay_features
+
+    @property
+    def fused_rows(self) -> int:
+        """Rows of the fused projection; second products make gates and steps of fewer features."""
+        if not self.gate_rank:
+            return self.projected_features
+        return self.mixed_features + self.gate_rank + self.value_heads + self.gate_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

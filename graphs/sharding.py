@@ -91,7 +91,8 @@ class Sharding:
         Only those of DeltaNet are, and not if XLA runs the rule, or the product before it: fewer heads then have
         other bits (findings/many_devices.md).
         """
-        return self.config.delta is not None and self.least == 1 and has_native_rule(self.config.delta)
+        form = self.config.delta
+        return form is not None and not form.gate_rank and self.least == 1 and has_native_rule(form)
 
     @property
     def cuts_qkv(self) -> bool:

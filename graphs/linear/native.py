@@ -218,7 +218,7 @@ def fits(config: ModelConfig, dtype: jnp.dtype, isa: str) -> bool:
     if config.experts is not None:
         widths += config.experts.widths
     if config.recurrent is not None:
-        widths.append(config.recurrent.inner_features)
+        widths += [config.recurrent.inner_features, 0 if config.delta is None else config.delta.gate_rank]
     if isa == "amx" or dtype == jnp.int8:
         return not any(width % (64 // dtype.itemsize) for width in widths)
     whole = [config.intermediate_size, *([] if config.experts is None else widths)]

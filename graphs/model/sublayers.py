@@ -162,12 +162,14 @@ class DeltaNet(nnx.Module):
     def __init__(self, make: LeafMaker, c: ModelConfig, index: int) -> None:
         form, d = c.delta, c.hidden_size
         assert form is not None
-        self.index, self.sharding = index, make.sharding
+        self.form, self.index, self.sharding, rank = form, index, make.sharding, form.gate_rank
         projected, mixed, heads = make.sharding.cut_recurrent
-        self.projected = Linear(make, (form.projected_features, d), projected)
+        self.projected = Linear(make, (form.fused_rows, d), projected)
+        self.gate = Linear(make, (form.inner_features, rank), None) if rank else None
+        self.step = Linear(make, (form.decay_features, rank), None) if rank else None
         self.convolution = make.unquantized.matrix((form.mixed_features, form.kernel), mixed)
         self.decay = make.vector(form.value_heads, heads)
-        self.step_bias = make.vector(form.value_heads, heads)
+        self.step_bias = make.vector(form.decay_features, heads)
         self.scale = make.vector(form.value_dim)
         self.output = Linear(make, (d, form.inner_features), make.sharding.cut("residual"))
 
@@ -177,6 +179,11 @@ class DeltaNet(nnx.Module):
             self.convolution[...].astype(jnp.float32), self.decay[...], self.step_bias[...], self.scale[...]
         )
         projected = self.projected(call.products, x, norm=norm)
+        if self.gate is not None and self.step is not None:
+            sizes = (self.form.mixed_features, self.form.gate_rank, self.form.value_heads)
+            mixed, gate, rate, step = jnp.split(projected, np.cumsum(sizes), axis=1)
+            gate, step = self.gate(call.products, gate), self.step(call.products, step)
+            projected = lax.optimization_barrier(jnp.concatenate([mixed, gate, rate, step], axis=1))
         return self.sharding.gather(call.attend(self.index, projected, weights), "values")
 
 

@@ -4,6 +4,7 @@
 //   projected --> convolution, SiLU --> norms of keys and queries --> rule --> norm, gate --> out
 //            \--> decays and rates of each head ----------------------/
 //
+// Kimi Delta Attention (Kimi Team 2025) is a gated DeltaNet with a decay for each channel of a key, and gates that are sigmoids.
 // One call runs three phases: everything before the rule, by heads and rows; the rule, by heads and columns of their memories;
 // everything behind it, by rows.
 
@@ -31,10 +32,12 @@ struct Layer {
   int64_t rows, pitch, features, heads, key_heads, dims, width;
   float eps, rate_factor, least, most;  // rates are those of DeltaNet, limits those of Mamba-2's steps
   bool gates_last;                      // the gate of Mamba-2 comes behind the norm
+  int64_t channels;                     // decays of a head: 1, or one for each channel of a key
 
   int64_t inner() const { return heads * width; }
   int64_t keys() const { return key_heads * dims; }
-  int64_t work_pitch() const { return features + 2 * heads; }
+  int64_t decays() const { return heads * channels; }
+  int64_t work_pitch() const { return features + decays() + heads; }
   const float* Projected(int64_t row) const { return projected + row * pitch; }
   float* Work(int64_t row) const { return work + row * work_pitch(); }
   float* Out(int64_t row) const { return out + row * inner(); }
@@ -97,18 +100,22 @@ template <bool corrects>
 void Pace(const Layer& layer, int64_t row) {
   const Places<corrects> places{layer};
   const float* from = layer.Projected(row);
-  float* to = layer.Work(row) + layer.features;
-  for (int64_t head = 0; head < layer.heads; head += kVector) {
-    const int64_t count = std::min(kVector, layer.heads - head);
-    Vec step = Softplus(LoadSome(from + places.steps() + head, count) + LoadSome(layer.step_bias + head, count));
+  float *to = layer.Work(row) + layer.features, *rates = to + layer.decays();
+  for (int64_t at = 0; at < layer.decays(); at += kVector) {
+    const int64_t count = std::min(kVector, layer.decays() - at);
+    Vec step = Softplus(LoadSome(from + places.steps() + at, count) + LoadSome(layer.step_bias + at, count));
     if constexpr (!corrects) {
       const Vec least = All(layer.least), most = All(layer.most);
       step = Select(step < least, least, step);
       step = Select(step > most, most, step);
     }
-    StoreSome(to + head, count, Exp(-(AnyExp(LoadSome(layer.decay + head, count)) * step)));
-    if constexpr (corrects) step = Logistic(LoadSome(from + places.rates() + head, count)) * layer.rate_factor;
-    StoreSome(to + layer.heads + head, count, step);
+    const Vec speed = layer.channels > 1 ? All(layer.decay[at / layer.channels]) : LoadSome(layer.decay + at, count);
+    StoreSome(to + at, count, Exp(-(AnyExp(speed) * step)));
+    if constexpr (!corrects) StoreSome(rates + at, count, step);
+  }
+  for (int64_t head = 0; corrects && head < layer.heads; head += kVector) {
+    const int64_t count = std::min(kVector, layer.heads - head);
+    StoreSome(rates + head, count, Logistic(LoadSome(from + places.rates() + head, count)) * layer.rate_factor);
   }
 }
 
@@ -139,18 +146,21 @@ void Remember(const Layer& layer, int64_t head, int64_t first, const OfLane& mem
   const int64_t vectors = std::min(kParts, (layer.width - first) / kVector), own = head * layer.width + first;
   const int64_t shared = head / (layer.heads / layer.key_heads) * layer.dims;
   const int64_t key = places.keys() + shared, query = places.queries() + shared, value = places.values() + own;
-  const int64_t decay = layer.features + head, rate = decay + layer.heads;
+  const int64_t decay = layer.features + head * layer.channels, rate = layer.features + layer.decays() + head;
+  const bool by_channel = corrects && layer.channels > 1;
   for (int64_t lane = 0; lane < layer.lanes.number; ++lane) {  // in order: a lane may go on where the one before it ended
     if (layer.lanes.count[lane] <= 0) continue;
     const auto position = [&](int64_t t) -> Position {
       const int64_t row = lane * layer.lanes.positions + t;
       const float* from = layer.Work(row);
-      return {from + key, from + query, from + value, from[decay], from[rate], layer.Out(row) + own};
+      return {from + key, from + query, from + value, by_channel ? 1.0f : from[decay], from[rate], layer.Out(row) + own,
+              from + decay};
     };
     const Memory whole = memory(lane);
     const int64_t offset = head * layer.dims * layer.width + first;
     const Memory part = {whole.before ? whole.before + offset : nullptr, whole.after ? whole.after + offset : nullptr};
-    Follow<corrects>(part, layer.dims, layer.width, vectors, layer.lanes.count[lane], position);
+    (by_channel ? Follow<corrects, corrects, decltype(position)> : Follow<corrects, false, decltype(position)>)(
+        part, layer.dims, layer.width, vectors, layer.lanes.count[lane], position);
   }
 }
 
@@ -164,8 +174,10 @@ void Finish(const Layer& layer, const Places<true>& places, int64_t row) {
   for (int64_t head = 0; head < layer.heads; ++head) {
     float* out = layer.Out(row) + head * layer.width;
     Norm(out, layer.width, layer.eps);
-    for (int64_t at = 0; at < layer.width; at += kVector)
-      Store(out + at, Gated(Load(gates + head * layer.width + at), Load(out + at) * Load(layer.norm + at), false));
+    for (int64_t at = 0; at < layer.width; at += kVector) {
+      const Vec gate = Load(gates + head * layer.width + at), normed = Load(out + at) * Load(layer.norm + at);
+      Store(out + at, layer.channels > 1 ? Logistic(gate) * normed : Gated(gate, normed, false));
+    }
   }
 }
 
@@ -244,7 +256,8 @@ Layer Described(Floats projected, Floats convolution, Floats bias, Floats decay,
           rate_factor,
           least,
           most,
-          gates_last};
+          gates_last,
+          step_bias.dimensions()[0] / memory.dimensions()[1]};
 }
 
 ffi::Error Unfit() {
@@ -253,9 +266,9 @@ ffi::Error Unfit() {
 
 bool Fits(const Layer& layer) { return !(layer.dims % kVector || layer.width % kVector || layer.filters.kernel > 16); }
 
-// projected [N, F], convolution [C, kernel], bias [C] or none, decay, step_bias [Hv], skip [Hv] or none, norm [Dv] of DeltaNet, or
+// projected [N, F], convolution [C, kernel], bias [C] or none, decay [Hv], step_bias [Hv channels], skip [Hv] or none, norm [Dv] of DeltaNet, or
 // [Hv Dv] or none; lane p has the positions start .. start + count of slot slot[p] in rows p T ..; inputs [B, kernel - 1, C] and
-// memory [B, Hv, Dk, Dv] are written in place -> out [N, Hv Dv], zero in rows that are padding; work [N, C + 2 Hv]; both states.
+// memory [B, Hv, Dk, Dv] are written in place -> out [N, Hv Dv], zero in rows that are padding; work [N, C + Hv channels + Hv]; both states.
 template <bool corrects>
 ffi::Error Update(ffi::ThreadPool pool, Floats projected, Floats convolution, Floats bias, Floats decay, Floats step_bias,
                   Floats skip, Floats norm, Integers slot, Integers start, Integers count, Floats inputs, Floats memory, Out out,

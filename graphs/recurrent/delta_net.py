@@ -1,5 +1,5 @@
 """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, arXiv 2412.06464): linear attention whose memory corrects what it
-recalls."""
+recalls. Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692) has a decay for each channel of a key."""
 
 import math
 
@@ -25,18 +25,21 @@ def _split(form: Recurrent, projected: jax.Array) -> tuple[jax.Array, Others]:
 
 
 def _heads(form: Recurrent, weights: RecurrentWeights, convolved: jax.Array, others: Others) -> Heads:
-    """The heads from `convolved [N, mixed features]`, and rates and steps `[N, Hv]`."""
+    """The heads from `convolved [N, mixed features]`, rates `[N, Hv]` and steps `[N, decay features]`."""
     assert isinstance(form, DeltaForm) and isinstance(weights, DeltaWeights)
     _, rate, step = others
     keys = form.key_heads * form.key_dim
     q, k, v = jnp.split(convolved, [keys, 2 * keys], axis=-1)
     q, k = (_unit(x.reshape(-1, form.key_heads, form.key_dim)) for x in (q, k))
+    speed = -jnp.exp(weights.decay)
+    speed = jnp.repeat(speed, form.key_dim) if form.gate_rank else speed
+    log_decay = speed * flatly(jax.nn.softplus, step + weights.step_bias)
     return Heads(
         q * (1 / math.sqrt(form.key_dim)),
         k,
         v.reshape(-1, form.value_heads, form.value_dim),
         flatly(jax.nn.sigmoid, rate) * form.rate_factor,
-        -jnp.exp(weights.decay) * flatly(jax.nn.softplus, step + weights.step_bias),
+        log_decay.reshape(len(rate), form.value_heads, -1),
     )
 
 
@@ -50,7 +53,8 @@ def _output(
     """Each head of `out [N, Hv, Dv]` normalised and gated: `[N, inner features]`."""
     assert isinstance(form, DeltaForm) and isinstance(weights, DeltaWeights) and out is not None
     gates = others[0]
-    return rms_norm(out, weights.norm, form.norm_eps).reshape(gates.shape) * jax.nn.silu(gates)
+    activation = jax.nn.sigmoid if form.gate_rank else jax.nn.silu
+    return rms_norm(out, weights.norm, form.norm_eps).reshape(gates.shape) * activation(gates)
 
 
 KIND = Kind(_split, _heads, _output)

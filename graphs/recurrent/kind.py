@@ -26,7 +26,7 @@ class DeltaWeights(NamedTuple):
     """Of a gated DeltaNet layer, all float32.
 
     convolution: `[mixed features, kernel]`, oldest position first.   norm: `[Dv]`.
-    decay, step_bias: `[Hv]`, the checkpoint's A_log and dt_bias.
+    decay: `[Hv]`, the checkpoint's A_log. step_bias: of each decay, its dt_bias.
     """
 
     convolution: jax.Array

@@ -41,7 +41,7 @@ def _heads(form: Recurrent, weights: RecurrentWeights, convolved: jax.Array, oth
         b.reshape(by_group),
         x.reshape(-1, form.value_heads, form.value_dim),
         step,
-        -flatly(jnp.exp, weights.decay) * step,
+        (-flatly(jnp.exp, weights.decay) * step)[..., None],
     )
 
 

@@ -73,7 +73,8 @@ def native_outputs(
 def _results(form: Recurrent, projected: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Outputs, and room for the convolution, decays and rates."""
     assert isinstance(form, (DeltaForm, MambaForm))
-    rows, room = len(projected), form.mixed_features + 2 * form.value_heads
+    decays = form.decay_features if isinstance(form, DeltaForm) else form.value_heads
+    rows, room = len(projected), form.mixed_features + decays + form.value_heads
     return tuple(jax.ShapeDtypeStruct((rows, width), jnp.float32) for width in (form.inner_features, room))
 
 

@@ -15,7 +15,8 @@ class Heads(NamedTuple):
     """The inputs of the rule for N positions, float32. That of Mamba-2 does not correct, and its rates are steps.
 
     q, k: `[N, Hk, Dk]`, normalised, q also scaled. v: `[N, Hv, Dv]`. rate: `[N, Hv]`, in (0, 2).
-    log_decay: `[N, Hv]`, at most 0. Consecutive value heads share a key head.
+    log_decay: `[N, Hv, 1]`, or of each channel of a key `[N, Hv, Dk]`; at most 0. Consecutive value heads share a key
+    head.
     """
 
     q: jax.Array
@@ -27,6 +28,7 @@ class Heads(NamedTuple):
 
 # The rule: a memory per head that corrects what it recalls. With key k, value v, decay a and rate b of a position, the
 # memory S `[Dk, Dv]` becomes `a S + k b (v - a S^T k)^T`; the output is `S^T q`. Decode does that for one position.
+# In Kimi Delta Attention a is a diagonal matrix, a decay for each channel of the key (arXiv 2510.26692, section 3).
 # The rule of Mamba-2 (state space duality, Dao and Gu 2024, arXiv 2405.21060) is the same without the correction,
 # `a S + k b v^T`: b is the step, k and q are its B and C.
 # Prefill in pure JAX processes `SEGMENT` positions at once in the WY form of the paper (section 3.3): a small
@@ -43,10 +45,12 @@ def step_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """One position of every live row: the new memory `[B, Hv, Dk, Dv]`, and the outputs `[B, Hv, Dv]`."""
     q, k, v, rate, log_decay = _repeated(heads)
-    recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, jnp.stack([k, q], axis=-1)), -1, 0)
-    decay = jnp.exp(log_decay)[..., None]
-    change = (v - decay * recalled if corrects else v) * rate[..., None]
-    out = decay * read + sum_last(k * q) * change
+    decay = _exponential(log_decay)  # of a head, it may as well stand behind the products with the memory
+    within, behind = (decay[..., None], 1) if decay.shape[-1] > 1 else (1, decay)
+    asked = jnp.stack([k, q], axis=-1) * within
+    recalled, read = jnp.moveaxis(_product("bhkv,bhkj->bhvj", memory, asked), -1, 0)
+    change = (v - behind * recalled if corrects else v) * rate[..., None]
+    out = behind * read + sum_last(k * q) * change
     after = decay[..., None] * memory + k[..., None] * change[..., None, :]
     return jnp.where(live[:, None, None, None], after, memory), out
 
@@ -94,24 +98,30 @@ def _follow(
 
     With c the cumulative log decays in a segment, the changes X of its positions solve `(I + A) X = b (v - e^c k S)`,
     where `A[i, j] = b[i] e^(c[i] - c[j]) k[i] k[j]` below the diagonal and S is the memory before the segment; without
-    correction they are `b v`.
+    correction they are `b v`. With a decay for each channel, `e^(c[i] - c[j])` stands within the product of the keys.
     Returns the memory and the outputs `[G, Hv, SEGMENT, Dv]`.
     """
     q, k, v, rate, log_decay = heads
-    flat = jnp.moveaxis(log_decay, -1, 0).reshape(SEGMENT, -1)
-    total = jnp.moveaxis(cumulative(flat).reshape(SEGMENT, *log_decay.shape[:-1]), 0, -1)  # [G, Hv, SEGMENT]
+    by_segment = jnp.moveaxis(log_decay, 2, 0)
+    total = cumulative(by_segment.reshape(SEGMENT, -1)).reshape(by_segment.shape)
+    total = jnp.moveaxis(total, 0, 2)  # [G, Hv, SEGMENT, 1 or Dk]
     earlier = jnp.tril(jnp.ones((SEGMENT, SEGMENT), bool))
-    pair = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
-    since = jnp.exp(total)[..., None]
+    pair: jax.Array | int
+    if total.shape[-1] > 1:
+        pair, (keys, within) = 1, lax.map(_decayed_products, (k, q, total))
+    else:
+        pair = jnp.exp(jnp.where(earlier, total - total[..., None, :, 0], -jnp.inf))
+        keys, within = (_product("ghik,ghjk->ghij", x, k) for x in (k, q))
+    since = _exponential(total)
     wanted, asked = rate[..., None] * v, q * since
     if corrects:
-        system = rate[..., None] * _product("ghik,ghjk->ghij", k, k) * pair
+        system = rate[..., None] * keys * pair
         inverse = _unit_lower_inverse(system)
         wanted = _product("ghij,ghjv->ghiv", inverse, wanted)
         recall = _product("ghij,ghjk->ghik", inverse, rate[..., None] * k * since)
         asked = jnp.concatenate([recall, asked], axis=2)  # [G, Hv, 2 SEGMENT, Dk]
-    within = _product("ghik,ghjk->ghij", q, k) * pair
-    left = k * jnp.exp(total[..., -1:] - total)[..., None]  # keys as the segment's end sees them
+    within = within * pair
+    left = k * _exponential(total[..., -1:, :] - total)  # keys as the segment's end sees them
 
     def one(memory: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         asked, wanted, within, left, end, slot, fresh, used = segment
@@ -122,10 +132,29 @@ def _follow(
             recalled, read = jnp.split(read, 2, axis=1)
             change = wanted - recalled
         out = read + _product("hij,hjv->hiv", within, change)
-        after = end[:, None, None] * before + _product("hik,hiv->hkv", left, change)
+        after = end[..., None] * before + _product("hik,hiv->hkv", left, change)
         return memory.at[slot].set(jnp.where(used, after, kept)), out
 
-    return lax.scan(one, memory, (asked, wanted, within, left, jnp.exp(total[..., -1]), slot, fresh, used))
+    end = _exponential(total[..., -1, :])
+    return lax.scan(one, memory, (asked, wanted, within, left, end, slot, fresh, used))
+
+
+def _decayed_products(segment: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """For keys, queries and cumulative log decays `[Hv, SEGMENT, Dk]`, the products of keys and of queries i with keys
+    j up to i, of which each channel is multiplied by `e^(c[i] - c[j])`: `[Hv, SEGMENT, SEGMENT]`.
+
+    The differences are at most 0. Products with the exponential of either alone would overflow.
+    """
+    k, q, total = segment
+    earlier = jnp.tril(jnp.ones((SEGMENT, SEGMENT), bool))[:, :, None]
+    decays = jnp.exp(jnp.where(earlier, total[:, :, None] - total[:, None], -jnp.inf))
+    seen = k[:, None] * decays  # [Hv, i, j, Dk]
+    return sum_last(k[:, :, None] * seen)[..., 0], sum_last(q[:, :, None] * seen)[..., 0]
+
+
+def _exponential(x: jax.Array) -> jax.Array:
+    """Of `x [..., C]`. XLA:CPU rounds those of rows of one number differently, so that these are a row together."""
+    return jnp.exp(x[..., 0])[..., None] if x.shape[-1] == 1 else jnp.exp(x)
 
 
 def _unit_lower_inverse(system: jax.Array) -> jax.Array:

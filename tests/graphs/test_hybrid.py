@@ -19,7 +19,7 @@ from xla_engine.equivalence.schedule import run_alone
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
-from xla_engine.graphs.forms import RoutedExperts
+from xla_engine.graphs.forms import LatentForm, RoutedExperts
 from xla_engine.graphs.kv_cache.cache import tree_bytes
 from xla_engine.graphs.recurrent.kind import RecurrentState
 from xla_engine.graphs.recurrent_forms import ConvolutionForm, DeltaForm, MambaForm
@@ -94,9 +94,23 @@ OLMO = replace(  # whose DeltaNet layers have norms before, and attention layers
 )
 
 
+KIMI = replace(  # a decay for each channel beside latent attention
+    MODEL,
+    attn_output_gate=False,
+    qk_norm=None,
+    num_key_value_heads=4,
+    head_dim=32,
+    no_rope_layers=(0, 1),
+    latent=LatentForm(
+        q_lora_rank=0, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=32
+    ),
+    delta=replace(MODEL.delta, key_heads=4, gate_rank=32),
+)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("attention", ["native", "xla"])
-@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS, OLMO], ids=["conv", "mamba", "olmo"])
+@pytest.mark.parametrize("model", [CONVOLUTIONS, MAMBAS, OLMO, KIMI], ids=["conv", "mamba", "olmo", "kimi"])
 def test_other_recurrent_layers_keep_the_law(model: ModelConfig, attention: str) -> None:
     """Among peers, after preemption, behind a prefix with a saved state, and with drafts."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3} if attention == "native" else None

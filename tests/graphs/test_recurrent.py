@@ -48,12 +48,19 @@ DELTA = DeltaForm(key_heads=2, value_heads=6, key_dim=16, value_dim=80, kernel=4
 DELTA_WEIGHTS = DeltaWeights(
     *drawn((DELTA.mixed_features, DELTA.kernel), DELTA.value_heads, DELTA.value_heads, DELTA.value_dim)
 )
+KIMI = DeltaForm(
+    key_heads=3, value_heads=3, key_dim=32, value_dim=80, kernel=4, norm_eps=1e-6, rate_factor=2, gate_rank=16
+)
+KIMI_WEIGHTS = DeltaWeights(
+    *drawn((KIMI.mixed_features, KIMI.kernel), KIMI.value_heads, KIMI.decay_features, KIMI.value_dim)
+)
 CONVOLUTION = ConvolutionForm(features=48, kernel=3, bias=True)
 CONVOLUTION_WEIGHTS = ConvolutionWeights(*drawn((48, 3), 48))
 
 
-def delta_net(projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    form, weights = DELTA, DELTA_WEIGHTS
+def delta_net(
+    projected: np.ndarray, form: DeltaForm = DELTA, weights: DeltaWeights = DELTA_WEIGHTS
+) -> tuple[np.ndarray, np.ndarray]:
     decay, step_bias, norm = (np.asarray(x, np.float64) for x in weights[1:4])
     ends = np.cumsum([form.mixed_features, form.inner_features, form.value_heads])
     mixed, gates, rate, step = np.split(projected, ends, axis=1)
@@ -67,12 +74,15 @@ def delta_net(projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         q, k = (y / np.sqrt((y * y).sum(axis=1, keepdims=True) + 1e-6) for y in (q, k))
         q, k = (np.repeat(y, form.value_heads // form.key_heads, axis=0) for y in (q, k))
         v = x[2 * keys :].reshape(form.value_heads, -1)
-        memory *= np.exp(-np.exp(decay) * np.log1p(np.exp(step[t] + step_bias)))[:, None, None]
-        change = (v - np.einsum("hkv,hk->hv", memory, k)) * sigmoid(rate[t])[:, None]
+        steps = np.log1p(np.exp(step[t] + step_bias)).reshape(form.value_heads, -1)
+        memory *= np.exp(-np.exp(decay)[:, None] * steps)[:, :, None]
+        rates = sigmoid(rate[t]) * form.rate_factor
+        change = (v - np.einsum("hkv,hk->hv", memory, k)) * rates[:, None]
         memory += k[:, :, None] * change[:, None, :]
         out = np.einsum("hkv,hk->hv", memory, q) * form.key_dim**-0.5
         out = out / np.sqrt((out * out).mean(axis=1, keepdims=True) + form.norm_eps) * norm
-        outputs.append(out.reshape(-1) * gates[t] * sigmoid(gates[t]))
+        gate = sigmoid(gates[t]) if form.gate_rank else gates[t] * sigmoid(gates[t])
+        outputs.append(out.reshape(-1) * gate)
     return np.array(outputs), memory
 
 
@@ -132,6 +142,7 @@ class Case(NamedTuple):
 
 CASES = {
     "DeltaNet": Case(DELTA, DELTA_WEIGHTS, delta_net),
+    "Kimi": Case(KIMI, KIMI_WEIGHTS, functools.partial(delta_net, form=KIMI, weights=KIMI_WEIGHTS)),
     "Mamba-2": Case(MAMBA, MAMBA_WEIGHTS, mamba),
     "short convolution": Case(CONVOLUTION, CONVOLUTION_WEIGHTS, short_convolution),
 }

@@ -25,7 +25,6 @@ from xla_engine.model_loader.vision import read_vision, vision_sources
 
 # name -> words of the refusal
 REFUSALS = {
-    "Kimi-Linear-48B-A3B": "latent attention",
     "Phi-4-mini-flash": "Use Phi-4-mini",
     "DeepSeek-OCR-2": "two vision towers.*Use PaddleOCR-VL",
     "granite-for-docling-500m": "Use Granite-Docling 258M",
@@ -96,7 +95,8 @@ def test_other_ways_to_choose_or_make_experts_are_refused_by_name(
 def test_inspect_says_so_from_a_config_json_alone(tmp_path: Path) -> None:
     for name, word in (
         ("all-MiniLM-L6-v2", "BertModel"),
-        ("Kimi-Linear-48B-A3B", "cannot run: .*Use Qwen3-Next"),
+        ("Kimi-Linear-48B-A3B", "KimiLinearForCausalLM"),
+        ("Phi-4-mini-flash", "cannot run: .*Use Phi-4-mini"),
     ):
         found = CliRunner().invoke(main, ["inspect", str(write(tmp_path, name))])
         assert re.search(word, found.output), found.output

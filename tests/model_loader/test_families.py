@@ -56,6 +56,7 @@ IN_CI = (
         "mamba2",
         "olmo_hybrid",
     ),
+    *("kimi_linear", "kimi_linear_shared"),
 )
 LENGTH = 160  # of the golden files' sequences: what rope scalings look at
 LOGIT_BOUND = 1e-4

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.architectures import config
+from tests.support.architectures import KIMI, config
 from tests.support.models import TINY
 from tests.support.published_configs import FULL, LONG, PUBLISHED, SLIDES
 from xla_engine.errors import CheckpointError
@@ -290,3 +290,32 @@ def test_olmo_hybrid_rotates_unless_the_base_is_null(
         (False, True),
     ]
     assert found.delta is not None and (found.delta.key_dim, found.delta.value_dim) == (48, 96)
+
+
+def test_kimi_linear_is_read_by_its_own_names_and_by_those_of_transformers(write: Write) -> None:
+    own = read_model(open_model(write(KIMI)))[0]
+    linear = KIMI["linear_attn_config"]
+    attends = [each in linear["full_attn_layers"] for each in range(1, 28)]
+    names = {"num_experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"}
+    others = {names.get(name, name): value for name, value in KIMI.items() if name != "linear_attn_config"}
+    others |= {"layer_types": ["full_attention" if each else "linear_attention" for each in attends]}
+    others |= {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+    assert read_model(open_model(write(others)))[0] == own
+    assert own.max_position_embeddings == 1048576 and own.head_dim == 192 and own.mlp_only_layers == (0,)
+    assert own.experts is not None and own.experts.num_experts == 256 and own.experts.norm_topk_prob
+    assert own.delta is not None and own.delta.fused_rows == 3 * 4096 + 128 + 32 + 128
+    assert own.ropes == (None,) and [own.attends(index) for index in range(27)] == attends
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"mla_use_nope": False}, "rotary embedding"),
+        ({"moe_router_activation_func": "softmax"}, "not chosen by sigmoids"),
+        ({"moe_layer_freq": 2}, "between others"),
+        ({"linear_attn_config": {"full_attn_layers": 4}}, "list of layer numbers"),
+    ],
+)
+def test_other_forms_of_kimi_linear_are_refused(fields: dict[str, Any], word: str, write: Write) -> None:
+    with pytest.raises(CheckpointError, match=word):
+        read_model(open_model(write(KIMI | fields)))

@@ -91,6 +91,23 @@ LLAMA = config("LlamaForCausalLM", "llama", 576, 1536, 30, 9, 3, 100352, 8192, r
 YARN_40 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 YARN_40 |= {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
 
+_ATTENDS = (4, 8, 12, 16, 20, 24, 27)  # layers, counted from 1
+KIMI = config("KimiLinearForCausalLM", "kimi_linear", 2304, 9216, 27, 32, 32, 163840, 0) | {
+    "linear_attn_config": {
+        "full_attn_layers": [*_ATTENDS],
+        "kda_layers": [each for each in range(1, 28) if each not in _ATTENDS],
+        **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+    },
+    **{"head_dim": 72, "mla_use_nope": True, "model_max_length": 1048576, "rope_theta": 10000.0},
+    **{"rope_scaling": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "q_lora_rank": None},
+    **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"},
+    **{"moe_intermediate_size": 1024, "moe_renormalize": True, "routed_scaling_factor": 2.446},
+    **{"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1},
+    **{"num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "num_nextn_predict_layers": 0},
+}
+del KIMI["max_position_embeddings"]
+
 # name -> configuration; those of the table of the issue about this year's models
 PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
     "Qwen3.5-35B-A3B": within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE),
@@ -242,9 +259,7 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752
     )
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}},
-    "Kimi-Linear-48B-A3B": config(
-        "KimiLinearForCausalLM", "kimi_linear", 2304, 9216, 27, 32, 32, 163840, 1048576
-    ),
+    "Kimi-Linear-48B-A3B": KIMI,
     "Ministral-3-8B": within(
         "Mistral3ForConditionalGeneration",
         "mistral3",

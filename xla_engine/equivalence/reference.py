@@ -31,7 +31,7 @@ from xla_engine.equivalence.reference_arrays import (
     silu,
     softmax,
 )
-from xla_engine.equivalence.reference_delta import delta_net
+from xla_engine.equivalence.reference_delta import delta_net, kimi_delta, kimi_names
 from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 from xla_engine.equivalence.reference_mamba import MAMBA, Parts, layer_count, mamba_layer
 from xla_engine.equivalence.reference_rotary import Config, UnknownArchitectureError, frequencies
@@ -53,8 +53,9 @@ ARCHITECTURES = (
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     "qwen3_vl_moe_text",
-    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hunyuan_v1_dense"),
+    *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
     "gemma3n_text",
+    "hunyuan_v1_dense",
     *MAMBA,
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
@@ -66,8 +67,8 @@ _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
 _FINAL_NORM |= {"falcon_h1": "final_layernorm", "nemotron_h": "norm_f", "mamba2": "norm_f"}
 _ATTENDED = {"phi": "dense", "lfm2": "out_proj", "lfm2_moe": "out_proj"}  # the last product of attention
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-_BY_SIGMOIDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")  # experts are chosen so
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
+_BY_SIGMOIDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "kimi_linear")  # experts are chosen so
 _LFM2 = ("lfm2", "lfm2_moe")
 
 
@@ -84,7 +85,7 @@ class Reference:
             raise UnknownArchitectureError(
                 f"the reference does not know {kind!r}. It knows {', '.join(ARCHITECTURES)}"
             )
-        self._files, self._config, self._context_length = files, files.config, context_length
+        self._files, self._config, self._context_length = files, kimi_names(files.config), context_length
         self._stored: dict[int, tuple[Array, Array]] = {}  # keys and values that later layers see, too
         self._inputs: Array | None = None  # of Gemma 3n and 4, [N, layers, P]
 
@@ -130,6 +131,8 @@ class Reference:
         mixer = partial(delta_net, c, parts) if recurrent else self._attention
         if c["model_type"] in _LATENT:
             mixer = self._latent_attention
+            if self._files.has(f"{name}self_attn.A_log"):
+                mixer = partial(kimi_delta, c, parts)
         if c["model_type"] in MAMBA:
             return mamba_layer(c, parts, x, ends, index)
         if c["model_type"] == "gemma3n_text":
@@ -320,7 +323,7 @@ class Reference:
     def _router(self, name: str) -> str:
         kind = self._config["model_type"]
         router = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}
-        router["lfm2_moe"] = "feed_forward.gate"
+        router |= {"lfm2_moe": "feed_forward.gate", "kimi_linear": "block_sparse_moe.gate"}
         return name + router.get(kind, "mlp.gate")
 
     def _experts(self, x: Array, name: str) -> Array:
@@ -330,6 +333,7 @@ class Reference:
         count = c.get("num_experts_per_tok") or {"mixtral": 2, "gpt_oss": 4}.get(kind, 8)
         correction = dict.fromkeys(_BY_SIGMOIDS, "mlp.gate.e_score_correction_bias")
         correction["lfm2_moe"] = "feed_forward.expert_bias"
+        correction["kimi_linear"] = "block_sparse_moe.gate.e_score_correction_bias"
         if kind in correction:  # sigmoids, and a correction that only chooses
             scores = sigmoid(scores)
         corrected = scores + self._files.read(name + correction[kind]) if kind in correction else scores
@@ -355,7 +359,8 @@ class Reference:
             rows, places = np.nonzero(chosen == expert)
             out[rows] += weights[rows, places, None] * self._expert(x[rows], name, int(expert))
         if kind in ("glm4_moe", *_LATENT):  # and one expert for all tokens
-            out += self._mlp(x, name, "mlp.shared_experts.")
+            part = "block_sparse_moe" if kind == "kimi_linear" else "mlp"
+            out += self._mlp(x, name, f"{part}.shared_experts.")
         if kind in _HYBRID:  # the same, with a gate
             shared = self._mlp(x, name, "mlp.shared_expert.")
             out += sigmoid(self._linear(x, f"{name}mlp.shared_expert_gate")) * shared
@@ -363,8 +368,8 @@ class Reference:
 
     def _expert(self, x: Array, name: str, expert: int) -> Array:
         kind, has = self._config["model_type"], self._files.has
-        if kind in ("mixtral", "lfm2_moe"):
-            part = "block_sparse_moe" if kind == "mixtral" else "feed_forward"
+        if kind in ("mixtral", "lfm2_moe", "kimi_linear"):
+            part = "feed_forward" if kind == "lfm2_moe" else "block_sparse_moe"
             return self._numbered(x, f"{name}{part}.experts.{expert}.")
         if kind == "qwen3_vl_moe_text":  # [E, D, 2 F], gates first, and [E, F, D]; or both as other weights
             part = f"{name}mlp.experts."
@@ -408,7 +413,7 @@ def epsilon(c: Config) -> float:
     if c["model_type"] in _CENTRED:
         return float(c.get("layer_norm_eps") or c.get("norm_epsilon") or 1e-5)
     late = [*("phi3", "olmo2", "olmo3", "mixtral", "gpt_oss", "ernie4_5", "exaone4", "ministral3")]
-    late += ["glm4_moe", "glm4_moe_lite"]
+    late += ["glm4_moe", "glm4_moe_lite", "kimi_linear"]
     usual = {**dict.fromkeys(late, 1e-5), **dict.fromkeys(("glm", "glm4"), 1.5625e-7), "helium": 1e-8}
     if c["model_type"] in _LFM2:
         return float(c.get("norm_eps") or 1e-5)
@@ -543,7 +548,7 @@ def window(c: Config, index: int) -> int | None:
 
 def rotates(c: Config, index: int) -> bool:
     """Whether a layer has rotary embedding."""
-    if c["model_type"] in ("nemotron_h", "granitemoehybrid"):
+    if c["model_type"] in ("nemotron_h", "granitemoehybrid", "kimi_linear"):
         return c.get("position_embedding_type") == "rope"
     if c["model_type"] == "olmo_hybrid":
         rope = c.get("rope_parameters", {}) or {"rope_theta": None}

@@ -102,11 +102,12 @@ def unit(x: Array) -> Array:
 
 
 def delta_rule(q: Array, k: Array, v: Array, decay: Array, rate: Array) -> Array:
-    """A memory per head that corrects what it recalls. q, k, v: `[n, H, d]`. decay, rate: `[n, H]`."""
+    """A memory per head that corrects what it recalls. q, k, v: `[n, H, d]`. rate: `[n, H]`. decay:
+    `[n, H, 1]`, or of each channel of a key."""
     memory = np.zeros((q.shape[1], q.shape[2], v.shape[2]), np.float32)
     out = np.empty_like(v)
     for at in range(len(q)):
-        memory *= decay[at][:, None, None]
+        memory *= decay[at][:, :, None]
         recalled = np.einsum("hkv,hk->hv", memory, k[at])
         change = (v[at] - recalled) * rate[at][:, None]
         memory += k[at][:, :, None] * change[:, None, :]

@@ -1,6 +1,8 @@
-"""The reference's gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024), one position after the other."""
+"""The reference's gated DeltaNet layers (Yang, Kautz and Hatamizadeh 2024), one position after the other, and Kimi
+Delta Attention (Kimi Team 2025), which has a decay for each channel of a key."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +19,20 @@ from xla_engine.equivalence.reference_files import Array, ReferenceFiles
 from xla_engine.equivalence.reference_mamba import Parts
 from xla_engine.equivalence.reference_rotary import Config
 
+Sizes = tuple[int, int, int, int]  # key heads, features of each, value heads, features of each
+
 
 def delta_net(c: Config, parts: Parts, x: Array, ends: Array, index: int) -> Array:
     """A layer's output `[N, D]` for its normalised input. Sequences end before rows `ends`."""
     name, read = f"layers.{index}.linear_attn.", parts.files.read
     mixed, z, b, a = _projected(c, parts, x, name)
+    sizes = (
+        *(c["linear_num_key_heads"], c["linear_key_head_dim"]),
+        *(c["linear_num_value_heads"], c["linear_value_head_dim"]),
+    )
     decay = np.exp(-np.exp(read(f"{name}A_log")) * softplus(a + read(f"{name}dt_bias")))  # [N, Hv]
     rate = sigmoid(b) * np.float32(2 if c.get("linear_allow_neg_eigval") else 1)
-    out = _recalled(c, mixed, _filters(parts.files, name), decay, rate, ends)
+    out = _recalled(sizes, mixed, _filters(parts.files, name), decay[..., None], rate, ends)
     if c["model_type"] == "olmo_hybrid":
         out = rms_norm(out, read(f"{name}o_norm"), 1e-5)
     else:
@@ -32,6 +40,34 @@ def delta_net(c: Config, parts: Parts, x: Array, ends: Array, index: int) -> Arr
     out *= silu(z.reshape(out.shape))
     last = "o_proj" if c["model_type"] == "olmo_hybrid" else "out_proj"
     return parts.linear(out.reshape(len(x), -1), name + last)
+
+
+def kimi_names(c: Config) -> dict[str, Any]:
+    """Kimi Linear's configuration in DeepSeek's words; those of others as they are."""
+    if c["model_type"] != "kimi_linear":
+        return dict(c)
+    names = {"num_experts_per_token": "num_experts_per_tok", "moe_renormalize": "norm_topk_prob"}
+    names |= {"num_expert_group": "n_group", "model_max_length": "max_position_embeddings"}
+    given = {theirs: c[ours] for ours, theirs in names.items() if ours in c}
+    usual = {"num_experts_per_tok": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.446}
+    return {**usual, **c, **given, "tie_word_embeddings": False}
+
+
+def kimi_delta(c: Config, parts: Parts, x: Array, ends: Array, index: int) -> Array:
+    """As `delta_net`, of Kimi Linear."""
+    name, read, linear = f"layers.{index}.self_attn.", parts.files.read, parts.linear
+    width = len(read(f"{name}o_norm"))
+    heads = len(read(f"{name}dt_bias")) // width
+    mixed = np.concatenate([linear(x, f"{name}{part}_proj") for part in "qkv"], axis=1)
+    steps = linear(linear(x, f"{name}f_a_proj"), f"{name}f_b_proj") + read(f"{name}dt_bias")
+    speed = np.exp(read(f"{name}A_log").reshape(heads, 1))
+    decay = np.exp(-speed * softplus(steps.reshape(len(x), heads, width)))  # [N, H, Dk]
+    rate = sigmoid(linear(x, f"{name}b_proj"))
+    sizes = (heads, width, heads, width)
+    out = _recalled(sizes, mixed, _filters(parts.files, name), decay, rate, ends)
+    gate = linear(linear(x, f"{name}g_a_proj"), f"{name}g_b_proj")
+    out = rms_norm(out, read(f"{name}o_norm"), parts.eps).reshape(gate.shape) * sigmoid(gate)
+    return linear(out, f"{name}o_proj")
 
 
 def _projected(c: Config, parts: Parts, x: Array, name: str) -> tuple[Array, Array, Array, Array]:
@@ -61,10 +97,9 @@ def _filters(files: ReferenceFiles, name: str) -> Array:
     return np.concatenate([each.reshape(len(each), -1) for each in found])
 
 
-def _recalled(c: Config, mixed: Array, filters: Array, decay: Array, rate: Array, ends: Array) -> Array:
+def _recalled(sizes: Sizes, mixed: Array, filters: Array, decay: Array, rate: Array, ends: Array) -> Array:
     """What the memory of each head recalls at each position, `[N, Hv, Dv]`."""
-    keys, key_dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
-    values, value_dim = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    keys, key_dim, values, value_dim = sizes
     outs = []
     for inputs, kept, rates in zip(*(np.split(each, ends) for each in (mixed, decay, rate)), strict=True):
         heads = np.split(silu(convolved(inputs, filters)), [keys * key_dim, 2 * keys * key_dim], axis=1)

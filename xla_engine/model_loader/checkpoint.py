@@ -298,11 +298,11 @@ def has_packed(files: TensorFiles, sources: Sources) -> bool:
 
 
 def stored_dtype(files: TensorFiles, sources: Sources) -> str:
-    """The dtype that "auto" means for these files. A convolution says nothing: GGUF files have it in float32."""
+    """The dtype that "auto" means for these files. Convolutions and decays say nothing: files have them in float32."""
     matrices = (
         source.name
         for leaf, stacked in sources.items()
         for source in stacked
-        if len(source.shape) > 1 and not leaf.endswith(".convolution")
+        if len(source.shape) > 1 and not leaf.endswith((".convolution", ".decay"))
     )
     return "float32" if any(files.tensors[name].dtype == "F32" for name in matrices) else "bfloat16"

@@ -34,6 +34,20 @@ _OLMO = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_conv_kernel_dim": 4,
 }
+_KIMI = {
+    **_SIZES,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 
 # name -> (architecture, weights' deviation, configuration)
 HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
@@ -124,6 +138,17 @@ HYBRIDS: dict[str, tuple[str, float, dict[str, Any]]] = {
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_allow_neg_eigval": False}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "attention_bias": True},
     ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        0.4,
+        {**_KIMI, "linear_num_heads": 3, "linear_head_dim": 12, "norm_topk_prob": False},
+    ),
+    "kimi_linear_shared": (  # sizes that the C++ rule takes
+        "KimiLinearForCausalLM",
+        0.4,
+        {**_KIMI, "linear_num_heads": 2, "linear_head_dim": 16, "linear_conv_kernel_dim": 3}
+        | {"n_shared_experts": 2, "q_lora_rank": 20},
+    ),
 }
 
 
@@ -146,5 +171,27 @@ def published_olmo(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def published_kimi(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of Kimi Linear as in published files."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        name = name.replace("forget_gate.", "")
+        routed = re.sub(r"mlp\.(gate\.|experts|shared_experts)", r"block_sparse_moe.\1", name)
+        if name.endswith("self_attn.conv1d.weight"):
+            for part, filters in zip("qkv", tensor.chunk(3), strict=True):
+                found[name.replace("conv1d", f"{part}_conv1d")] = filters.clone()
+        elif name.endswith("experts.gate_up_proj"):
+            for at, both in enumerate(tensor):
+                for part, rows in zip(("w1", "w3"), both.chunk(2), strict=True):
+                    found[routed.replace("gate_up_proj", f"{at}.{part}.weight")] = rows.clone()
+        elif name.endswith("experts.down_proj"):
+            found |= {
+                routed.replace("down_proj", f"{at}.w2.weight"): rows.clone() for at, rows in enumerate(tensor)
+            }
+        else:
+            found[routed] = tensor.clone()
+    return found
+
+
 # model_type -> the tensors of a model as published files have them, where `save_pretrained` writes others
-PUBLISHED = {"olmo_hybrid": published_olmo}
+PUBLISHED = {"olmo_hybrid": published_olmo, "kimi_linear": published_kimi}

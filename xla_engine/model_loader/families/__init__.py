@@ -52,7 +52,7 @@ _ALL = (
     variants.HUNYUAN,
     *(experts.QWEN3_NEXT, experts.QWEN3_5, experts.QWEN3_5_MOE, experts.QWEN3_5_MOE_VISION),
     *(variants.SEED_OSS, variants.ERNIE4_5, variants.HELIUM, variants.EXAONE4, variants.GLM, variants.GLM4),
-    *(hybrids.LFM2, hybrids.LFM2_MOE, deltas.OLMO_HYBRID),
+    *(hybrids.LFM2, hybrids.LFM2_MOE, deltas.OLMO_HYBRID, deltas.KIMI_LINEAR),
     *(gemma4.GEMMA4, gemma4.GEMMA4_VISION, gemma3n.GEMMA3N, gemma3n.GEMMA3N_VISION),
     *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3, latent.GLM4_MOE_LITE),
     *(mamba.GRANITE_HYBRID, mamba.FALCON_H1, mamba.NEMOTRON_H, mamba.MAMBA2),

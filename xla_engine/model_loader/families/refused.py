@@ -1,8 +1,6 @@
 """Architectures that are known and not supported: what each would need, and what runs instead."""
 
-_MLA = "latent attention (MLA)"
 REFUSED = {
-    "KimiLinearForCausalLM": (f"{_MLA} and DeltaNet with a decay for each channel", "Qwen3-Next"),
     "Phi4FlashForCausalLM": ("Mamba layers and layers that share keys", "Phi-4-mini"),
     **dict.fromkeys(
         ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "DeepseekOcr2ForConditionalGeneration"),
