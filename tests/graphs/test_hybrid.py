@@ -98,6 +98,8 @@ KIMI = replace(  # a decay for each channel beside latent attention
     MODEL,
     attn_output_gate=False,
     qk_norm=None,
+    experts=None,
+    mlp_only_layers=(),
     num_key_value_heads=4,
     head_dim=32,
     no_rope_layers=(0, 1),
