@@ -180,8 +180,8 @@ class DeltaNet(nnx.Module):
         )
         projected = self.projected(call.products, x, norm=norm)
         if self.gate is not None and self.step is not None:
-            sizes = (self.form.mixed_features, self.form.gate_rank, self.form.value_heads)
-            mixed, gate, rate, step = jnp.split(projected, np.cumsum(sizes), axis=1)
+            ends = (self.form.mixed_features, self.form.mixed_features + self.form.gate_rank)
+            mixed, gate, rate, step = jnp.split(projected, [*ends, ends[1] + self.form.value_heads], axis=1)
             gate, step = self.gate(call.products, gate), self.step(call.products, step)
             projected = lax.optimization_barrier(jnp.concatenate([mixed, gate, rate, step], axis=1))
         return self.sharding.gather(call.attend(self.index, projected, weights), "values")

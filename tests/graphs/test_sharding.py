@@ -24,7 +24,13 @@ from xla_engine.model_loader.checkpoint import load_checkpoint
 from xla_engine.model_loader.weights import read_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
-ONE_DEVICE = ("gemma3n", "gemma4", "deepseek", "glm4_moe_lite")  # tensor_parallel_size is refused for these
+ONE_DEVICE = (
+    "gemma3n",
+    "gemma4",
+    "deepseek",
+    "glm4_moe_lite",
+    "kimi",
+)  # tensor_parallel_size is refused for these
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if not path.name.startswith(ONE_DEVICE))
 
 

@@ -25,7 +25,7 @@ from xla_engine.runner.sizing import resolve_sizes
 from xla_engine.tools.bench.models import write_checkpoint
 
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
-RECURRENT = ("next", "qwen3_5")  # no blocks
+RECURRENT = ("next", "qwen3_5", "olmo_hybrid")  # no blocks
 Result = dict[int, dict[str, Any]]
 
 
