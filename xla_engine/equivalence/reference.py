@@ -52,10 +52,8 @@ ARCHITECTURES = (
     ),
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
-    "qwen3_vl_moe_text",
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
-    "gemma3n_text",
-    "hunyuan_v1_dense",
+    *("hunyuan_v1_dense", "qwen3_vl_moe_text", "gemma3n_text"),
     *MAMBA,
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
