@@ -33,7 +33,11 @@ def test_tiny_goldens_are_rederived(script: SimpleNamespace, name: str) -> None:
     assert committed["gaps"].min() > 10 * LOGIT_BOUND, "near-ties prove little; take another seed"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (GOLDEN / "families").iterdir()))
+# gemma3n_vision has the decoder of gemma3n, and a class that transformers makes only with timm
+DERIVED = sorted({path.name for path in (GOLDEN / "families").iterdir()} - {"gemma3n_vision"})
+
+
+@pytest.mark.parametrize("name", DERIVED)
 def test_goldens_of_families_are_rederived(name: str) -> None:
     import torch
     import transformers
