@@ -41,8 +41,10 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors")
 
 
 def inspect_or_recall(files: ModelFiles, config: EngineConfig) -> Inspection:
-    """As `inspect_model`; of a model that was inspected before with these options, the report of then, for the memory
-    that is available now."""
+    """Inspect a model, or reuse the report of an earlier inspection with the same options.
+
+    A reused report is brought up to date with the memory that is available now. Raises what `inspect_model` raises.
+    """
     place = _place(files.path, config)
     if place is not None and (content := read_sealed(place)) is not None:
         report = _for_memory(json.loads(content), _budget(config))
