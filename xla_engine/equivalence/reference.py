@@ -53,13 +53,13 @@ ARCHITECTURES = (
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss", "ernie4_5", "helium"),
     *("gemma4_text", "exaone4", "glm", "glm4", "glm4_moe", "ministral3", "stablelm", "starcoder2", "phi"),
     *("lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
-    *("hunyuan_v1_dense", "qwen3_vl_moe_text", "gemma3n_text"),
+    *("hunyuan_v1_dense", "qwen3_vl_moe_text", "gemma3n_text", "glm_ocr_text", "paddleocr_vl_text"),
     *MAMBA,
 )
 _GEMMA = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
 _LATER_GEMMA = ("gemma3n_text", "gemma4_text")
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_ADJACENT = ("ernie4_5", "helium", "glm", "glm4")  # their rotary pairs are neighbours
+_ADJACENT = ("ernie4_5", "helium", "glm", "glm4", "glm_ocr_text")  # their rotary pairs are neighbours
 _CENTRED = ("cohere", "cohere2", "stablelm", "starcoder2", "phi")  # LayerNorm in place of RMSNorm
 _PLAIN = {"phi": ("fc1", "fc2"), "starcoder2": ("c_fc", "c_proj")}
 _FINAL_NORM = {"phi": "final_layernorm", "lfm2": "embedding_norm", "lfm2_moe": "embedding_norm"}
@@ -158,7 +158,7 @@ class Reference:
             out = self._beside(x, out, name) if self._files.has(f"{name}router.proj") else out
             x = x + self._norm(out, f"{name}post_feedforward_layernorm")
             return self._with_input(x, index) if c["model_type"] == "gemma4_text" else x
-        if c["model_type"] == "glm4":  # the same by other names
+        if c["model_type"] in ("glm4", "glm_ocr_text"):  # the same by other names
             x = x + self._norm(mixed, f"{name}post_self_attn_layernorm")
             out = mlp(self._norm(x, f"{name}post_attention_layernorm"), name)
             return x + self._norm(out, f"{name}post_mlp_layernorm")
@@ -579,7 +579,8 @@ def rotary(c: Config, index: int, context_length: int) -> tuple[Array, float]:
     defaults = {
         **dict.fromkeys(("mixtral", "gemma3_text", *_LFM2), 1e6),
         **dict.fromkeys(_LATER_GEMMA, 10000.0 if sliding else 1e6),
-        **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "qwen3_vl_moe_text", "ernie4_5"), 500000.0),
+        **dict.fromkeys(("olmo3", "cohere", "qwen3_vl_text", "qwen3_vl_moe_text"), 500000.0),
+        **dict.fromkeys(("ernie4_5", "paddleocr_vl_text"), 500000.0),
         "helium": 100000.0,
         "smollm3": 2e6,
         "gpt_oss": 150000.0,
