@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def test_it_has_transformers_tokens_and_logits(name: str) -> None:
     for logits, tokens, first in zip(found, golden["tokens"], golden["logits"], strict=True):
         np.testing.assert_array_equal(logits.argmax(axis=1), tokens)
         np.testing.assert_allclose(logits[0], first, rtol=0, atol=3e-4)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    tokens, found = np.random.default_rng(0).integers(0, 190, 20).tolist(), []
+    for kind in ("deepseek_v3", "kimi_k2"):
+        folder = shutil.copytree(GOLDEN / "deepseek_v3", tmp_path / kind)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        (logits,) = Reference(open_files(folder), LENGTH).logits([tokens], [0])
+        engine = ForwardPass(load_checkpoint(folder, dtype="float32"), LENGTH).logits(tokens)
+        np.testing.assert_allclose(logits, engine, rtol=0, atol=1e-3)
+        found.append(logits)
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("form", default(FORMS, 3))

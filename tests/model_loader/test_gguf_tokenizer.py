@@ -165,6 +165,12 @@ def test_special_tokens_are_found_in_a_text(name: str, pairs: dict[str, tuple[An
         ("gpt-4o", "HelloWorld isn't 1234", ["Hello", "World", " isn't", " ", "123", "4"]),
         ("tekken", "HelloWorld isn't 12", ["Hello", "World", " isn", "'t", " ", "1", "2"]),
         ("deepseek-v3", "see #foo 1234世界x", ["see", " #", "foo", " ", "123", "4", "世界", "x"]),
+        ("deepseek-llm", "naïve #foo 12 世界\n ", [  # its range of punctuation has ASCII's letters, too
+            "na", "ï", "ve", " #", "foo", " ", "1", "2", " ", "世界", "\n", " "
+        ]),
+        ("kimi-k2", "HelloWorld isn't 1234 a世界b。\n", [
+            "Hello", "World", " isn't", " ", "123", "4", " a", "世界", "b", "。\n"
+        ]),
         ("deepseek-coder", "a b12, 世界\n", ["a", " b", "1", "2", ",", " ", "世界", "\n"]),
         ("command-r", "in 12 it's", ["in", " ", "1", "2", " it", "'s"]),
         ("glm4", "1234 cats\n", ["123", "4", " cats", "\n"]),

@@ -275,6 +275,13 @@ PUBLISHED_THIS_YEAR: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         | {"weight_block_size": [128, 128]}
     },
+    "Kimi-K2": config("DeepseekV3ForCausalLM", "kimi_k2", 7168, 18432, 61, 64, 64, 163840, 131072)
+    | {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    | {"v_head_dim": 128, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 2048, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1}
+    | {"topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    | {"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "rope_theta": 50000.0}
+    | {"rope_scaling": YARN_40 | {"factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "GLM-4.7-Flash": config(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite", 2048, 10240, 47, 20, 20, 154880, 202752
     )

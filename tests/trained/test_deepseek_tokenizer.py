@@ -1,5 +1,5 @@
-"""The tokenizer of DeepSeek V3, whose marks around calls are text and not special tokens: strict tools, and the same
-tokenizer rebuilt from a GGUF file."""
+"""The tokenizer of DeepSeek V3, whose marks around calls are text and not special tokens: strict tools, the same
+tokenizer rebuilt from a GGUF file, and its vocabulary in Kimi's form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import tokenizers
 
 from tests.model_loader.test_gguf_tokenizer import fill_byte_level, rebuilt
+from tests.model_loader.test_tiktoken_model import tiktoken_ids, tokens_of, write_model
 from tests.text import test_call_grammars as formats
+from xla_engine.model_loader.tiktoken_model import read_tiktoken
 from xla_engine.text.grammar import Grammars
 from xla_engine.text.tokenizer import Tokenizer
 
@@ -63,4 +65,22 @@ def test_rebuilt_from_a_gguf_file_it_is_the_same(tmp_path: Path) -> None:
     for topic in [*list(topics.values())[:40], "世界、ひらがな 1234 #foo\r\n\n  x\t\u0301e\u0301 🙂"]:
         ids = original.encode(topic, add_special_tokens=False).ids
         assert found.encode(topic, add_special_tokens=False).ids == ids
+        assert found.decode(ids) == topic
+
+
+def test_its_vocabulary_in_kimis_files_gives_tiktokens_ids(tmp_path: Path) -> None:
+    """`tiktoken.model` itself, and GGUF metadata made from it as llama.cpp's converter does, with pre-tokenizer
+    "kimi-k2"."""
+    assert SPEC is not None and SPEC.origin is not None
+    tokens = tokens_of(tokenizers.Tokenizer.from_file(str(Path(SPEC.origin).with_name("tokenizer.json"))))
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = read_tiktoken(write_model(tmp_path / "kimi", tokens))
+    assert found is not None and len(ranks) > 120_000
+    again = rebuilt(tmp_path / "m.gguf", fill_byte_level(found, "kimi-k2"))
+    for topic in [
+        *list(topics.values())[:40],
+        "世界、ひらがな 1234 HelloWorld#foo\r\n\n  x\t\u0301e\u0301 isn't 🙂",
+    ]:
+        ids = tiktoken_ids(topic, ranks)
+        assert found.encode(topic).ids == ids and again.encode(topic).ids == ids
         assert found.decode(ids) == topic

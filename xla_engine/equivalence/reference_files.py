@@ -80,7 +80,9 @@ class SafetensorsFiles:
         self.config["quantization_config"] = outer.get("quantization_config") or {}
         if outer.get("tie_word_embeddings") is not None:
             self.config["tie_word_embeddings"] = outer["tie_word_embeddings"]
-        self.rotary_pairs_adjacent = self.config["model_type"] in ("cohere", "cohere2")
+        kind = self.config["model_type"]
+        self.config["model_type"] = "deepseek_v3" if kind == "kimi_k2" else kind
+        self.rotary_pairs_adjacent = kind in ("cohere", "cohere2")
         self.norms_whole = False
         self._stored: dict[str, Array] = {}
         for file in _weight_files(folder):

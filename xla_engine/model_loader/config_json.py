@@ -227,7 +227,7 @@ def _family(fields: Fields) -> Family:
     family = known[names[0]]
     if family.text_type and (text := fields.within("text_config")) is not None:
         family = OTHER_DECODERS.get((names[0], text.values.get("model_type")), family)
-    if fields.values.get("model_type") not in (None, family.model_type):
+    if fields.values.get("model_type") not in (None, family.model_type, *family.also_types):
         fields.fail("model_type", f"contradicts the architecture {names[0]}. {remedy}")
     if family.mxfp4 and (quantised := fields.within("quantization_config")) is not None:
         if quantised.values.get("quant_method") != MXFP4:

@@ -29,6 +29,8 @@ from xla_engine.model_loader.safetensors_files import (
     with_experts_apart,
 )
 from xla_engine.model_loader.tensor_files import TensorFiles
+from xla_engine.model_loader.tiktoken_model import NAME as TIKTOKEN
+from xla_engine.model_loader.tiktoken_model import read_tiktoken
 from xla_engine.model_loader.tokenizer_json import read_tokenizer
 from xla_engine.utils.did_you_mean import did_you_mean
 
@@ -36,7 +38,7 @@ PREFIX = "package:"
 _PACKAGE = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # a top-level name, because finding a.b would import a
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(?P<gguf>:[\w.-]+)?", re.ASCII)
 _SHOWN = 8  # files that an error lists
-_WANTED = ["*.json", "*.safetensors", "*.jinja"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja", TIKTOKEN]
 # Copies of a model for other programs. The folder 1_Pooling belongs to the model itself.
 _UNWANTED = ["*/*.safetensors", "[!1-9]*/*.json", "consolidated*"]
 
@@ -94,7 +96,8 @@ class HuggingFaceDirectory:
         return config, family
 
     def tokenizer(self) -> tokenizers.Tokenizer | None:
-        return read_tokenizer(self.path)
+        found = read_tokenizer(self.path)
+        return read_tiktoken(self.path) if found is None else found
 
     def chat_template(self) -> ChatTemplate | None:
         """As in transformers, `chat_template.jinja` and `additional_chat_templates/*.jinja` override the processor's

@@ -62,6 +62,7 @@ class Family:
 
     architecture: its name in config.json's `architectures`.
     model_type: its `model_type` in config.json.
+    also_types: other models' `model_type` that mean the same.
     tensors: for each leaf of a layer, its tensors relative to `layer`, or a function that returns its sources; for
         other leaves, full names.
     mxfp4: the same for leaves that an MXFP4 checkpoint stores differently.
@@ -84,6 +85,7 @@ class Family:
     model_type: str
     tensors: Mapping[str, tuple[str, ...] | Sources]
     flags: Callable[[Fields], dict[str, Any]]
+    also_types: tuple[str, ...] = ()
     mxfp4: Mapping[str, Sources] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)

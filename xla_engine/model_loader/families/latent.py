@@ -163,6 +163,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    also_types=("kimi_k2",),
     tensors=_TENSORS,
     flags=_experts({"noaux_tc": True}, scoring_func="sigmoid"),
     reads=("attention_bias", "pretraining_tp"),
