@@ -37,6 +37,7 @@ class RequestState:
     blocks: its KV blocks while it holds a slot, with a block pool.
     settled: how many of the first `blocks` are full and will not change.
     ready: tokens of its context that `blocks` held when it got them.
+    place: of the saved state after `ready` tokens, which it holds until it begins; -1: it holds none.
     left: after it gave up its blocks, (index, block, times taken) of those that are not settled.
     reached: positions it had written when it lost its slot.
     awaits_blocks: it waits for its `stored_blocks` when it is next in line.
@@ -65,6 +66,7 @@ class RequestState:
     blocks: tuple[int, ...] = ()
     settled: int = 0
     ready: int = 0
+    place: int = -1
     reached: int = 0
     left: tuple[tuple[int, int, int], ...] = ()
     awaits_blocks: bool = False

@@ -101,6 +101,16 @@ def make_states(config: ModelConfig, places: int) -> States:
     return [] if form is None else [make_state(form, places) for _ in range(recurrent)]
 
 
+def keys_of(cache: KVCache) -> list[LayerCache]:
+    """The stores of a cache with keys and values."""
+    return [store for store in cache if isinstance(store, LayerCache)]
+
+
+def with_keys(cache: KVCache, stores: list[LayerCache]) -> KVCache:
+    others = iter(stores)
+    return [next(others) if isinstance(store, LayerCache) else store for store in cache]
+
+
 def states_of(cache: KVCache) -> States:
     """The stores of a cache that belong to recurrent layers."""
     return [store for store in cache if isinstance(store, RecurrentState)]
@@ -116,6 +126,16 @@ def copy_state(target: States, source: States, at: jax.Array, place: jax.Array) 
     return (jax.tree.map(lambda kept, found: kept.at[at].set(found[place]), target, source),)
 
 
+def read_state(source: States, place: jax.Array) -> tuple[States]:
+    """The state of `source` at `place`, a scalar i32; leaves `[1, ...]`."""
+    return (jax.tree.map(lambda leaf: leaf[place][None], source),)
+
+
+def write_state(target: States, at: jax.Array, state: States) -> tuple[States]:
+    """The inverse of `read_state`, into any place."""
+    return (jax.tree.map(lambda kept, moved: kept.at[at].set(moved[0]), target, state),)
+
+
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays of a tree, abstract or not."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -128,7 +148,7 @@ def cache_bytes(spec: ModelSpec, rows: int, length: int) -> int:
 
 def block_bytes(spec: ModelSpec, block_size: int) -> int:
     """Bytes of one block: keys, values and tokens."""
-    block = jax.eval_shape(lambda: make_cache(spec, 1, block_size, num_blocks=1))
+    block = jax.eval_shape(lambda: keys_of(make_cache(spec, 1, block_size, num_blocks=1)))
     return tree_bytes(block) + 4 * block_size
 
 

@@ -1,8 +1,8 @@
 """Copy a slot's state or blocks of the pool on the device, to the host and back, without changing a byte.
 
 Slots move a span at a time. The backend that laid out keys and values also moves them, all layers of a store at once.
-Other state of a layer (a recurrent state) has the slot as its leading axis. It is copied whole with every span to the
-host or back, and not from slot to slot.
+Recurrent states have the slot as their leading axis, with a pool as without. They are copied whole, by
+`kv_cache.cache.copy_state`, `read_state` and `write_state`.
 
 With a pool, position p of a slot lies in block `block_tables[slot, p // block_size]` at `p % block_size`, with its
 keys, its values and its token: when a block is shared, copied or moved, its tokens go with it. Attention treats a
@@ -18,12 +18,12 @@ from jax import lax
 
 from xla_engine.graphs.attention.backend import LayerCache
 from xla_engine.graphs.config import KEY_SPAN
-from xla_engine.graphs.kv_cache.cache import KVCache
+from xla_engine.graphs.kv_cache.cache import KVCache, keys_of, with_keys
 from xla_engine.graphs.model.spec import ModelSpec
 from xla_engine.graphs.row_state.rows import RowState, by_slot
 
-Spans = list[Any]  # one pytree per store
-Blocks = Any  # one record per store and the history, each with a leading axis of blocks
+Spans = list[Any]  # one pytree per store of keys and values
+Blocks = Any  # one record per store of keys and values and the history, each with a leading axis of blocks
 Row = RowState  # without the leading axis; of blocks, without what lies in them
 
 
@@ -42,25 +42,18 @@ def copy_span(
     stay: that of `source` is not the one after `length` positions (`kv_cache.cache.copy_state` restores it).
     """
     attention = spec.attention
-    moved: KVCache = [
+    moved = [
         attention.write_span(store, target, span, attention.read_span(store, source, span), length)
-        if isinstance(store, LayerCache)
-        else store
-        for store in cache
+        for store in keys_of(cache)
     ]
-    return moved, replace(rows, history=rows.history.at[target].set(rows.history[source]))
+    return with_keys(cache, moved), replace(rows, history=rows.history.at[target].set(rows.history[source]))
 
 
 def read_span(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, span: jax.Array
 ) -> tuple[Spans, Row]:
     """Return a span of a slot, and the slot's row state."""
-    spans = [
-        spec.attention.read_span(store, slot, span)
-        if isinstance(store, LayerCache)
-        else jax.tree.map(lambda leaf: leaf[slot], store)
-        for store in cache
-    ]
+    spans = [spec.attention.read_span(store, slot, span) for store in keys_of(cache)]
     return spans, jax.tree.map(lambda leaf: leaf[slot], rows)
 
 
@@ -76,13 +69,11 @@ def write_span(
 ) -> tuple[KVCache, RowState]:
     """The inverse of `read_span`, into any slot; `length` as in `copy_span`."""
     put = jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), rows, row)
-    written: KVCache = [
+    written = [
         spec.attention.write_span(store, slot, span, moved, length)
-        if isinstance(store, LayerCache)
-        else jax.tree.map(lambda leaf, value: leaf.at[slot].set(value), store, moved)
-        for store, moved in zip(cache, spans, strict=True)
+        for store, moved in zip(keys_of(cache), spans, strict=True)
     ]
-    return written, put
+    return with_keys(cache, written), put
 
 
 def num_spans(length: int) -> int:
@@ -103,14 +94,15 @@ def copy_blocks(
     def copy(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, target[index], _get(spec, state, source[index]))
 
-    return _with_tokens(rows, lax.fori_loop(0, count, copy, (cache, rows.history)))
+    return _with_blocks(cache, rows, lax.fori_loop(0, count, copy, (keys_of(cache), rows.history)))
 
 
 def read_blocks(
     spec: ModelSpec, cache: KVCache, rows: RowState, slot: jax.Array, blocks: jax.Array
 ) -> tuple[Blocks, Row]:
     """Return the content of `blocks [G]`, and a slot's row state."""
-    found = lax.map(lambda block: _get(spec, (cache, rows.history), block), blocks)
+    stores = keys_of(cache)
+    found = lax.map(lambda block: _get(spec, (stores, rows.history), block), blocks)
     return found, jax.tree.map(lambda leaf: leaf[slot], by_slot(rows))
 
 
@@ -146,24 +138,24 @@ def load_blocks(
     def write(index: jax.Array, state: Blocks) -> Blocks:
         return _put(spec, state, blocks[index], jax.tree.map(lambda leaf: leaf[index], moved))
 
-    return _with_tokens(rows, lax.fori_loop(first, end, write, (cache, rows.history)))
+    return _with_blocks(cache, rows, lax.fori_loop(first, end, write, (keys_of(cache), rows.history)))
 
 
 def _get(spec: ModelSpec, state: Blocks, block: jax.Array) -> Blocks:
-    cache, history = state
-    return [spec.attention.read_span(store, block, jnp.int32(0)) for store in cache], history[block]
+    stores, history = state
+    return [spec.attention.read_span(store, block, jnp.int32(0)) for store in stores], history[block]
 
 
 def _put(spec: ModelSpec, state: Blocks, block: jax.Array, content: Blocks) -> Blocks:
-    (cache, history), (spans, tokens) = state, content
+    (stores, history), (spans, tokens) = state, content
     first, length = jnp.int32(0), jnp.int32(history.shape[1])
-    stores = [
+    written = [
         spec.attention.write_span(store, block, first, LayerCache(*moved), length)
-        for store, moved in zip(cache, spans, strict=True)
+        for store, moved in zip(stores, spans, strict=True)
     ]
-    return stores, history.at[block].set(tokens)
+    return written, history.at[block].set(tokens)
 
 
-def _with_tokens(rows: RowState, state: Blocks) -> tuple[KVCache, RowState]:
-    cache, history = state
-    return cache, replace(rows, history=history)
+def _with_blocks(cache: KVCache, rows: RowState, state: Blocks) -> tuple[KVCache, RowState]:
+    stores, history = state
+    return with_keys(cache, stores), replace(rows, history=history)

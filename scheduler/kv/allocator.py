@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.features import Features
-from xla_engine.scheduler.kv.prefix_cache import BlockHashes, PrefixStates, SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes, SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.moves import Continuation, Slot, Swap
 from xla_engine.scheduler.request import Status
 from xla_engine.scheduler.request_state import RequestState
@@ -110,18 +111,19 @@ class KVAllocator:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.slots = Slots(config.max_num_seqs)
-        self.blocks = None if config.num_blocks is None else BlockManager(config)
+        self.blocks: BlockManager | None = None
         self._slot_cache: SlotPrefixCache | None = None  # of what is in slots; None with a block pool
-        self.cache: SlotPrefixCache | BlockManager | None = None
         self.states: PrefixStates | None = None
         self.features = Features(config) if config.feature_places else None
-        if config.enable_prefix_caching:
-            if self.blocks is None:
-                hashes = BlockHashes(config.block_size, config.cache_key)
-                self._slot_cache = SlotPrefixCache(config.max_num_seqs, hashes)
-                if config.mamba_block_size is not None:
-                    self.states = PrefixStates(config.mamba_cache_states, config.mamba_block_size, hashes)
-            self.cache = self.blocks or self._slot_cache
+        pooled, caches = config.num_blocks is not None, config.enable_prefix_caching
+        hashes = BlockHashes(config.block_size, config.cache_key, tails=pooled)
+        if caches and config.mamba_block_size is not None:
+            self.states = PrefixStates(config.mamba_cache_states, config.mamba_block_size, hashes)
+        if pooled:
+            self.blocks = BlockManager(config, hashes, self.states)
+        elif caches:
+            self._slot_cache = SlotPrefixCache(config.max_num_seqs, hashes)
+        self.cache = (self.blocks or self._slot_cache) if caches else None
 
     def never_fits(self, prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request can never have enough blocks, with the arithmetic; None if it can."""
@@ -183,6 +185,8 @@ class KVAllocator:
         self.slots.release(state.slot, _use(step) if kept else 0)
         if self.blocks is not None:
             self.blocks.leave(state)
+        if self.states is not None:
+            self.states.release(state)
         state.holds_slot = False
 
     def retain(self, state: RequestState) -> None:
@@ -207,7 +211,7 @@ class KVAllocator:
         if self.blocks is not None:
             self.blocks.pool.forget_all()
         if self.states is not None:
-            self.states.clear()
+            self.states.pool.forget_all()
         if self._slot_cache is not None:
             self._slot_cache.clear()
             for index in range(len(self.slots)):
@@ -220,13 +224,14 @@ class KVAllocator:
 
     def check(self, states: Iterable[RequestState], step: int) -> None:
         """Raise AssertionError on any broken invariant."""
+        states = list(states)
         self.slots.check()
         if self.features is not None:
             self.features.check()
         if self._slot_cache is not None:
             self._slot_cache.check()
         if self.states is not None:
-            self.states.check()
+            self.states.check(states)
         if self.blocks is not None:
             self.blocks.check(states, step)
 

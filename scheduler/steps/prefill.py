@@ -7,7 +7,8 @@ from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.kv.features import Features
-from xla_engine.scheduler.kv.prefix_cache import PrefixStates, SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_cache import SlotPrefixCache
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.moves import Reuse, SavedState
 from xla_engine.scheduler.plan import Chunk, Decision
 from xla_engine.scheduler.request_state import RequestState

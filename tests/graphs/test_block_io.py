@@ -200,7 +200,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
     state: State = jax.tree.map(
         noise, (cache, pack_rows(make_rows(ROWS, 2, LENGTH, Pool(30, 64, LENGTH // 64))))
     )
-    put = Transfers(whole=jax.device_put, pieces=jax.device_put)
+    put = Transfers(whole=jax.device_put, pieces=jax.device_put, states=jax.device_put)
     moves = BlockMoves(cast("Inventory", Calls(spec)), 64, put)
     expected, slots = by_page(state), by_slot(state[1])
     assert by_page(moves.warm_up(state, swaps=True, loads=True)) == expected
@@ -215,7 +215,7 @@ def test_pages_move_byte_for_byte_and_nothing_else_does(backend: Attention) -> N
     held, others = tuple(blocks[:11]), blocks[11:]
     for shared in (0, 1, 6, 11):
         swap = Swap(slot=Slot(index=3, epoch=0), request_id="a", length=11 * 64 - 5, blocks=held)
-        parked = moves.park(state, swap)
+        parked = moves.park(state, swap, [])
         content, row = by_page(state), by_slot(state[1])[3]
         state = jax.tree.map(noise, state)  # others write
         parked.settle()

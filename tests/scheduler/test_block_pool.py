@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xla_engine.scheduler.kv.block_manager import BlockPool, OutOfBlocksError
+from xla_engine.scheduler.kv.block_pool import BlockPool, OutOfBlocksError
 
 
 def keys(tokens: Sequence[int], size: int) -> list[bytes]:

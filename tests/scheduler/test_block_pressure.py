@@ -13,7 +13,8 @@ from tests.support.fake_loop import Loop
 from tests.support.fake_runner import expected
 from tests.support.policy_loop import PolicyLoop
 from xla_engine.scheduler import Plan, Request, SchedulerConfig
-from xla_engine.scheduler.kv.block_manager import BlockManager, BlockPool
+from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.scheduler.kv.prefix_cache import BlockHashes
 from xla_engine.scheduler.policy import WAYS_TO_PREEMPT
 from xla_engine.scheduler.request_state import RequestState

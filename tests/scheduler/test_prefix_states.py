@@ -1,4 +1,4 @@
-"""Prompts of models with recurrent layers begin after a prefix only where a state was saved.
+"""Prompts of models with recurrent layers begin after a prefix only where a state was saved, in slots and in blocks.
 
 `tests.support.fake_runner` refuses a plan that restores another state than the one after the reused prefix.
 """
@@ -12,9 +12,11 @@ import pytest
 
 from tests.support.adversary import adversary
 from tests.support.fake_loop import Loop
-from tests.support.small_loops import loop, request
+from tests.support.small_loops import LAYOUTS, loop, request
 from xla_engine.scheduler import FinishReason, SchedulerConfig
-from xla_engine.scheduler.kv.prefix_cache import BlockHashes, PrefixStates
+from xla_engine.scheduler.kv.block_manager import BlockManager
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes
+from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.request_state import RequestState
 
 STEM = tuple(range(1, 13)) * 2
@@ -36,9 +38,13 @@ def reused(driven: Loop, *prompts: tuple[int, ...], **fields: object) -> list[in
     return found
 
 
-def test_a_prompt_begins_after_the_last_saved_state_of_its_prefix() -> None:
+in_slots_and_blocks = pytest.mark.parametrize("blocks", LAYOUTS)
+
+
+@in_slots_and_blocks
+def test_a_prompt_begins_after_the_last_saved_state_of_its_prefix(blocks: int | None) -> None:
     """Keys and values of more tokens are cached, and the last token of a prompt is always computed."""
-    driven = recurrent()
+    driven = recurrent(num_blocks=blocks)
     assert reused(driven, STEM, STEM[:23], STEM[:16], (*STEM[:15], 0, 0), (*STEM[:7], 0, 0)) == [
         0,
         16,
@@ -56,34 +62,39 @@ def test_keys_and_values_without_a_state_are_not_reused_nor_a_state_without_them
     assert reused(driven, STEM, other, STEM) == [0, 0, 0], "the slot has been overwritten"
 
 
-def test_the_least_recently_used_state_is_overwritten() -> None:
-    driven = recurrent(mamba_cache_states=2)
+@in_slots_and_blocks
+def test_the_least_recently_used_state_is_overwritten(blocks: int | None) -> None:
+    driven = recurrent(mamba_cache_states=2, num_blocks=blocks)
     a, b, c = (tuple(x for _ in range(9)) for x in (1, 2, 3))
     assert reused(driven, a, b, a, c, a, b) == [0, 0, 8, 0, 8, 0]
 
 
-def test_of_one_prefix_the_longest_state_is_overwritten_first() -> None:
-    driven = recurrent(mamba_cache_states=3)
+@in_slots_and_blocks
+def test_of_one_prefix_the_longest_state_is_overwritten_first(blocks: int | None) -> None:
+    driven = recurrent(mamba_cache_states=3, num_blocks=blocks)
     assert reused(driven, STEM, (0,) * 9, STEM) == [0, 0, 16]
 
 
-def test_a_prompt_waits_for_the_one_that_computes_its_prefix() -> None:
-    driven = recurrent()
+@pytest.mark.parametrize("blocks", [None, 24])
+def test_a_prompt_waits_for_the_one_that_computes_its_prefix(blocks: int | None) -> None:
+    driven = recurrent(num_blocks=blocks)
     for index in range(3):
         driven.submit(request(f"r{index}", prompt=(*STEM[:17], index), max_tokens=2))
     driven.drain()
     assert driven.scheduler.counters().cached_tokens == 2 * 16
 
 
-def test_salts_and_limits_are_kept() -> None:
-    driven = recurrent()
+@in_slots_and_blocks
+def test_salts_and_limits_are_kept(blocks: int | None) -> None:
+    driven = recurrent(num_blocks=blocks)
     assert reused(driven, STEM, cache_salt="a") + reused(driven, STEM, cache_salt="b") == [0, 0]
     assert reused(driven, STEM, cache_salt="a", max_cached_tokens=15) == [8]
     assert reused(driven, STEM, cache_salt="a", max_cached_tokens=0) == [0]
 
 
-def test_states_of_a_failed_request_and_of_other_weights_are_forgotten() -> None:
-    driven = recurrent()
+@in_slots_and_blocks
+def test_states_of_a_failed_request_and_of_other_weights_are_forgotten(blocks: int | None) -> None:
+    driven = recurrent(num_blocks=blocks)
     driven.submit(request("bad", prompt=STEM, max_tokens=6))
     driven.turn()
     driven.finish("bad", FinishReason.ERROR)
@@ -93,11 +104,39 @@ def test_states_of_a_failed_request_and_of_other_weights_are_forgotten() -> None
     assert reused(driven, STEM) == [0]
 
 
-def test_a_lookup_ahead_is_what_will_be_reused() -> None:
-    driven = recurrent()
+@in_slots_and_blocks
+def test_a_lookup_ahead_is_what_will_be_reused(blocks: int | None) -> None:
+    driven = recurrent(num_blocks=blocks)
     reused(driven, STEM)
     state = RequestState(request=request("x", prompt=STEM[:20]), arrival=0, turn=0)
     assert driven.scheduler.kv.cached_tokens(state) == 16
+
+
+def test_a_request_with_blocks_holds_its_state_until_it_begins() -> None:
+    """The two that enter meanwhile pass as many states as there are places, and begin before it."""
+    driven = recurrent(slots=4, mamba_cache_states=1, num_blocks=40, max_num_batched_tokens=4)
+    reused(driven, STEM[:9])
+    for at, prompt in enumerate(((3,) * 20, (5,) * 20, STEM[:12])):
+        driven.submit(request(f"r{at}", prompt=prompt, max_tokens=2))
+    driven.turn()
+    states = driven.scheduler.kv.states
+    assert states is not None and states.pool.num_free == 0, "the third holds the only place"
+    driven.drain()
+    driven.scheduler.check()
+    assert driven.scheduler.counters().cached_tokens == 8 and states.pool.num_free == 1
+
+
+def test_a_request_that_ends_before_it_begins_lets_go_of_its_state() -> None:
+    driven = recurrent(num_blocks=40, max_num_batched_tokens=4)
+    reused(driven, STEM[:9])
+    driven.submit(request("long", prompt=(3,) * 20, max_tokens=2))
+    driven.submit(request("short", prompt=STEM[:12], max_tokens=2))
+    driven.turn()
+    states = driven.scheduler.kv.states
+    assert states is not None and states.pool.num_used == 1
+    driven.finish("short")
+    driven.scheduler.check()
+    assert states.pool.num_used == 0
 
 
 def test_an_interval_off_the_grid_is_refused() -> None:
@@ -111,13 +150,15 @@ def storms() -> int:
     total = 0
     for seed in range(60):
         draw = random.Random(seed)
+        size = draw.choice((2, 4))
         config = SchedulerConfig(
             max_num_seqs=draw.randint(1, 4),
             chunk_size=2,
+            num_blocks=draw.choice((None, 44 // size, 90 // size)),
             max_num_batched_tokens=draw.choice((2, 8, 30)),
             max_chunks=draw.choice((None, 2)),
             enable_prefix_caching=True,
-            block_size=draw.choice((2, 4)),
+            block_size=size,
             mamba_block_size=4,
             mamba_cache_states=draw.randint(1, 5),
             prefill_equals_decode=draw.random() < 0.6,
@@ -139,9 +180,10 @@ def an_overwritten_state_keeps_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     save = PrefixStates.save
 
     def careless(self, state, begun):  # type: ignore[no-untyped-def]
-        before = dict(self._places)
+        known = self.pool._by_key
+        before = dict(known)
         yield from save(self, state, begun)
-        self._places.update({key: place for key, place in before.items() if key not in self._places})
+        known.update({key: place for key, place in before.items() if key not in known})
 
     monkeypatch.setattr(PrefixStates, "save", careless)
 
@@ -177,7 +219,26 @@ def keys_and_values_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixStates, "usable", careless)
 
 
+def a_waiting_state_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixStates, "hold", lambda self, state, length: None)
+
+
+def blocks_are_shared_beyond_the_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = BlockManager._usable
+
+    def careless(self, state):  # type: ignore[no-untyped-def]
+        states, self._states = self._states, None
+        try:
+            return usable(self, state)
+        finally:
+            self._states = states
+
+    monkeypatch.setattr(BlockManager, "_usable", careless)
+
+
 FAULTS = [
+    a_waiting_state_is_not_held,
+    blocks_are_shared_beyond_the_last_state,
     an_overwritten_state_keeps_its_key,
     a_state_is_saved_one_chunk_early,
     a_state_is_found_in_the_step_that_saves_it,

@@ -27,11 +27,12 @@ from xla_engine.runner.adapters import WRITE_ADAPTER, no_adapter
 from xla_engine.runner.jax_settings import with_own_settings
 from xla_engine.runner.memory import weights_bytes
 from xla_engine.runner.native_library.build import packer
-from xla_engine.runner.programs import READ, READ_BLOCKS
+from xla_engine.runner.programs import READ, READ_BLOCKS, READ_STATE
 from xla_engine.utils.resident import HugePages
 from xla_engine.utils.startup import StartupProgress, StartupStep
 
-READS = (READ, READ_BLOCKS)  # programs that return the content of slots or blocks
+# Programs that return the content of slots or blocks: keys and values, and recurrent states.
+READS_KEYS, READS_STATES = (READ, READ_BLOCKS), (READ_STATE,)
 _ANYWHERE = PartitionSpec()
 _LOADERS = 2  # threads; more would read faster, and hold more of the weights twice
 
@@ -200,21 +201,24 @@ class Devices:
             # The first result of a program is its donated argument, with the same sharding. For programs that read, it
             # is sharded like the cache.
             first = given[mine.donate[0]] if mine.donate else None
-            if mine.name in READS:
+            if mine.name in (*READS_KEYS, *READS_STATES):
                 first = self._read(mine, every)
             function = self._on_mesh(mine.function, _specs(given), None if first is None else _specs(first))
             yield replace(every, function=function, arguments=arguments, isa=None)
 
-    def pieces(self, local: Sequence[Program], whole: Sequence[Program]) -> Callable[..., Any]:
-        """The function that copies the content of slots or blocks, as these programs read it, back to the devices."""
+    def pieces(
+        self, local: Sequence[Program], whole: Sequence[Program], reads: Sequence[str]
+    ) -> Callable[..., Any]:
+        """The function that copies the content of slots or blocks, as those of these programs with a name in `reads`
+        read it, back to the devices."""
         for mine, every in zip(local, whole, strict=True):
-            if mine.name in READS:
+            if mine.name in reads:
                 return functools.partial(_put_pieces, shardings=self._read(mine, every))
         return self.put
 
     def _read(self, local: Program, whole: Program) -> Any:
         """The shardings of the first result of a program that reads slots or blocks."""
-        (mine, _), (every, _) = (jax.eval_shape(each.function, *each.arguments) for each in (local, whole))
+        mine, every = (jax.eval_shape(each.function, *each.arguments)[0] for each in (local, whole))
         return self._shardings(mine, every)
 
     def _on_mesh(self, function: Callable[..., Any], given: Any, first: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from xla_engine.graphs.config import KEY_SPAN
 from xla_engine.graphs.inventory import Inventory
-from xla_engine.graphs.kv_cache.cache import KVCache, states_of, with_states
+from xla_engine.graphs.kv_cache.cache import KVCache, States, states_of, with_states
 from xla_engine.graphs.kv_cache.moves import blocks_per_call, num_spans
 from xla_engine.graphs.row_state.rows import RowState
 from xla_engine.runner.device_state import DeviceState
@@ -20,10 +20,12 @@ from xla_engine.runner.programs import (
     LOAD_BLOCKS,
     READ,
     READ_BLOCKS,
+    READ_STATE,
     RESTORE_STATE,
     SAVE_STATE,
     WRITE,
     WRITE_BLOCKS,
+    WRITE_STATE,
 )
 from xla_engine.runner.stored_blocks import BlockContent, stacked
 from xla_engine.scheduler import BlockCopy, Reuse, StoredBlock, Swap
@@ -33,10 +35,12 @@ State = tuple[KVCache, RowState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Copies from the host to the devices. whole: for replicated arrays. pieces: for content of slots or blocks."""
+    """Copies from the host to the devices. whole: for replicated arrays. pieces: for keys and values of slots or
+    blocks. states: for recurrent states."""
 
     whole: Callable[..., Any]
     pieces: Callable[..., Any]
+    states: Callable[..., Any]
 
     def scalars(self, *values: int) -> list[jax.Array]:
         found: list[jax.Array] = self.whole([np.int32(value) for value in values])
@@ -45,27 +49,33 @@ class Transfers:
 
 @dataclass(slots=True)
 class ParkedState:
-    """A request's KV entries in pieces, from its beginning, and its row state; device arrays until `settle`.
+    """A request's KV entries in pieces, from its beginning, its row state, and the state of recurrent layers; device
+    arrays until `settle`.
 
     A piece is what one call moves: a span of a slot, or a group of blocks.
     """
 
     pieces: list[Any]
     row: Any
+    recurrent: States
 
     def __post_init__(self) -> None:
         """Start the copy to the host."""
-        for leaf in jax.tree.leaves((self.pieces, self.row)):
+        for leaf in jax.tree.leaves(self._arrays):
             if leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
 
     @property
     def num_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.pieces, self.row)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._arrays))
+
+    @property
+    def _arrays(self) -> tuple[Any, Any, States]:
+        return self.pieces, self.row, self.recurrent
 
     def settle(self) -> None:
         """Finish the copy, and free the device arrays."""
-        self.pieces, self.row = jax.tree.map(to_host, (self.pieces, self.row))
+        self.pieces, self.row, self.recurrent = jax.tree.map(to_host, self._arrays)
 
 
 class SlotMoves:
@@ -101,13 +111,13 @@ class SlotMoves:
             )
         return state
 
-    def park(self, state: State, swap: Swap) -> ParkedState:
-        """Read a slot and its row state."""
+    def park(self, state: State, swap: Swap, recurrent: States) -> ParkedState:
+        """Read a slot and its row state. recurrent: the state of its recurrent layers."""
         spans, row = [], None
         for span in range(num_spans(swap.length)):
             moved, row = self._inventory(READ, *state, *self._transfers.scalars(swap.slot.index, span))
             spans.append(moved)
-        return ParkedState(spans, row)
+        return ParkedState(spans, row, recurrent)
 
     def resume(self, state: State, swap: Swap, parked: ParkedState) -> State:
         """Write a parked request into a slot."""
@@ -174,15 +184,15 @@ class BlockMoves:
             state = self._inventory(LOAD_BLOCKS, *state, blocks, first, end, self._transfers.pieces(moved))
         return state
 
-    def park(self, state: State, swap: Swap) -> ParkedState:
-        """Read a request's blocks and its row state."""
+    def park(self, state: State, swap: Swap, recurrent: States) -> ParkedState:
+        """Read a request's blocks and its row state. recurrent: the state of its recurrent layers."""
         groups, row = [], None
         for blocks in self._groups(swap):
             moved, row = self._inventory(
                 READ_BLOCKS, *state, *self._transfers.scalars(swap.slot.index), self._padded(blocks)
             )
             groups.append(moved)
-        return ParkedState(groups, row)
+        return ParkedState(groups, row, recurrent)
 
     def resume(self, state: State, swap: Swap, parked: ParkedState) -> State:
         """Write a parked request's row state into a slot, and its blocks except for shared ones."""
@@ -227,28 +237,48 @@ class BlockMoves:
 
 
 class StateMoves:
-    """Moves recurrent states between slots and the places of `state.saved`. What is written is donated and returned.
+    """Moves recurrent states of slots: to the places of `state.saved`, to the host, and back.
 
-    put: copies host arrays to the devices.
+    What is written is donated and returned.
     """
 
-    def __init__(self, inventory: Inventory, state: DeviceState, put: Callable[..., Any]) -> None:
+    def __init__(self, inventory: Inventory, state: DeviceState, transfers: Transfers) -> None:
         self._inventory = inventory
         self._state = state
-        self._put = put
+        self._transfers = transfers
 
     def save(self, slot: int, place: int) -> None:
         """Save the state of a slot."""
-        state, scalars = self._state, self._put([np.int32(place), np.int32(slot)])
+        state, scalars = self._state, self._transfers.scalars(place, slot)
         (state.saved,) = self._inventory(SAVE_STATE, state.saved, states_of(state.cache), *scalars)
 
     def restore(self, slot: int, place: int) -> None:
         """Give a slot the state saved at the end of the prefix that it reuses."""
-        state, scalars = self._state, self._put([np.int32(slot), np.int32(place)])
+        state, scalars = self._state, self._transfers.scalars(slot, place)
         (states,) = self._inventory(RESTORE_STATE, states_of(state.cache), state.saved, *scalars)
         state.cache = with_states(state.cache, states)
 
-    def warm_up(self) -> None:
-        """Run both programs once, before any row is live."""
-        self.save(0, 0)
-        self.restore(0, 0)
+    def read(self, slot: int) -> States:
+        """The state of a slot, still on the device; empty without recurrent layers."""
+        if not (states := states_of(self._state.cache)):
+            return []
+        (found,) = self._inventory(READ_STATE, states, *self._transfers.scalars(slot))
+        moved: States = found
+        return moved
+
+    def write(self, slot: int, moved: States) -> None:
+        """Give a slot the state of a parked request."""
+        if not moved:
+            return
+        state, scalars = self._state, self._transfers.scalars(slot)
+        states, placed = states_of(state.cache), self._transfers.states(moved)
+        (states,) = self._inventory(WRITE_STATE, states, *scalars, placed)
+        state.cache = with_states(state.cache, states)
+
+    def warm_up(self, *, swaps: bool) -> None:
+        """Run every program once, before any row is live."""
+        if self._state.saved:
+            self.save(0, 0)
+            self.restore(0, 0)
+        if swaps:
+            self.write(0, self.read(0))

@@ -48,8 +48,9 @@ def slot_bytes(spec: ModelSpec, max_model_len: int) -> int:
 
 
 def borrowing_slot_bytes(spec: ModelSpec, max_model_len: int, block_size: int) -> int:
-    """Bytes of one slot with a block pool: without the cache, but with a block table and its changes."""
-    return rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size) + _table_bytes(spec) + 12
+    """Bytes of one slot with a block pool: without keys and values, but with a block table and its changes."""
+    rows = rows_bytes(1, MAX_STOP_TOKEN_IDS, max_model_len, block_size)
+    return state_bytes(spec) + rows + _table_bytes(spec) + 12
 
 
 def blocks_within(spec: ModelSpec, size_bytes: int, block_size: int) -> int:

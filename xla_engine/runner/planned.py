@@ -89,7 +89,7 @@ def plan_engine(
         context_length=context_length,
         buckets=buckets,
         few=few_rows(config) if one_row_code else (),
-        pool=_pool(config, model, buckets[-1]),
+        pool=_pool(config, buckets[-1]),
         form_note=form.note,
         proposer=proposer,
     )
@@ -108,11 +108,9 @@ def has_one_row_code(spec: ModelSpec) -> bool:
     return names == {"native"} and (model.recurrent is None or spec.native_state is not None)
 
 
-def _pool(config: EngineConfig, model: ModelConfig, positions: int) -> Pool | None:
+def _pool(config: EngineConfig, positions: int) -> Pool | None:
     if config.num_blocks is None:
         return None
-    if model.recurrent is not None:
-        raise ConfigError("num_blocks does not support recurrent layers, which this model has; leave it out")
     blocks_of_a_slot = positions // config.block_size
     own = blocks_of_a_slot if config.shadow_rate else 0
     return Pool(config.num_blocks + own, config.block_size, blocks_of_a_slot)
@@ -126,6 +124,10 @@ def _check_prefix_cache(config: EngineConfig, spec: ModelSpec, *, one_row_code: 
         raise ConfigError(
             "prefix_cache_dir needs the C++ kernels, with which a prefix has the same bits in every run: leave "
             "it out, or choose dtype bfloat16 and an isa of this machine"
+        )
+    if spec.config.recurrent is not None:
+        raise ConfigError(
+            "prefix_cache_dir does not support recurrent layers, which this model has; leave it out"
         )
     if drafts:
         raise ConfigError(

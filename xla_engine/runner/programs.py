@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from xla_engine.config import EngineConfig
 from xla_engine.graphs.inventory import Program, program_name
-from xla_engine.graphs.kv_cache.cache import KVCache, States, copy_state, states_of
+from xla_engine.graphs.kv_cache.cache import (
+    KVCache,
+    States,
+    copy_state,
+    read_state,
+    states_of,
+    write_state,
+)
 from xla_engine.graphs.kv_cache.moves import (
     blocks_per_call,
     copy_blocks,
@@ -50,6 +57,7 @@ CONTINUE = "continue_row"
 COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_blocks"
 LOAD_BLOCKS = "load_blocks"
 SAVE_STATE, RESTORE_STATE = "save_state", "restore_state"
+READ_STATE, WRITE_STATE = "read_state", "write_state"
 
 
 def make_programs(
@@ -139,7 +147,7 @@ def make_programs(
             )
     if config.keep_finished:
         programs.append(_continue(rows, taken[3]))
-    moves = (*_moves(spec, config, taken[2:]), *_state_moves(_abstract(saved), states_of(cache)))
+    moves = (*_moves(spec, config, taken[2:]), *_state_moves(config, _abstract(saved), states_of(cache)))
     return [*programs, *moves, *writing(spec, state.weights)]
 
 
@@ -203,13 +211,27 @@ def _moves(spec: ModelSpec, config: EngineConfig, donated: tuple[Any, ...]) -> l
     return moves
 
 
-def _state_moves(saved: States, states: States) -> list[Program]:
-    """Programs that save the recurrent states of slots, and restore them; none without room. All are abstract."""
-    scalars = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
-    moves = ((SAVE_STATE, saved, states), (RESTORE_STATE, states, saved))
+def _state_moves(config: EngineConfig, saved: States, states: States) -> list[Program]:
+    """Programs that save the recurrent states of slots, restore them, and move them to the host and back. saved: room
+    for states; states: those of slots; both are abstract, and empty if there is nothing to move."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    moves = ((SAVE_STATE, saved, states), (RESTORE_STATE, states, saved)) if saved else ()
+    programs = [
+        Program(name=name, function=copy_state, arguments=(target, source, scalar, scalar), donate=(0,))
+        for name, target, source in moves
+    ]
+    if states and config.parks:
+        programs += _host_moves(READ_STATE, WRITE_STATE, states)
+    return programs
+
+
+def _host_moves(read: str, write: str, states: States) -> list[Program]:
+    """The programs of these names, which read and write one state of several."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    (moved,) = jax.eval_shape(read_state, states, scalar)
     return [
-        Program(name=name, function=copy_state, arguments=(target, source, *scalars), donate=(0,))
-        for name, target, source in (moves if saved else ())
+        Program(name=read, function=read_state, arguments=(states, scalar), donate=()),
+        Program(name=write, function=write_state, arguments=(states, scalar, moved), donate=(0,)),
     ]
 
 

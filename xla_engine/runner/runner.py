@@ -33,7 +33,7 @@ from xla_engine.runner.after_prefill import fetch_pooled, fetch_prompt_scores
 from xla_engine.runner.backends import library_of, platform_words
 from xla_engine.runner.compile_cache import CompileCounter, use_compile_cache
 from xla_engine.runner.device_state import DeviceState
-from xla_engine.runner.devices import HeldWeights
+from xla_engine.runner.devices import READS_KEYS, READS_STATES, HeldWeights
 from xla_engine.runner.dispatch import Dispatch, Sizes
 from xla_engine.runner.drafting.device_proposer import DeviceProposer
 from xla_engine.runner.features import FeatureBuffer, too_few_lanes
@@ -114,7 +114,6 @@ class Runner:
             planned = plan_engine(agreed, model, dtype, stored_kinds(weights), device)
         self._take_plan(planned, pooling)
         self._load(planned, weights, leaves, progress)
-        self._connect()
         self._compile(progress)
 
     def _with_features(self, config: EngineConfig, tower: VisionTower | None) -> EngineConfig:
@@ -175,10 +174,17 @@ class Runner:
         release_library_pages()
         self.load_seconds = time.perf_counter() - began
 
-    def _connect(self) -> None:
+    def _connect(self, transfers: Transfers) -> None:
         """Make what calls the programs that move states and run steps."""
         state, devices = self.state, self._devices
-        self._state_moves = StateMoves(self.inventory, state, devices.put)
+        self._slot_moves = SlotMoves(
+            self.inventory,
+            num_spans(self.buckets[-1]),
+            transfers,
+            stale_is_harmless=self.spec.attention.bounded_by_length,
+        )
+        self._block_moves = BlockMoves(self.inventory, self.config.block_size, transfers)
+        self._state_moves = StateMoves(self.inventory, state, transfers)
         self.dispatch = Dispatch(
             self.inventory,
             state,
@@ -197,14 +203,8 @@ class Runner:
     def _compile(self, progress: StartupProgress) -> None:
         """Compile all programs, or load them, and run each once."""
         began = time.perf_counter()
-        programs, put = self._programs()
-        self._slot_moves = SlotMoves(
-            self.inventory,
-            num_spans(self.buckets[-1]),
-            put,
-            stale_is_harmless=self.spec.attention.bounded_by_length,
-        )
-        self._block_moves = BlockMoves(self.inventory, self.config.block_size, put)
+        programs, transfers = self._programs()
+        self._connect(transfers)
         self.inventory.compile(
             programs, progress=lambda doing, ready: progress(StartupStep(doing, ready, len(programs)))
         )
@@ -371,7 +371,8 @@ class Runner:
     @property
     def keeps_every_position(self) -> bool:
         """Whether any prefix of a slot's content can be reused, without saved states."""
-        return self.config.num_blocks is not None or keeps_every_position(self.spec, self.context_length)
+        pooled = self.config.num_blocks is not None and self.spec.config.recurrent is None
+        return pooled or keeps_every_position(self.spec, self.context_length)
 
     @property
     def has_one_row_code(self) -> bool:
@@ -454,11 +455,10 @@ class Runner:
             state.donated = self._slot_moves.warm_up(
                 state.donated, copies=self.config.reuses_slots, swaps=swaps
             )
-            if state.saved:
-                self._state_moves.warm_up()
         else:
             loads = self.config.prefix_cache_dir is not None
             state.donated = self._block_moves.warm_up(state.donated, swaps=swaps, loads=loads)
+        self._state_moves.warm_up(swaps=swaps)
 
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
@@ -477,16 +477,18 @@ class Runner:
         taken = StepState(self.weights.leaves, self._rope, state.cache, rows, state.tables)
         whole = make(state=taken, saved=state.saved)
         if devices.is_one:
-            return whole, Transfers(whole=put, pieces=put)
+            return whole, Transfers(whole=put, pieces=put, states=put)
         mine, saved = state.local()
         local = make(state=taken._replace(weights=self.spec.leaves.on_device(), cache=mine), saved=saved)
-        return list(devices.programs(local, whole)), Transfers(whole=put, pieces=devices.pieces(local, whole))
+        pieces, states = (devices.pieces(local, whole, reads) for reads in (READS_KEYS, READS_STATES))
+        return list(devices.programs(local, whole)), Transfers(whole=put, pieces=pieces, states=states)
 
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self.state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
         for swap in plan.moves.parks:
-            self._parked[swap.request_id] = moves.park(state.donated, swap)
+            recurrent = self._state_moves.read(swap.slot.index)
+            self._parked[swap.request_id] = moves.park(state.donated, swap, recurrent)
         if self.block_storage is not None and (plan.moves.stores or plan.moves.loads):
             if plan.moves.stores:
                 found = self._block_moves.read(state.donated, [each.block for each in plan.moves.stores])
@@ -496,7 +498,9 @@ class Runner:
             )
         state.donated = self._block_moves.copy(state.donated, plan.moves.copies)
         for swap in plan.moves.resumes:
-            state.donated = moves.resume(state.donated, swap, self._parked.pop(swap.request_id))
+            parked = self._parked.pop(swap.request_id)
+            state.donated = moves.resume(state.donated, swap, parked)
+            self._state_moves.write(swap.slot.index, parked.recurrent)
             self.dispatch.lengths[swap.slot.index] = swap.length
             self.dispatch.fill_tables(swap.slot.index, settings[swap.request_id])
         for part in plan.moves.continues:
@@ -504,7 +508,8 @@ class Runner:
             (state.rows,) = self.inventory(CONTINUE, state.rows, slot, remaining)
             self.dispatch.lengths[part.slot.index] = part.length
             self.dispatch.fill_tables(part.slot.index, settings[part.request_id])
-        for reuse in () if paged else plan.moves.reuses:
-            state.donated = self._slot_moves.reuse(state.donated, reuse)
+        for reuse in plan.moves.reuses:
+            if not paged:
+                state.donated = self._slot_moves.reuse(state.donated, reuse)
             if reuse.place >= 0:
                 self._state_moves.restore(reuse.slot.index, reuse.place)

@@ -19,7 +19,7 @@ from xla_engine.environment import embedded_model_directory
 from xla_engine.model_loader.checkpoint import Checkpoint, load_checkpoint
 from xla_engine.runner.runner import Runner
 from xla_engine.scheduler.kv.allocator import Slots
-from xla_engine.scheduler.kv.block_manager import BlockPool
+from xla_engine.scheduler.kv.block_pool import BlockPool
 from xla_engine.tools.soak.faults import FaultyDevice, FaultyTokenizer
 from xla_engine.tools.soak.report import SoakReport
 from xla_engine.tools.soak.soak import soak, tiny_model
