@@ -1,4 +1,4 @@
-// Routed experts on matrix tiles (Intel AMX): rows are gathered into tiles, and gated while still in the tiles' order.
+// Routed experts on matrix tiles (Intel AMX): rows are gathered into tiles, and activated while still in the tiles' order.
 
 #pragma once
 
@@ -58,9 +58,7 @@ inline Rows RowsOf(const Matrices<BFloat16>& weights, int64_t one, int64_t other
   return {upper, upper + 16 * width, kFeatures, 0};
 }
 
-// Experts without a gate are multiplied by dot products.
 inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const ExpertLayer<BFloat16>& layer) {
-  if (layer.plain) return RunExperts<BFloat16>(pool, expert, layer);
   const int64_t count = layer.count, width = layer.width, per_row = layer.per_row, inner = layer.inner;
   const Gathered gathered(expert, count * per_row, layer.experts, kRows);
   const std::vector<Group>& groups = gathered.groups;
@@ -70,7 +68,9 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
   uint32_t* tiles = layer.given ? nullptr : Aligned(rows_buffer, group_count * kRows * words);
   uint32_t* hidden = layer.gated ? nullptr : Aligned(hidden_buffer, group_count * kRows * inner_words);
 
-  const int64_t gate_tasks = inner / 16;  // sixteen gates beside their ups, of all experts in use
+  // A task has sixteen gates beside their ups, or thirty-two features without a gate, of all experts in use.
+  const int64_t per_task = layer.plain ? kFeatures : 16, apart = layer.plain ? 16 : inner;
+  const int64_t gate_tasks = inner / per_task;
   const int64_t down_tasks = width / kFeatures;
 
   auto prepare = [&](int64_t at) {
@@ -86,39 +86,37 @@ inline void RunExperts(ffi::ThreadPool& pool, const int32_t* expert, const Exper
     Interleave(taken.data(), group.rows, features / 2, (layer.given ? hidden : tiles) + at * kRows * features / 2);
   };
 
-  auto multiply = [&](int64_t task) {  // gates and ups of features 16 task ..
+  auto multiply = [&](int64_t task) {
     int64_t held = -1;  // the expert whose weights are ready
     Rows weights;
     ByPairs(groups, [&](int64_t at, Columns columns, int64_t next) {
-      const int64_t e = groups[at].expert, feature = 16 * task, first = e * 2 * inner + feature;
-      if (e != held || !layer.gate_up.coded) weights = RowsOf(layer.gate_up, first, first + inner, next * 2 * inner * width);
+      const int64_t e = groups[at].expert, feature = per_task * task, first = e * layer.Rows() + feature;
+      if (e != held || !layer.gate_up.coded) weights = RowsOf(layer.gate_up, first, first + apart, next * layer.Rows() * width);
       held = e;
       Configure(kFeatures, columns);
       Multiply(weights, tiles + at * kRows * words, width, columns.second > 0, next > 0 && !layer.gate_up.coded);
-      const float* bias = layer.gate_up_bias ? layer.gate_up_bias + e * 2 * inner + feature : nullptr;
       for (int half = 0; half < (columns.second ? 2 : 1); ++half) {
-        alignas(64) float gate[256], up[256];
-        Take(2 * half, gate, 64);
-        Take(2 * half + 1, up, 64);
-        uint32_t* to = hidden + (at + half) * kRows * inner_words + feature / 2 * kRows;
-        for (int64_t f = 0; f < 16; f += 2) {
-          Vec pair[2];
-          for (int64_t i = 0; i < 2; ++i) {
-            Vec g = Load(gate + (f + i) * 16), u = Load(up + (f + i) * 16);
-            if (bias) g += bias[f + i], u += bias[inner + f + i];
-            pair[i] = Gate(g, u, layer.limit, layer.gelu);
-          }
-          const __m512i both = Words16(pair[0], pair[1]);
-          if (!layer.gated) {
-            _mm512_storeu_si512(to + f / 2 * kRows, both);
-            continue;
-          }
+        alignas(64) float sums[2][256];  // [block of features][16 features][16 rows]
+        Take(2 * half, sums[0], 64);
+        Take(2 * half + 1, sums[1], 64);
+        const auto sum = [&](int block, int64_t f) {
+          const Vec each = Load(sums[block] + f * 16);
+          return layer.gate_up_bias ? each + layer.gate_up_bias[first + block * apart + f] : each;
+        };
+        const auto between = [&](int block, int64_t f) {
+          return layer.plain ? SquaredRelu(sum(block, f)) : Gate(sum(0, f), sum(1, f), layer.limit, layer.gelu);
+        };
+        const auto put = [&](int64_t f, Vec even, Vec odd) {  // features f and f + 1
+          const __m512i both = Words16(even, odd);
+          if (!layer.gated) return _mm512_storeu_si512(hidden + ((at + half) * inner_words + f / 2) * kRows, both);
           alignas(64) uint32_t by_row[kRows];
           _mm512_store_si512(by_row, both);
           const Group& group = groups[at + half];
           for (int64_t r = 0; r < group.rows; ++r)
-            std::memcpy(layer.gated + gathered.assignment[group.first + r] * inner + feature + f, by_row + r, sizeof(uint32_t));
-        }
+            std::memcpy(layer.gated + gathered.assignment[group.first + r] * inner + f, by_row + r, sizeof(uint32_t));
+        };
+        for (int block = 0; block < per_task / 16; ++block)
+          for (int64_t f = 0; f < 16; f += 2) put(feature + 16 * block + f, between(block, f), between(block, f + 1));
       }
     });
     _tile_release();

@@ -23,6 +23,7 @@ from xla_engine.graphs.experts.routing import (
     native_experts,
     route,
     route_by_sigmoid,
+    shared_native_experts,
 )
 from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.graphs.ops.int8 import Quantized, quantize_weight
@@ -189,6 +190,21 @@ def test_gathered_features_are_multiplied_as_those_of_one_device(dtype: Any, pla
     experts, x, routed = weights(dtype, biased=True, plain=plain), rows(48), routes(48)
     gathers = functools.partial(blocked_experts, gather=lambda hidden: hidden)
     assert run(gathers, experts, x, routed).tobytes() == run(blocked_experts, experts, x, routed).tobytes()
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("plain", [False, True])
+def test_experts_in_two_calls_have_the_bits_of_one(isa: str, plain: bool) -> None:
+    """As several devices compute them; some rows have no expert."""
+    try:
+        register(isa, {"experts_bf16"})
+    except NativeBuildError as error:
+        pytest.skip(str(error))
+    experts, x, routed = weights(jnp.bfloat16, biased=True, plain=plain), rows(48), routes(48)
+    routed = routed._replace(expert=jnp.where(jnp.arange(48)[:, None] % 5 > 0, routed.expert, COUNT))
+    whole = functools.partial(native_experts, isa=isa)
+    halves = functools.partial(shared_native_experts, gather=lambda hidden: hidden, isa=isa)
+    assert run(halves, experts, x, routed).tobytes() == run(whole, experts, x, routed).tobytes()
 
 
 def test_a_row_with_nan_keeps_it_to_itself(form_and_dtype: tuple[Form, Any]) -> None:

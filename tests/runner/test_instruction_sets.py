@@ -18,7 +18,9 @@ from xla_engine.equivalence.cases import draw_cases
 from xla_engine.equivalence.levels import across_configurations, run_together, table
 from xla_engine.equivalence.verify import verify
 from xla_engine.errors import ConfigError
+from xla_engine.graphs.forms import RoutedExperts
 from xla_engine.runner import backends
+from xla_engine.runner.native_library import widening
 from xla_engine.runner.native_library.build import ATTENTION
 from xla_engine.runner.native_library.instruction_sets import INSTRUCTION_SETS, available
 from xla_engine.runner.native_library.needed import native_parts
@@ -76,6 +78,37 @@ def test_instruction_sets_that_sum_in_one_order_give_the_same_bits(
     for isa in (isa for isa in HERE if isa in ONE_ORDER):
         engine = make_engine(replace(TINY_ENGINE, isa=isa, quantization=quantization), model=WIDE)
         found = run_together(engine, draw_cases(engine, 60, seed=4))
+        results.append({name: (each.token_ids, each.logprobs) for name, each in found.items()})
+    assert results.count(results[0]) == len(results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "experts",
+    [
+        None,
+        pytest.param(
+            RoutedExperts(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96),
+            marks=pytest.mark.release,
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_a_set_has_the_same_bits_by_pairs_and_widened(
+    make_engine: Callable[..., XlaBatchEngine], experts: RoutedExperts | None
+) -> None:
+    """Whichever numbers of rows widen: what the first start finds faster depends on the machine."""
+    if widening.ISA not in HERE:
+        pytest.skip(f"needs a processor with {widening.ISA}")
+    config = replace(TINY_ENGINE, isa=widening.ISA, self_check=False)
+    engine = make_engine(config, model=replace(WIDE, experts=experts))
+    results = []
+    for rows in ((), widening.ALL_ROWS, (3, 6, 10)):
+        before = widening.widen("bf16", rows)
+        try:
+            found = run_together(engine, draw_cases(engine, 60, seed=4))
+        finally:
+            widening.widen("bf16", before)
         results.append({name: (each.token_ids, each.logprobs) for name, each in found.items()})
     assert results.count(results[0]) == len(results)
 
