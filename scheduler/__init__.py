@@ -7,6 +7,7 @@ runner, and the simulator all use it.
 from xla_engine.scheduler.config import SchedulerConfig as SchedulerConfig
 from xla_engine.scheduler.kv.allocator import Slots as Slots
 from xla_engine.scheduler.kv.allocator import StaleSlotError as StaleSlotError
+from xla_engine.scheduler.kv.prefix_cache import state_after as state_after
 from xla_engine.scheduler.moves import BlockCopy as BlockCopy
 from xla_engine.scheduler.moves import BlockTable as BlockTable
 from xla_engine.scheduler.moves import Continuation as Continuation

@@ -73,16 +73,21 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """A full block whose content is also stored outside of the pool, or will be.
+    """A full block, or the saved state of recurrent layers after one, whose content is also stored outside of the
+    pool, or will be.
 
-    block: its place in the pool; -1 if it has none yet. key: its own. parent: the key of the block before it, or the
-    root of the chain.
+    block: its place in the pool, or that of the state; -1 if it has none yet. key: its own. parent: the key of the
+    block before it, or the root of the chain. tokens: of the block; a state has none.
     """
 
     block: int = -1
     key: bytes
     parent: bytes
     tokens: tuple[int, ...]
+
+    @property
+    def is_state(self) -> bool:
+        return not self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +104,8 @@ class BlockTable:
 class Moves:
     """What a step moves in the KV memory. Those from `parks` to `reuses` run first in the step, in this order.
 
-    parks: states to move to the host. stores: blocks whose content to copy out of the pool.
-    loads: blocks of the pool to fill with content from outside. copies: blocks to copy.
+    parks: states to move to the host. stores: blocks and saved states whose content to copy out of the pool.
+    loads: blocks of the pool and places of states to fill with content from outside. copies: blocks to copy.
     resumes: states to move back from the host. continues: finished requests that go on in their slots.
     reuses: cached prefixes that requests begin with. tables: new entries of block tables.
     saves: states to save while the chunks run, in this order.

@@ -118,7 +118,8 @@ class EngineConfig:
     generation_config: the sampling defaults of requests without parameters: "engine" for those of `SamplingParams`,
         "model" for those of the checkpoint's generation_config.json.
     enable_prefix_caching: prompts with a cached prefix, of the same `cache_salt`, prefill only the rest. It applies to
-        models without sliding windows, to those with recurrent layers only by `mamba_cache_mode`, and changes no bit.
+        models without sliding windows, with a pool of blocks also to those with them, to those with recurrent layers
+        only by `mamba_cache_mode`, and changes no bit.
     mamba_cache_mode: "align" also gives models with recurrent layers a prefix cache: their states are saved at the
         multiples of `mamba_block_size`, where prompts can then begin. It changes no bit. "none" saves none, because a
         state is large (`xla-engine inspect`).
@@ -133,7 +134,8 @@ class EngineConfig:
     kv_cache_memory_bytes: the memory of the pool, instead of `num_blocks`; "auto" takes what weights and slots leave
         of `memory_utilization`, up to `max_model_len` tokens for every slot.
     prefix_cache_dir: a directory in which blocks of shared prefixes are kept, for later starts and other processes
-        (docs/prefix_cache.md). It needs a pool of blocks, and changes no bit. The files contain prompts in clear.
+        (docs/prefix_cache.md). It needs a pool of blocks, and with recurrent layers `mamba_cache_mode`. It changes no
+        bit. The files contain prompts in clear.
     prefix_cache_bytes: the most bytes of files there; the least recently used ones are deleted.
     preemption: under fcfs and priority, a request may take the slot of one that is behind it in line; that one
         continues later.

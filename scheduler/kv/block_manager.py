@@ -21,7 +21,7 @@ from itertools import islice
 from xla_engine.scheduler import policy
 from xla_engine.scheduler.config import SchedulerConfig
 from xla_engine.scheduler.kv.block_pool import BlockPool
-from xla_engine.scheduler.kv.prefix_cache import BlockHashes
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes, state_after
 from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.moves import BlockCopy, BlockTable, Slot, StoredBlock, Swap
 from xla_engine.scheduler.request import Request, Status
@@ -197,13 +197,18 @@ class BlockManager:
         return self._hashes.full_blocks(request)
 
     def missing_blocks(self, request: Request, count: int) -> list[StoredBlock]:
-        """Those of the first `count` full blocks of a prompt that the pool lacks, from the first such on."""
+        """Those of the first `count` full blocks of a prompt that the pool lacks, from the first such on; before them
+        the state that follows, without which recurrent layers cannot use them, if it is not saved."""
         wanted = list(islice(self.full_blocks(request), count))
         have = next((at for at, block in enumerate(wanted) if self.pool.find(block.key) is None), count)
-        return wanted[have:]
+        missing = wanted[have:]
+        if self._states is not None and wanted and self._states.pool.find(wanted[-1].key) is None:
+            missing.insert(0, state_after(wanted[-1].key))
+        return missing
 
     def load(self, request: Request, keys: Collection[bytes]) -> tuple[StoredBlock, ...]:
-        """Take free blocks for a prompt's `stored_blocks`, which the next plan loads; see `Scheduler.load`.
+        """Take free blocks for a prompt's `stored_blocks`, and a place for the state after them, which the next plan
+        loads; see `Scheduler.load`.
 
         They are not held: like other cached content, they may be found, or overwritten later. Ends early when only
         the watermark is free.
@@ -220,8 +225,18 @@ class BlockManager:
             else:
                 break
             taken.append(block)
+        else:
+            if self._states is not None and taken:
+                self._load_state(self._states, stored.key, keys)
         self.pool.release(reversed(taken))
         return tuple(self._loads[before:])
+
+    def _load_state(self, states: PrefixStates, block: bytes, keys: Collection[bytes]) -> None:
+        """Take a place for the state after a block, if it is one of `keys`."""
+        state = state_after(block)
+        if state.key in keys and (place := states.make_place(block)) is not None:
+            self._loads.append(replace(state, block=place))
+            self._known_outside.add(state.key)
 
     def _store(self, state: RequestState, stores: list[StoredBlock]) -> None:
         """Let the cached blocks that a request shares be copied out of the pool, once."""
@@ -232,6 +247,15 @@ class BlockManager:
             if stored.key not in self._known_outside:
                 self._known_outside.add(stored.key)
                 stores.append(replace(stored, block=block))
+
+    def _store_state(self, states: PrefixStates, state: RequestState, length: int) -> None:
+        """Let the saved state after a request's first `length` tokens be copied out of its place, once."""
+        if not self._config.stores_blocks or length > self._hashes.storable(state.request):
+            return
+        stored = state_after(self._hashes.of_context(state)[length // self._block_size - 1])
+        if stored.key not in self._known_outside:
+            self._known_outside.add(stored.key)
+            self._stores.append(replace(stored, block=states.place(state, length)))
 
     def match(self, state: RequestState, own: int | None = None) -> tuple[int, int]:
         """(-1, tokens): how many tokens of a request's context are in cached blocks, or in those it shares already."""
@@ -251,6 +275,8 @@ class BlockManager:
 
     def begin(self, state: RequestState, length: int) -> None:
         """Begin prefill after the first `length` tokens, which are cached; more may be cached now than at `enter`."""
+        if self._states is not None and length:
+            self._store_state(self._states, state, length)
         if length == state.ready:
             return
         shared, blocks, whole = self._found(state), list(state.blocks), length // self._block_size

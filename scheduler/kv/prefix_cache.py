@@ -38,12 +38,16 @@ class BlockHashes:
     def full_blocks(self, request: Request) -> Iterator[StoredBlock]:
         """The full blocks of a prompt before its first picture, in order, with no place in the pool."""
         tokens, parent = request.prompt_token_ids, self._root(request)
-        end = request.images[0].spans[0][0] if request.images else len(tokens)
-        whole = end // self.block_size * self.block_size
+        whole = self.storable(request)
         for at, key in enumerate(self._chain(parent, tokens[:whole])):
             own = tuple(tokens[at * self.block_size : (at + 1) * self.block_size])
             yield StoredBlock(key=key, parent=parent, tokens=own)
             parent = key
+
+    def storable(self, request: Request) -> int:
+        """How many tokens `full_blocks` have."""
+        end = request.images[0].spans[0][0] if request.images else len(request.prompt_token_ids)
+        return end // self.block_size * self.block_size
 
     def of_all(self, state: RequestState) -> tuple[bytes, ...]:
         """Keys of the blocks of context and generated tokens."""
@@ -64,6 +68,11 @@ class BlockHashes:
         for start in range(0, end, self.block_size):
             key = hashlib.sha256(key + _bytes(tokens[start : start + self.block_size])).digest()
             yield key
+
+
+def state_after(block: bytes) -> StoredBlock:
+    """The state of recurrent layers after the block with this key, with no place."""
+    return StoredBlock(key=hashlib.sha256(block + b"state").digest(), parent=block, tokens=())
 
 
 def _bytes(content: Sequence[int]) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from xla_engine.scheduler.kv.block_pool import BlockPool
-from xla_engine.scheduler.kv.prefix_cache import BlockHashes
-from xla_engine.scheduler.moves import SavedState
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes, state_after
+from xla_engine.scheduler.moves import SavedState, StoredBlock
 from xla_engine.scheduler.request_state import RequestState
 
 
@@ -50,14 +50,20 @@ class PrefixStates:
         """Keep the state after a context's first `length` tokens, which were found `usable`, until the request begins
         or leaves; nothing if there are none."""
         if length:
-            state.place = self._found(state, length)
+            state.place = self.place(state, length)
             self.pool.share(state.place)
 
+    def place(self, state: RequestState, length: int) -> int:
+        """The place of the state after a context's first `length` tokens, which were found `usable`."""
+        if state.place >= 0 and length == state.ready:
+            return state.place
+        place = self.pool.find(self._key(state, length))
+        assert place is not None, f"no state is saved after {length} tokens of {state.request_id!r}"
+        return place
+
     def restore(self, state: RequestState, length: int) -> int:
-        """The place of the state after a context's first `length` tokens, which it holds or which were found `usable`;
-        it is held no longer."""
-        held = state.place >= 0 and length == state.ready
-        place = state.place if held else self._found(state, length)
+        """`place`, for the last time: the state is held no longer."""
+        place = self.place(state, length)
         self.release(state)
         self._use(state, length)
         return place
@@ -77,12 +83,28 @@ class PrefixStates:
         those prefilled, unless they are saved already."""
         for length in self._lengths(begun, state.prefilled):
             key = self._key(state, length)
-            if self.pool.find(key) is None and self.pool.num_free:
-                place = self.pool.take()
-                self.pool.name(place, key)
-                self.pool.release([place])
+            if (place := self.make_place(key)) is not None:
                 yield SavedState(slot=state.slot, length=length, place=place)
         self._use(state, state.prefilled)
+
+    def make_place(self, key: bytes) -> int | None:
+        """A place for the state with this key; None if it has one, or if all are held."""
+        if self.pool.find(key) is not None or not self.pool.num_free:
+            return None
+        place = self.pool.take()
+        self.pool.name(place, key)
+        self.pool.release([place])
+        return place
+
+    def last(self, blocks: Sequence[StoredBlock], end: int, has: Callable[[StoredBlock], bool]) -> int:
+        """How many of a prompt's first blocks come before the last state, after at most `end` tokens, that is saved or
+        that `has` a place elsewhere."""
+        size = self._hashes.block_size
+        for length in reversed(self._lengths(0, min(end, size * len(blocks)))):
+            key = blocks[length // size - 1].key
+            if self.pool.find(key) is not None or has(state_after(key)):
+                return length // size
+        return 0
 
     def discard(self, state: RequestState) -> None:
         """Forget the states of a failed request's context."""
@@ -100,11 +122,6 @@ class PrefixStates:
         for shorter in reversed(self._lengths(0, length)):
             if (place := self.pool.find(self._key(state, shorter))) is not None:
                 self.pool.use(place)
-
-    def _found(self, state: RequestState, length: int) -> int:
-        place = self.pool.find(self._key(state, length))
-        assert place is not None, f"no state is saved after {length} tokens of {state.request_id!r}"
-        return place
 
     def _lengths(self, begun: int, end: int) -> range:
         """The multiples of the interval above `begun`, up to `end`."""

@@ -102,6 +102,9 @@ def test_no_bit_depends_on_it_in_any_kind_of_layer(
     model = MODELS[name]
     saves = {"mamba_cache_mode": "align", "mamba_block_size": 32} if model.recurrent is not None else {}
     jobs = [{"model": name, "engine": {"quantization": each} | saves} for each in quantizations]
+    if name == "recurrent":
+        jobs.append({"model": name, "engine": {"num_blocks": 80} | saves, "preempts": True})
+        quantizations = (*quantizations, None)
     for quantization, results in zip(quantizations, run(*jobs, sizes=sizes), strict=True):
         assert model.recurrent is None or results[1]["cached"] > 0, "from saved states"
         fitting = quantization is None or fits(model, jnp.dtype(jnp.int8), "avx2")
@@ -154,8 +157,7 @@ def test_every_family(name: str) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     forms: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"engine": {"quantization": "int8"}}]
-    if model.recurrent is None:  # else there are no blocks
-        forms.append({"dtype": "float32", "engine": {"num_blocks": 80}})
+    forms.append({"dtype": "float32", "engine": {"num_blocks": 80}})
     for results in run(*({"model": name, **form} for form in forms)):
         check(results)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.fake_loop import Loop
 from tests.support.small_loops import LAYOUTS, loop, request
 from xla_engine.scheduler import FinishReason, SchedulerConfig
 from xla_engine.scheduler.kv.block_manager import BlockManager
-from xla_engine.scheduler.kv.prefix_cache import BlockHashes
+from xla_engine.scheduler.kv.prefix_cache import BlockHashes, state_after
 from xla_engine.scheduler.kv.prefix_states import PrefixStates
 from xla_engine.scheduler.request_state import RequestState
 
@@ -139,15 +140,47 @@ def test_a_request_that_ends_before_it_begins_lets_go_of_its_state() -> None:
     assert states.pool.num_used == 0
 
 
+def stored() -> Loop:
+    """A loop that has stored the first two states of `STEM` and the blocks before them, and has lost all."""
+    driven = recurrent(num_blocks=24, stores_blocks=True)
+    assert reused(driven, STEM[:21], STEM[:17], (*STEM[:8], 0)) == [0, 16, 8]
+    driven.scheduler.reset_prefix_cache()
+    assert len(driven.runner.states_outside) == 2 and len(driven.runner.outside) == 2 + 4
+    driven.draw.random = lambda: 0.0  # type: ignore[method-assign]
+    return driven
+
+
+def test_a_state_is_stored_when_a_second_prompt_begins_with_it_and_comes_back() -> None:
+    driven = stored()
+    before = driven.runner.prefilled
+    assert reused(driven, STEM) == [16] and driven.loaded == 1 + 4
+    assert driven.runner.prefilled == before + 8
+    assert reused(driven, (*STEM[:11], 0)) == [8] and driven.loaded == 1 + 4 + 1, "only the state was missing"
+
+
+def test_blocks_without_a_state_are_not_loaded() -> None:
+    driven = stored()
+    driven.runner.outside = {
+        key: tokens for key, tokens in driven.runner.outside.items() if tokens or key == b"none"
+    }
+    assert reused(driven, STEM) == [0] and driven.loaded == 0
+
+
+def test_a_state_that_cannot_be_read_costs_no_bit() -> None:
+    driven = stored()
+    driven.draw.random = lambda: 0.95  # type: ignore[method-assign]
+    assert reused(driven, STEM) == [0] and driven.loaded == 0
+
+
 def test_an_interval_off_the_grid_is_refused() -> None:
     for size in (6, 2):
         with pytest.raises(ValueError, match="mamba_block_size"):
             recurrent(mamba_block_size=size)
 
 
-def storms() -> int:
-    """Adversarial sequences; returns the tokens reused."""
-    total = 0
+def storms() -> tuple[int, int]:
+    """Adversarial sequences; returns the tokens reused, and the states loaded from outside."""
+    total = loaded = 0
     for seed in range(60):
         draw = random.Random(seed)
         size = draw.choice((2, 4))
@@ -161,6 +194,7 @@ def storms() -> int:
             block_size=size,
             mamba_block_size=4,
             mamba_cache_states=draw.randint(1, 5),
+            stores_blocks=draw.random() < 0.5,
             prefill_equals_decode=draw.random() < 0.6,
             preemption=draw.random() < 0.6,
             swap_tokens=draw.choice((0, 1 << 20)),
@@ -169,11 +203,13 @@ def storms() -> int:
         driven = adversary(draw, turns=20, config=config)
         driven.drain(lag=seed % 2)
         total += driven.scheduler.counters().cached_tokens
-    return total
+        loaded += sum(each.is_state for plan in driven.plans for each in plan.moves.loads)
+    return total, loaded
 
 
 def test_adversarial_sequences_restore_no_wrong_state() -> None:
-    assert storms() > 1000, "something was reused"
+    reused, loaded = storms()
+    assert reused > 1000 and loaded > 5, "something was reused, also from outside"
 
 
 def an_overwritten_state_keeps_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +272,29 @@ def blocks_are_shared_beyond_the_last_state(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(BlockManager, "_usable", careless)
 
 
+def a_state_is_loaded_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "_load_state", _load_into_the_first)
+
+
+def _load_into_the_first(self, states, block, keys):  # type: ignore[no-untyped-def]
+    state = state_after(block)
+    if state.key in keys and states.make_place(block) is not None:
+        self._loads.append(replace(state, block=0))
+
+
+def a_state_is_stored_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = PrefixStates.place
+
+    def altered(self, states, state, length):  # type: ignore[no-untyped-def]
+        stored = state_after(self._hashes.of_context(state)[length // self._block_size - 1])
+        self._stores.append(replace(stored, block=place(states, state, length) ^ 1))
+
+    monkeypatch.setattr(BlockManager, "_store_state", altered)
+
+
 FAULTS = [
+    a_state_is_loaded_elsewhere,
+    a_state_is_stored_from_elsewhere,
     a_waiting_state_is_not_held,
     blocks_are_shared_beyond_the_last_state,
     an_overwritten_state_keeps_its_key,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.adversary import adversary, assert_caught, assert_caught_in_plans
 from tests.support.fake_loop import Loop
-from xla_engine.scheduler import Plan, Request, SchedulerConfig, stored_blocks
+from xla_engine.scheduler import Plan, Request, Scheduler, SchedulerConfig, stored_blocks
 from xla_engine.scheduler.kv.block_manager import BlockManager
 from xla_engine.scheduler.moves import StoredBlock
 from xla_engine.scheduler.plan import LOADING
@@ -45,6 +45,13 @@ def stored() -> Loop:
     return loop
 
 
+def missing(scheduler: Scheduler) -> list[StoredBlock]:
+    """What the request lacks that is next in line."""
+    waiting = stored_blocks.waiting(scheduler)
+    assert waiting is not None
+    return stored_blocks.missing_blocks(scheduler, waiting)
+
+
 def test_a_block_is_stored_when_a_second_request_shares_it_and_only_then() -> None:
     loop = Loop(CONFIG)
     loop.submit(request("first", (*STEM, 1)))
@@ -75,7 +82,7 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
     decision = scheduler.snapshot().waiting[0].decision
     assert decision is not None and decision.reason == LOADING
     assert stored_blocks.load(scheduler, "nobody", {b"x"}) == ()
-    (first, *_) = stored_blocks.missing_blocks(scheduler, "c")
+    (first, *_) = missing(scheduler)
     assert [each.key for each in stored_blocks.load(scheduler, "c", {first.key})] == [first.key]
     plan = scheduler.plan()
     assert plan.admitted == ("c", "d") and [each.key for each in plan.moves.loads] == [first.key]
@@ -85,13 +92,9 @@ def test_the_request_waits_for_its_blocks_and_others_go_on() -> None:
 def test_a_request_that_has_ended_waits_for_no_blocks() -> None:
     scheduler = stored().scheduler
     scheduler.submit(request("c", (*STEM, 3), stored_blocks=4))
-    assert (
-        scheduler.plan().is_empty
-        and scheduler.awaits_blocks == "c"
-        and stored_blocks.missing_blocks(scheduler, "c")
-    )
+    assert scheduler.plan().is_empty and scheduler.awaits_blocks == "c" and missing(scheduler)
     scheduler.abort("c")
-    assert stored_blocks.missing_blocks(scheduler, "c") == []
+    assert stored_blocks.waiting(scheduler) is None
 
 
 def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
@@ -106,7 +109,8 @@ def test_loads_leave_the_watermark_and_evict_nothing_that_is_held() -> None:
     assert blocks is not None
     free = blocks.pool.num_free
     loop.scheduler.submit(request("c", (*STEM, 5), stored_blocks=4))
-    keys = [each.key for each in stored_blocks.missing_blocks(loop.scheduler, "c")]
+    loop.scheduler.awaits_blocks = "c"
+    keys = [each.key for each in missing(loop.scheduler)]
     assert len(stored_blocks.load(loop.scheduler, "c", keys)) == free - blocks.pool.watermark < 4
     assert blocks.pool.num_free == free
 

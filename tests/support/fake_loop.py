@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.support.fake_runner import FakeRunner, expected
@@ -79,13 +80,7 @@ class Loop:
         self.loaded = 0
 
     def submit(self, request: Request) -> None:
-        stored = 0
-        for block in stored_blocks.full_blocks(self.scheduler, request):
-            if block.key not in self.runner.outside and not stored_blocks.has_block(
-                self.scheduler, block.key
-            ):
-                break
-            stored += 1
+        stored = stored_blocks.loadable(self.scheduler, request, self._count_outside)
         if stored and request.max_cached_tokens != 0:
             request = replace(request, stored_blocks=stored)
         self.scheduler.submit(request)
@@ -96,12 +91,16 @@ class Loop:
 
     def read_stored(self) -> None:
         """Let the request that waits for stored blocks have some of them, or none; perhaps not yet."""
-        name = self.scheduler.awaits_blocks
-        if name is None or (self.plans and not self.plans[-1].is_empty and self.draw.random() < 0.5):
+        request = stored_blocks.waiting(self.scheduler)
+        if request is None or (self.plans and not self.plans[-1].is_empty and self.draw.random() < 0.5):
             return
-        keys = [each.key for each in stored_blocks.missing_blocks(self.scheduler, name)]
+        keys = [each.key for each in stored_blocks.missing_blocks(self.scheduler, request)]
         readable = {key for key in keys if key in self.runner.outside and self.draw.random() < 0.9}
-        self.loaded += len(stored_blocks.load(self.scheduler, name, readable))
+        self.loaded += len(stored_blocks.load(self.scheduler, request.request_id, readable))
+
+    def _count_outside(self, keys: Sequence[bytes]) -> int:
+        """How many of these keys, from the first on, are stored."""
+        return next((at for at, key in enumerate(keys) if key not in self.runner.outside), len(keys))
 
     def place(self, priority: int) -> tuple[int, int]:
         """The place in line of the next arrival."""

@@ -30,6 +30,7 @@ from xla_engine.scheduler import (
     SchedulerConfig,
     Slot,
     StepResult,
+    StoredBlock,
     Swap,
     VerifyRow,
 )
@@ -105,7 +106,10 @@ class FakeRunner:
         self.requests: dict[str, Request] = {}
         self.host: dict[str, DeviceRow] = {}  # state of parked requests
         self.blocks = [[-1] * config.block_size for _ in range(config.num_blocks or 0)]  # tokens, as in `kv`
-        self.outside: dict[bytes, list[int]] = {}  # blocks that were stored, by key
+        self.outside: dict[bytes, list[int]] = {}  # blocks and states that were stored, by key
+        self.states_outside: dict[
+            bytes, tuple[list[int], str]
+        ] = {}  # those of them that are states, as in `states`
         self.states: dict[int, tuple[list[int], str]] = {}  # saved ones by place: their tokens and cache salt
         self.tables: list[list[int]] = [[] for _ in self.rows]
         self.steps = 0
@@ -137,10 +141,12 @@ class FakeRunner:
         for swap in plan.moves.parks:
             self._park(swap)
         for each in plan.moves.stores:
-            assert tuple(self.blocks[each.block]) == each.tokens, f"{each} finds {self.blocks[each.block]}"
-            self.outside[each.key] = list(self.blocks[each.block])
+            self._store(each)
         for each in plan.moves.loads:
-            self.blocks[each.block] = list(self.outside[each.key])
+            if each.is_state:
+                self.states[each.block] = self.states_outside[each.key]
+            else:
+                self.blocks[each.block] = list(self.outside[each.key])
         for copy in plan.moves.copies:
             self.blocks[copy.target] = list(self.blocks[copy.source])
         for table in plan.moves.tables:
@@ -167,6 +173,14 @@ class FakeRunner:
             if not row.over and self._in_blocks(row.slot, len(row.kv)) != row.kv:
                 raise AssertionError(f"the blocks of {row} were overwritten")
         return StepResult(first=[token for token in first if token is not None], decode=decode, verify=verify)
+
+    def _store(self, each: StoredBlock) -> None:
+        if each.is_state:
+            self.states_outside[each.key] = self.states[each.block]
+            self.outside[each.key] = []
+            return
+        assert tuple(self.blocks[each.block]) == each.tokens, f"{each} finds {self.blocks[each.block]}"
+        self.outside[each.key] = list(self.blocks[each.block])
 
     def _check_budget(self, plan: Plan) -> None:
         tokens = len(plan.decode) + len(plan.verify) + len(plan.chunks) * self.config.chunk_size

@@ -41,24 +41,11 @@ class StoredPrefixes:
         of them; otherwise the same request."""
         if request.max_cached_tokens == 0:
             return request
-        blocks = iter(stored_blocks.full_blocks(scheduler, request))
-        pooled = 0  # blocks before the first that the pool lacks
-        for first in blocks:
-            if not stored_blocks.has_block(scheduler, first.key):
-                break
-            pooled += 1
-        else:
-            return request
-        if not self.storage.found([first.key]):
-            return request
-        rest = [first, *blocks]
-        missing = [each for each in rest if not stored_blocks.has_block(scheduler, each.key)]
-        unread = 1 + self.storage.found([each.key for each in missing[1:]])
-        tokens = sum(len(each.tokens) for each in missing[:unread])
-        if not self.storage.is_worth_reading(unread, tokens):
-            return request
-        end = rest.index(missing[unread]) if unread < len(missing) else len(rest)
-        return replace(request, stored_blocks=pooled + end)
+        count = stored_blocks.loadable(scheduler, request, self.storage.found)
+        marked = replace(request, stored_blocks=count)
+        missing = stored_blocks.missing_blocks(scheduler, marked)
+        tokens = stored_blocks.gained_tokens(scheduler, marked) if missing else 0
+        return marked if tokens and self.storage.is_worth_reading(missing, tokens) else request
 
     def advance(self, scheduler: Scheduler, now: float) -> None:
         """Give the scheduler what was read, and read for the request that waits, if there is one."""
@@ -70,13 +57,10 @@ class StoredPrefixes:
             reading.abandoned = not reading.done
             self.storage.drop(reading, loads)
             self.reading = None
-        name = scheduler.awaits_blocks
-        if (
-            self.reading is None
-            and name is not None
-            and (missing := stored_blocks.missing_blocks(scheduler, name))
-        ):
-            self.reading = self.storage.start(name, missing, now)
+        request = None if self.reading is not None else stored_blocks.waiting(scheduler)
+        if request is not None and (missing := stored_blocks.missing_blocks(scheduler, request)):
+            tokens = stored_blocks.gained_tokens(scheduler, request)
+            self.reading = self.storage.start(request.request_id, missing, tokens, now)
 
     @property
     def until(self) -> float:
@@ -114,7 +98,7 @@ def stored_prefixes(
         return None
     directory, about = Path(config.prefix_cache_dir).expanduser(), _about(config, runner, fingerprint)
     files = BlockFiles(directory, about, config.prefix_cache_bytes)
-    storage = PrefixStorage(files, runner.block_layout, on_read)
+    storage = PrefixStorage(files, runner.block_layout, on_read, runner.state_layout)
     runner.block_storage = storage
     return StoredPrefixes(storage)
 
@@ -122,7 +106,8 @@ def stored_prefixes(
 def _about(config: EngineConfig, runner: Runner, fingerprint: str) -> dict[str, object]:
     """Everything that the bytes of a block depend on besides its tokens, adapter and salt."""
     assert runner.isa is not None
-    return {
+    states = {"state": runner.state_layout.digest} if config.saves_states else {}
+    return states | {
         "model": fingerprint,
         "options": {name: getattr(config, name) for name in _OPTIONS} | {"dtype": runner.spec.dtype.name},
         "layout": runner.block_layout.digest,

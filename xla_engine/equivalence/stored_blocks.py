@@ -1,4 +1,4 @@
-"""Compute blocks of a prefix cache on disk again, alone, and compare the bytes.
+"""Compute blocks and saved states of a prefix cache on disk again, alone, and compare the bytes.
 
 Keys and values are a function of the tokens, so a stored block and a computed one have the same bytes. A block can be
 computed if all blocks before it are there, and the first belongs to no adapter: the key of a block with another
@@ -16,7 +16,7 @@ from xla_engine.engine.batch_engine import XlaBatchEngine
 from xla_engine.errors import InvalidRequestError
 from xla_engine.runner.prefix_files.files import ABOUT, DamagedFileError, StoredContent, read_file
 from xla_engine.sampling_params import SamplingParams
-from xla_engine.scheduler import Request, stored_blocks
+from xla_engine.scheduler import Request, state_after, stored_blocks
 
 
 @dataclass(slots=True)
@@ -104,19 +104,25 @@ def _chain(key: bytes, found: Mapping[bytes, StoredContent], engine: XlaBatchEng
         chain.append(parent)
     chain.reverse()
     tokens = [token for each in chain for token in found[each].tokens]
-    if len(tokens) + 2 > engine.max_model_len:
+    if len(_whole(engine, tokens)) + 2 > engine.max_model_len:
         return None
     request = Request(request_id="check", prompt_token_ids=tokens, max_tokens=1)
-    return (
-        chain
-        if [each.key for each in stored_blocks.full_blocks(engine.scheduler, request)] == chain
-        else None
-    )
+    keys = [each.key for each in stored_blocks.full_blocks(engine.scheduler, request)]
+    if not found[key].tokens and keys:
+        keys.append(state_after(keys[-1]).key)
+    return chain if keys == chain else None
+
+
+def _whole(engine: XlaBatchEngine, tokens: list[int]) -> list[int]:
+    """These tokens, and more up to where a state is saved, because blocks behind the last state are not shared."""
+    config = engine.config
+    return [*tokens, *[tokens[0]] * (-len(tokens) % config.state_interval if config.saves_states else 0)]
 
 
 def _compute(engine: XlaBatchEngine, tokens: list[int]) -> None:
     """Let the engine compute blocks, and store them as a second request shares them."""
     assert engine.state.prefixes is not None
+    tokens = _whole(engine, tokens)
     for _ in range(2):
         engine.submit([*tokens, tokens[0]], SamplingParams(max_tokens=1, temperature=0))
         engine.drain()

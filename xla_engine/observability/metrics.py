@@ -92,8 +92,8 @@ _COUNTERS: Table = {
     "vllm:generation_tokens_total": ("generation_tokens", "Tokens sampled."),
     "vllm:prefix_cache_queries_total": (_looked_up, "Prompt tokens looked up."),
     "vllm:prefix_cache_hits_total": ("cached_tokens", "Prompt tokens found."),
-    "xla_engine_loaded_blocks_total": ("loaded_blocks", "KV blocks read from files."),
-    "xla_engine_stored_blocks_total": ("stored_blocks", "KV blocks written to files."),
+    "xla_engine_loaded_blocks_total": ("loaded_blocks", "KV blocks and saved states read from files."),
+    "xla_engine_stored_blocks_total": ("stored_blocks", "KV blocks and saved states written to files."),
     "xla_engine_failed_blocks_total": (
         "failed_blocks",
         "KV blocks whose file was damaged, or not readable or writable.",

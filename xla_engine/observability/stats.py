@@ -47,8 +47,8 @@ class EngineStats:
     finished: sequences that ended, by finish reason.
     recoveries: failed steps after which live sequences were rerun, or one of them was ended.
     cached_tokens: prompt tokens found in the prefix cache instead of being prefilled.
-    loaded_blocks: KV blocks read from files, with `EngineConfig.prefix_cache_dir`.
-    stored_blocks: KV blocks written to files.
+    loaded_blocks: KV blocks and saved states read from files, with `EngineConfig.prefix_cache_dir`.
+    stored_blocks: KV blocks and saved states written to files.
     failed_blocks: KV blocks whose file was damaged or could not be read or written.
     preemptions: preempted sequences.
     drafted_tokens: verified draft tokens.

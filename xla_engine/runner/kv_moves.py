@@ -20,11 +20,13 @@ from xla_engine.runner.programs import (
     LOAD_BLOCKS,
     READ,
     READ_BLOCKS,
+    READ_SAVED,
     READ_STATE,
     RESTORE_STATE,
     SAVE_STATE,
     WRITE,
     WRITE_BLOCKS,
+    WRITE_SAVED,
     WRITE_STATE,
 )
 from xla_engine.runner.stored_blocks import BlockContent, stacked
@@ -237,7 +239,7 @@ class BlockMoves:
 
 
 class StateMoves:
-    """Moves recurrent states of slots: to the places of `state.saved`, to the host, and back.
+    """Moves recurrent states: between slots and the places of `state.saved`, and from both to the host and back.
 
     What is written is donated and returned.
     """
@@ -275,10 +277,25 @@ class StateMoves:
         (states,) = self._inventory(WRITE_STATE, states, *scalars, placed)
         state.cache = with_states(state.cache, states)
 
-    def warm_up(self, *, swaps: bool) -> None:
-        """Run every program once, before any row is live."""
+    def read_saved(self, place: int) -> States:
+        """The state saved at a place, still on the device."""
+        (found,) = self._inventory(READ_SAVED, self._state.saved, *self._transfers.scalars(place))
+        for leaf in jax.tree.leaves(found):
+            leaf.copy_to_host_async()
+        moved: States = found
+        return moved
+
+    def load(self, place: int, content: BlockContent) -> None:
+        """Save a state that came from outside."""
+        state, moved = self._state, self._transfers.states(stacked([content], 1))
+        (state.saved,) = self._inventory(WRITE_SAVED, state.saved, *self._transfers.scalars(place), moved)
+
+    def warm_up(self, *, swaps: bool, loads: bool) -> None:
+        """Run every program once, before any row is live. swaps: requests park. loads: states come from outside."""
         if self._state.saved:
             self.save(0, 0)
             self.restore(0, 0)
         if swaps:
             self.write(0, self.read(0))
+        if loads and self._state.saved:
+            self.load(0, jax.tree.map(lambda leaf: np.asarray(leaf)[0], self.read_saved(0)))

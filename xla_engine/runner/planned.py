@@ -125,9 +125,10 @@ def _check_prefix_cache(config: EngineConfig, spec: ModelSpec, *, one_row_code: 
             "prefix_cache_dir needs the C++ kernels, with which a prefix has the same bits in every run: leave "
             "it out, or choose dtype bfloat16 and an isa of this machine"
         )
-    if spec.config.recurrent is not None:
+    if spec.config.recurrent is not None and not config.saves_states:
         raise ConfigError(
-            "prefix_cache_dir does not support recurrent layers, which this model has; leave it out"
+            "prefix_cache_dir needs the states of recurrent layers, which this model has: add mamba_cache_mode "
+            "'align', or leave prefix_cache_dir out"
         )
     if drafts:
         raise ConfigError(

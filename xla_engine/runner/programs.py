@@ -58,6 +58,7 @@ COPY_BLOCKS, READ_BLOCKS, WRITE_BLOCKS = "copy_blocks", "read_blocks", "write_bl
 LOAD_BLOCKS = "load_blocks"
 SAVE_STATE, RESTORE_STATE = "save_state", "restore_state"
 READ_STATE, WRITE_STATE = "read_state", "write_state"
+READ_SAVED, WRITE_SAVED = "read_saved_state", "write_saved_state"
 
 
 def make_programs(
@@ -222,6 +223,8 @@ def _state_moves(config: EngineConfig, saved: States, states: States) -> list[Pr
     ]
     if states and config.parks:
         programs += _host_moves(READ_STATE, WRITE_STATE, states)
+    if saved and config.prefix_cache_dir is not None:
+        programs += _host_moves(READ_SAVED, WRITE_SAVED, saved)
     return programs
 
 

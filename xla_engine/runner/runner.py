@@ -21,7 +21,7 @@ from xla_engine.environment import compile_cache_directory
 from xla_engine.errors import ConfigError
 from xla_engine.graphs.config import ModelConfig
 from xla_engine.graphs.inventory import GraphReport, Inventory, Program, program_name
-from xla_engine.graphs.kv_cache.cache import keeps_every_position
+from xla_engine.graphs.kv_cache.cache import keeps_every_position, read_state
 from xla_engine.graphs.kv_cache.moves import num_spans, read_blocks
 from xla_engine.graphs.ops.rope import rope_tables
 from xla_engine.graphs.portable import ARITHMETIC
@@ -58,7 +58,7 @@ from xla_engine.runner.step_costs import StepCosts, measure
 from xla_engine.runner.step_messages import StepSender
 from xla_engine.runner.stored_blocks import BlockLayout, BlockStorage
 from xla_engine.runner.vision_tower import VisionTower
-from xla_engine.scheduler import Plan, StepResult
+from xla_engine.scheduler import Moves, Plan, StepResult
 from xla_engine.utils.resident import release_free_memory, release_library_pages
 from xla_engine.utils.startup import StartupProgress, StartupStep, silent
 
@@ -364,6 +364,12 @@ class Runner:
         return BlockLayout.of(found)
 
     @property
+    def state_layout(self) -> BlockLayout:
+        """What one saved state of recurrent layers has."""
+        (found,) = jax.eval_shape(read_state, self.state.saved, jax.ShapeDtypeStruct((), jnp.int32))
+        return BlockLayout.of(found)
+
+    @property
     def rope_digest(self) -> str:
         """sha256 of the rotary tables, on which keys depend."""
         return hashlib.sha256(np.asarray(self._rope).tobytes()).hexdigest()
@@ -446,7 +452,7 @@ class Runner:
     def _warm_up(self) -> None:
         """Run every program once without work. No row is live, so no state changes."""
         self.dispatch.warm_up(self.buckets, self.sizes.few)
-        state, swaps = self.state, self.config.parks
+        state, swaps, loads = self.state, self.config.parks, self.config.prefix_cache_dir is not None
         if self.spec.lora is not None:
             self.weights.write_adapter(1, None)
         if self.config.keep_finished:
@@ -456,9 +462,8 @@ class Runner:
                 state.donated, copies=self.config.reuses_slots, swaps=swaps
             )
         else:
-            loads = self.config.prefix_cache_dir is not None
             state.donated = self._block_moves.warm_up(state.donated, swaps=swaps, loads=loads)
-        self._state_moves.warm_up(swaps=swaps)
+        self._state_moves.warm_up(swaps=swaps, loads=loads)
 
     def _programs(self) -> tuple[list[Program], Transfers]:
         """The programs to compile, and the functions that copy their arguments to the devices."""
@@ -483,6 +488,21 @@ class Runner:
         pieces, states = (devices.pieces(local, whole, reads) for reads in (READS_KEYS, READS_STATES))
         return list(devices.programs(local, whole)), Transfers(whole=put, pieces=pieces, states=states)
 
+    def _start_stored(self, moves: Moves, storage: BlockStorage) -> None:
+        """Copy blocks and saved states out of the device, and others into it."""
+        state = self.state
+        if blocks := [each for each in moves.stores if not each.is_state]:
+            storage.store(blocks, self._block_moves.read(state.donated, [each.block for each in blocks]))
+        for each in moves.stores:
+            if each.is_state:
+                storage.store([each], [self._state_moves.read_saved(each.block)])
+        content = storage.take(moves.loads)
+        loads = [each for each in moves.loads if not each.is_state]
+        state.donated = self._block_moves.load(state.donated, loads, content)
+        for each in moves.loads:
+            if each.is_state:
+                self._state_moves.load(each.block, content[each.key])
+
     def _start_moves(self, plan: Plan, settings: Mapping[str, RowSettings]) -> None:
         state, paged = self.state, self.config.num_blocks is not None
         moves = self._block_moves if paged else self._slot_moves
@@ -490,12 +510,7 @@ class Runner:
             recurrent = self._state_moves.read(swap.slot.index)
             self._parked[swap.request_id] = moves.park(state.donated, swap, recurrent)
         if self.block_storage is not None and (plan.moves.stores or plan.moves.loads):
-            if plan.moves.stores:
-                found = self._block_moves.read(state.donated, [each.block for each in plan.moves.stores])
-                self.block_storage.store(plan.moves.stores, found)
-            state.donated = self._block_moves.load(
-                state.donated, plan.moves.loads, self.block_storage.take(plan.moves.loads)
-            )
+            self._start_stored(plan.moves, self.block_storage)
         state.donated = self._block_moves.copy(state.donated, plan.moves.copies)
         for swap in plan.moves.resumes:
             parked = self._parked.pop(swap.request_id)

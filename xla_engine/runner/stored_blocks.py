@@ -1,7 +1,8 @@
-"""The content of KV blocks on the host: as one program reads them, and block by block as bytes.
+"""The content of KV blocks and saved states on the host: as one program reads them, and one by one as bytes.
 
 A block's content is the list of its arrays (the keys and values of each layer, then its tokens), as
-`graphs.kv_cache.moves.read_blocks` orders them. As bytes these follow each other without padding.
+`graphs.kv_cache.moves.read_blocks` orders them; a state's is what `graphs.kv_cache.cache.read_state` returns. As bytes
+these follow each other without padding.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class BlockLayout:
 
     def to_bytes(self, group: Any, at: int) -> bytes | None:
         """The content of a group's block `at`; None if a number in it is not finite, as after a failed request."""
-        spans, tokens = jax.tree.map(lambda leaf: np.asarray(leaf)[at], group)
-        if not all(np.isfinite(each).all() for span in spans for each in floats(LayerCache(*span))):
+        content = jax.tree.map(lambda leaf: np.asarray(leaf)[at], group)
+        if not all(np.isfinite(each).all() for each in _floats(content)):
             return None
-        return b"".join(leaf.tobytes() for leaf in jax.tree.leaves((spans, tokens)))
+        return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(content))
 
     def from_bytes(self, content: bytes) -> BlockContent:
         """The inverse of `to_bytes`; the arrays share the memory of `content`."""
@@ -80,11 +81,20 @@ class BlockLayout:
         return jax.tree.unflatten(self.structure, leaves)
 
 
+def _floats(content: BlockContent) -> list[np.ndarray]:
+    """The floats of a block or a state on the host."""
+    if isinstance(content, list):  # a state, all float32
+        return jax.tree.leaves(content)
+    spans, _ = content
+    return [each for span in spans for each in floats(LayerCache(*span))]
+
+
 class BlockStorage(Protocol):
-    """Where blocks of a plan's `stores` go, and those of its `loads` come from."""
+    """Where blocks and states of a plan's `stores` go, and those of its `loads` come from."""
 
     def store(self, blocks: Sequence[StoredBlock], groups: Sequence[Any]) -> None:
-        """Take over the content of blocks, in groups of `read_blocks`, which may still be computed."""
+        """Take over the content of blocks or states, in groups of `read_blocks` or `read_state`, which may still be
+        computed."""
 
     def take(self, blocks: Sequence[StoredBlock]) -> Mapping[bytes, BlockContent]:
         """Hand out the content of blocks by key; each is handed out once."""

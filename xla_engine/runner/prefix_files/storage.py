@@ -26,8 +26,9 @@ _UNWRITTEN = 64  # groups of blocks that may wait to be written; more are droppe
 
 @dataclass(slots=True)
 class BlockCounts:
-    """What happened to blocks. read: from files into the pool. written: to files. failed: files that were missing,
-    damaged or unreadable, and writes that failed. skipped: blocks that were computed because that was faster."""
+    """What happened to blocks and saved states. read: from files onto the device. written: to files. failed: files
+    that were missing, damaged or unreadable, and writes that failed. skipped: those that were computed because that
+    was faster."""
 
     read: int = 0
     written: int = 0
@@ -68,11 +69,18 @@ class PrefixStorage:
     on_read: called by a thread when a reading is done.
     """
 
-    def __init__(self, files: BlockFiles, layout: BlockLayout, on_read: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        files: BlockFiles,
+        layout: BlockLayout,
+        on_read: Callable[[], object],
+        state_layout: BlockLayout | None = None,
+    ) -> None:
+        """layout: of blocks. state_layout: of saved states of recurrent layers."""
         self.counts = BlockCounts()
         self.prefill = Rate()
         self.files = files
-        self._layout = layout
+        self._layout, self._state_layout = layout, state_layout or layout
         self._on_read = on_read
         self._disk = Rate()  # per byte
         self._content: dict[bytes, BlockContent] = {}
@@ -93,24 +101,25 @@ class PrefixStorage:
         self.counts.failed += 1
         return 0
 
-    def is_worth_reading(self, blocks: int, tokens: int) -> bool:
-        """Whether to read blocks of a prompt, rather than compute their tokens."""
+    def is_worth_reading(self, blocks: Sequence[StoredBlock], tokens: int) -> bool:
+        """Whether to read blocks of a prompt, rather than compute so many tokens."""
         if self._last is not None and not self._last.done and self._last.abandoned:
             return False  # the disk hangs
         if self._disk.seconds is None or self.prefill.seconds is None:
             return True
-        if self._disk.seconds * blocks * self._layout.num_bytes < _MARGIN * self.prefill.seconds * tokens:
+        num_bytes = sum(self._layout_of(each).num_bytes for each in blocks)
+        if self._disk.seconds * num_bytes < _MARGIN * self.prefill.seconds * tokens:
             return True
         self._unworthy += 1
         if self._unworthy % _TRY_AGAIN == 0:
             return True
-        self.counts.skipped += blocks
+        self.counts.skipped += len(blocks)
         return False
 
-    def start(self, request_id: str, blocks: Sequence[StoredBlock], now: float) -> BlockReading:
-        """Read blocks in the background. now: on the engine's clock."""
+    def start(self, request_id: str, blocks: Sequence[StoredBlock], tokens: int, now: float) -> BlockReading:
+        """Read blocks in the background, for as long as computing so many tokens takes. now: on the engine's clock."""
         rate = self.prefill.seconds
-        patience = _PATIENCE if rate is None else rate * sum(len(each.tokens) for each in blocks)
+        patience = _PATIENCE if rate is None else rate * tokens
         self._last = reading = BlockReading(request_id, blocks, now + patience)
         self._reader.ask(partial(self._read_all, reading))
         return reading
@@ -155,6 +164,9 @@ class PrefixStorage:
         """Wait until all blocks given so far are written."""
         self._writer.ask(lambda: None).done.wait()
 
+    def _layout_of(self, block: StoredBlock) -> BlockLayout:
+        return self._state_layout if block.is_state else self._layout
+
     def _count(self, keys: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, have files."""
         found = 0
@@ -174,13 +186,13 @@ class PrefixStorage:
 
     def _read(self, block: StoredBlock) -> bool:
         """Read one block; False if it cannot be had."""
-        began = time.perf_counter()
+        began, layout = time.perf_counter(), self._layout_of(block)
         try:
             found = self.files.read(block.key)
             if (found.parent, found.tokens, len(found.content)) != (
                 block.parent,
                 block.tokens,
-                self._layout.num_bytes,
+                layout.num_bytes,
             ):
                 raise DamagedFileError("it holds other tokens")
         except DamagedFileError:
@@ -190,17 +202,17 @@ class PrefixStorage:
         except (OSError, MemoryError):
             self.counts.failed += 1
             return False
-        self._content[block.key] = self._layout.from_bytes(found.content)
+        self._content[block.key] = layout.from_bytes(found.content)
         self._disk.add(time.perf_counter() - began, len(found.content))
         return True
 
     def _write(self, blocks: Sequence[StoredBlock], groups: Sequence[Any]) -> None:
-        most = self._layout.blocks_in(groups[0])
+        most, layout = BlockLayout.blocks_in(groups[0]), self._layout_of(blocks[0])
         for at, block in enumerate(blocks):
             try:
                 if self.files.has(block.key):
                     continue
-                content = self._layout.to_bytes(groups[at // most], at % most)
+                content = layout.to_bytes(groups[at // most], at % most)
                 if content is None:
                     continue  # not finite: a request that failed
                 stored = StoredContent(
